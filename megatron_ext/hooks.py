@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The events that the seams raise, and the Feature that answers them.
+
+An ability of this package is one `Feature`. The seams (`megatron_ext.seams`) know Megatron and raise events;
+a feature knows its algorithm and handles them; neither imports the other. Which features a run has is decided
+once, when its arguments are validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.patching import Patch
+    from megatron_ext.seams.process_groups import WorkerGroups
+
+__all__ = [
+    "EvaluationContext",
+    "Feature",
+    "Hooks",
+    "LoadContext",
+    "LogContext",
+    "SaveContext",
+    "StepContext",
+    "TrainContext",
+]
+
+
+@dataclass(kw_only=True)
+class TrainContext:
+    """A training loop about to start: Megatron's own objects."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    model: list[Any]
+    """The model chunks, wrapped in DDP."""
+
+    optimizer: Any
+    """The `MegatronOptimizer`."""
+
+    scheduler: Any
+    """The `OptimizerParamScheduler`."""
+
+    config: Any
+    """The `TransformerConfig` that the schedules read their functions from."""
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """One training step."""
+
+    iteration: int
+    """Iterations finished before this step."""
+
+    completed: bool = False
+    """Whether the step reached the optimizer (False before the step, and when it asked to exit instead)."""
+
+
+@dataclass(kw_only=True)
+class EvaluationContext:
+    """One call of the evaluation loop."""
+
+    model: list[Any]
+    """The model chunks."""
+
+
+@dataclass(kw_only=True)
+class LogContext:
+    """One line of the training log; handlers append to it."""
+
+    iteration: int
+    """Iterations finished."""
+
+    printing: bool
+    """Whether the iteration line is printed now (`--log-interval`)."""
+
+    total_losses: dict[str, Any]
+    """Megatron's `total_loss_dict`: sums since the last line without this step's, by name; may be changed in
+    place."""
+
+    losses: dict[str, Any]
+    """This step's losses by name, only on the last pipeline stage."""
+
+    skipped: bool
+    """Whether the inner optimizer skipped this step's update."""
+
+    writing: bool
+    """Whether TensorBoard and wandb values are written now (`--tensorboard-log-interval`)."""
+
+    fields: list[tuple[str, str]] = field(default_factory=list)
+    """(label, text) pairs appended to the iteration line."""
+
+    scalars: dict[str, float] = field(default_factory=dict)
+    """TensorBoard and wandb values by key, each written against samples as well."""
+
+    timers: list[str] = field(default_factory=list)
+    """Names of timers to report along with Megatron's own."""
+
+
+@dataclass(kw_only=True)
+class SaveContext:
+    """A checkpoint's state dict being assembled, for writing or as the request of a read."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    model: list[Any]
+    """The unwrapped model chunks."""
+
+    optimizer: Any
+    """The `MegatronOptimizer`, None when its state is not wanted."""
+
+    scheduler: Any
+    """The `OptimizerParamScheduler`, None when its state is not wanted."""
+
+    state: dict[str, Any]
+    """What Megatron's `generate_state_dict` returned; changed in place."""
+
+    metadata: dict[str, Any]
+    """The content metadata that shaped it."""
+
+    loading: bool
+    """Whether this is the request of a read."""
+
+
+@dataclass(kw_only=True)
+class LoadContext:
+    """A checkpoint being read."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    directory: str | None
+    """The iteration's directory, None when there is none."""
+
+    state: dict[str, Any]
+    """Common state (`common_only`) or the whole loaded state; changed in place."""
+
+    common_only: bool
+    """Whether only the common part was read, to find out what the checkpoint holds."""
+
+
+class Feature:
+    """One ability: its arguments, its patches, and its handlers. Every handler does nothing by default."""
+
+    name: str = ""
+    """Short name, used in errors, patch names and log keys."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the ability's argument groups."""
+
+    def enabled(self, args: Any) -> bool:
+        """Return whether the parsed arguments ask for the ability."""
+        return False
+
+    def validate(self, args: Any) -> list[str]:
+        """Return every problem of the arguments, one sentence each: the field, and what to change.
+
+        Called before Megatron's own validation, also when the ability is off (for options that need it).
+        """
+        return []
+
+    def adjust_arguments(self, args: Any) -> list[str]:
+        """Change arguments that the ability decides; return one line to print for each change."""
+        return []
+
+    def patches(self) -> Sequence[Patch]:
+        """Return every patch that the ability may need; they are applied only when it is enabled."""
+        return ()
+
+    def worker_count(self, args: Any) -> int:
+        """Return into how many workers the data-parallel dimension is cut (1 = not at all)."""
+        return 1
+
+    def on_groups_built(self, groups: WorkerGroups) -> None:
+        """Model-parallel groups exist; `groups` describes the workers."""
+
+    def on_train_start(self, context: TrainContext) -> None:
+        """Model and optimizer exist, a checkpoint was loaded if there was one, no step was made yet."""
+
+    def before_step(self, context: StepContext) -> None:
+        """A training step starts."""
+
+    def after_step(self, context: StepContext) -> None:
+        """A training step ended: the inner optimizer and the scheduler have stepped."""
+
+    def may_exit(self, iteration: int) -> bool:
+        """Return whether all ranks meet at this iteration and may vote on ending the run."""
+        return True
+
+    def before_evaluation(self, context: EvaluationContext) -> None:
+        """Evaluation starts."""
+
+    def after_evaluation(self, context: EvaluationContext) -> None:
+        """Evaluation ended."""
+
+    def on_log(self, context: LogContext) -> None:
+        """The training log accumulates, and perhaps prints."""
+
+    def on_save(self, context: SaveContext) -> None:
+        """A checkpoint's state dict was generated."""
+
+    def on_load(self, context: LoadContext) -> None:
+        """A checkpoint's state was read."""
+
+    def on_train_end(self, context: TrainContext) -> None:
+        """The training loop returned."""
+
+
+class Hooks:
+    """The features of this process and which of them are enabled; the seams raise their events here."""
+
+    def __init__(self) -> None:
+        self.features: tuple[Feature, ...] = ()
+        self.active: tuple[Feature, ...] = ()
+
+    def enable(self, args: Any) -> tuple[Feature, ...]:
+        """Make the features that `args` ask for the active ones and return them."""
+        self.active = tuple(feature for feature in self.features if feature.enabled(args))
+        return self.active
+
+    def reset(self) -> None:
+        """Forget all features."""
+        self.features = ()
+        self.active = ()
+
+    def fire(self, event: str, *arguments: Any) -> None:
+        """Call the handler named `event` of every active feature, in order."""
+        for feature in self.active:
+            getattr(feature, event)(*arguments)
+
+    def worker_count(self, args: Any) -> int:
+        """Return the largest worker count that an active feature asks for."""
+        return max([feature.worker_count(args) for feature in self.active], default=1)
+
+    def may_exit(self, iteration: int) -> bool:
+        """Return whether every active feature lets the run end at `iteration`."""
+        return all(feature.may_exit(iteration) for feature in self.active)
+
+
+hooks = Hooks()
+"""The process's hooks. Megatron's loop is module functions, so its observers are found through a module too."""

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks that a patch fits the packages that are installed: version, existence, signature."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib import metadata
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from megatron_ext.patching.patch import Patch, PatchError
+
+__all__ = ["check", "installed_version", "locate", "version_problem"]
+
+
+def installed_version(distribution: str) -> Version | None:
+    """Return the release in use of `distribution`, None when it is not installed.
+
+    A Megatron-LM checkout has no distribution metadata, so for megatron-core the imported package speaks for
+    itself; its version may carry a `+githash`, which is dropped.
+    """
+    if distribution == "megatron-core":
+        try:
+            info = importlib.import_module("megatron.core.package_info")
+        except ModuleNotFoundError as error:
+            if error.name and error.name.startswith("megatron"):
+                return None
+            raise
+        return Version(Version(str(info.__version__)).public)
+    try:
+        return Version(Version(metadata.version(distribution)).public)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def version_problem(distribution: str, versions: str) -> str | None:
+    """Return why the installed `distribution` is outside `versions`, or None when it is inside."""
+    if not versions:
+        return None
+    found = installed_version(distribution)
+    if found is None:
+        return f"{distribution} is not installed"
+    if not SpecifierSet(versions).contains(found, prereleases=True):
+        return f"{distribution} {found} is installed, tested are {versions}"
+    return None
+
+
+def locate(patch: Patch) -> tuple[Any, str, Any]:
+    """Import the target and return (owner, attribute name, raw attribute).
+
+    The raw attribute is the one in the owner's `__dict__` where it has one, so that staticmethod and
+    classmethod objects are seen as such.
+
+    Raises:
+        PatchError: the module cannot be imported or has no such attribute.
+    """
+    try:
+        owner: Any = importlib.import_module(patch.module)
+    except ImportError as error:
+        raise PatchError(f"{patch.describe()}: module cannot be imported: {error}") from error
+    *path, name = patch.attribute.split(".")
+    for part in path:
+        if not hasattr(owner, part):
+            raise PatchError(f"{patch.describe()}: {patch.module} has no {part}")
+        owner = getattr(owner, part)
+    if name in vars(owner):
+        return owner, name, vars(owner)[name]
+    if not hasattr(owner, name):
+        raise PatchError(f"{patch.describe()}: the target does not exist in the installed version")
+    return owner, name, getattr(owner, name)
+
+
+def check(patch: Patch) -> tuple[Any, str, Any]:
+    """Pass every gate and return what `locate` returns.
+
+    Raises:
+        PatchError: wrong version, missing target, or a parameter that the target no longer has.
+    """
+    problem = version_problem(patch.distribution, patch.versions)
+    if problem:
+        raise PatchError(f"{patch.describe()}: {problem}")
+    owner, name, raw = locate(patch)
+    if patch.parameters:
+        function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
+        present = inspect.signature(function).parameters
+        missing = [parameter for parameter in patch.parameters if parameter not in present]
+        if missing:
+            raise PatchError(
+                f"{patch.describe()}: the installed target has no parameter {', '.join(missing)} "
+                f"(it has {', '.join(present)})"
+            )
+    return owner, name, raw

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Applying patches, undoing them by identity, and explaining them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from megatron_ext.patching import gates
+from megatron_ext.patching.patch import Patch, PatchError, PatchStatus
+
+__all__ = ["PatchRegistry"]
+
+# Modules in which a copy of a patched function is replaced: Megatron itself, the scripts that drive it, and the
+# package that publishes torch's collectives.
+_SCRIPT_MODULES = ("__main__", "gpt_builders", "model_provider", "pretrain_")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class _Applied:
+    patch: Patch
+    owner: Any
+    name: str
+    original: Any
+    """The raw attribute as it stood in the owner's `__dict__`, or _ABSENT when it was inherited."""
+    replacement: Any
+    copies: tuple[tuple[ModuleType, str, Any, Any], ...]
+    """(module, name, original, replacement) of every copy that was rebound."""
+
+
+class PatchRegistry:
+    """The patches in force in this process, in the order in which they were applied."""
+
+    def __init__(self) -> None:
+        self._applied: list[_Applied] = []
+
+    @property
+    def applied(self) -> tuple[Patch, ...]:
+        """The patches in force, oldest first."""
+        return tuple(record.patch for record in self._applied)
+
+    def apply(self, patches: Iterable[Patch]) -> None:
+        """Apply `patches` in order; one that is in force already is left alone.
+
+        Every gate of every patch is passed before the first one is applied, so a failure changes nothing.
+
+        Raises:
+            PatchError: a patch does not fit, or two different patches have one name.
+        """
+        fresh: list[Patch] = []
+        for patch in patches:
+            known = next((p for p in [*self.applied, *fresh] if p.name == patch.name), None)
+            if known is None:
+                fresh.append(patch)
+            elif known != patch:
+                raise PatchError(f"{patch.describe()}: another patch of that name targets {known.target}")
+        for patch in fresh:
+            gates.check(patch)
+        for count, patch in enumerate(fresh):
+            try:
+                self._applied.append(_apply_one(patch))
+            except BaseException:
+                self.revert([done.name for done in fresh[:count]])
+                raise
+
+    def revert(self, names: Iterable[str] | None = None) -> None:
+        """Undo the named patches (all when None), newest first, restoring the very objects that stood there.
+
+        Raises:
+            PatchError: someone else replaced a target after us; nothing further is undone.
+            KeyError: a name is not in force.
+        """
+        wanted = {record.patch.name for record in self._applied} if names is None else set(names)
+        unknown = wanted - {record.patch.name for record in self._applied}
+        if unknown:
+            raise KeyError(f"not applied: {', '.join(sorted(unknown))}")
+        for record in reversed(tuple(self._applied)):
+            if record.patch.name in wanted:
+                _revert_one(record)
+                self._applied.remove(record)
+
+    def explain(self, patches: Iterable[Patch]) -> list[PatchStatus]:
+        """Return the status of each of `patches` against the installed packages."""
+        records = {record.patch.name: record for record in self._applied}
+        statuses = []
+        for patch in patches:
+            record = records.get(patch.name)
+            problem = None
+            if record is None:
+                try:
+                    gates.check(patch)
+                except PatchError as error:
+                    problem = str(error)
+            rebound = (
+                tuple(f"{module.__name__}.{name}" for module, name, _, _ in record.copies) if record else ()
+            )
+            statuses.append(
+                PatchStatus(patch=patch, applied=record is not None, problem=problem, rebound=rebound)
+            )
+        return statuses
+
+
+def _apply_one(patch: Patch) -> _Applied:
+    owner, name, raw = gates.check(patch)
+    original = vars(owner).get(name, _ABSENT)
+    if isinstance(raw, (staticmethod, classmethod)):
+        replacement: Any = type(raw)(patch.wrap(raw.__func__))
+    else:
+        replacement = patch.wrap(raw)
+    setattr(owner, name, replacement)
+    copies = _rebind_copies(raw, replacement, owner, name) if patch.rebind else ()
+    return _Applied(patch, owner, name, original, replacement, copies)
+
+
+def _rebind_copies(
+    raw: Any, replacement: Any, owner: Any, name: str
+) -> tuple[tuple[ModuleType, str, Any, Any], ...]:
+    """Replace every global that is the original itself, whatever it is called there."""
+    found = []
+    for module_name, module in tuple(sys.modules.items()):
+        if not _may_hold_copies(module_name) or not isinstance(module, ModuleType):
+            continue
+        for key, value in tuple(vars(module).items()):
+            if value is raw and not (module is owner and key == name):
+                setattr(module, key, replacement)
+                found.append((module, key, raw, replacement))
+    return tuple(found)
+
+
+def _may_hold_copies(module_name: str) -> bool:
+    if module_name in ("megatron", "torch.distributed") or module_name.startswith("megatron."):
+        return True
+    return module_name.startswith(_SCRIPT_MODULES)
+
+
+def _revert_one(record: _Applied) -> None:
+    current = vars(record.owner).get(record.name, _ABSENT)
+    if current is not record.replacement:
+        raise PatchError(
+            f"{record.patch.describe()}: cannot be undone, the target was replaced again by someone else; "
+            "undo the other replacement first"
+        )
+    if record.original is _ABSENT:
+        delattr(record.owner, record.name)
+    else:
+        setattr(record.owner, record.name, record.original)
+    for module, key, original, replacement in record.copies:
+        if vars(module).get(key) is replacement:
+            setattr(module, key, original)
+    # Copies that were made while the patch was in force (`from x import y` afterwards) go back as well.
+    if record.patch.rebind:
+        raw = record.original if record.original is not _ABSENT else getattr(record.owner, record.name)
+        _rebind_copies(record.replacement, raw, record.owner, record.name)
