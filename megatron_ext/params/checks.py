@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compare our own idea of a rank's tensors with what Megatron's ``sharded_state_dict`` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.params.boxes import Piece, cut
+from megatron_ext.params.names import checkpoint_key, local_layer
+from megatron_ext.params.placement import Placement
+from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.view import LocalParameter
+
+
+@dataclass(frozen=True, order=True)
+class Shard:
+    """One contiguous box of a checkpointed tensor, as Megatron's ``ShardedTensor`` describes it."""
+
+    key: str
+    """Name in the checkpoint."""
+
+    global_shape: tuple[int, ...]
+    """Shape in the checkpoint, with axes for layers and experts in front."""
+
+    global_offset: tuple[int, ...]
+    """First element of the box."""
+
+    local_shape: tuple[int, ...]
+    """Size of the box, without the axes in front."""
+
+
+def check_chunk(
+    chunk: Any,
+    placement: Placement,
+    entries: Iterable[LocalParameter],
+    groups: Any,
+    *,
+    homogeneous: bool = False,
+) -> None:
+    """Refuse a model chunk that Megatron would checkpoint in another way than this view describes it.
+
+    Args:
+        chunk: the unwrapped model chunk.
+        placement: model and layout.
+        entries: the chunk's entries.
+        groups: process groups; only ``dp_cp`` is used, for the replica numbers that are not compared.
+        homogeneous: compare with the form that stacks all layers in one tensor. Models whose layers
+            differ are stored layer by layer whatever this says.
+
+    Raises:
+        ParamsError: naming the first tensor that differs, with both descriptions.
+    """
+    metadata = {"dp_cp_group": groups.dp_cp, "non_homogeneous_layers": not homogeneous}
+    state = chunk.sharded_state_dict(metadata=metadata)
+    homogeneous = (
+        homogeneous
+        and not isinstance(chunk.config.moe_layer_freq, list)
+        and (chunk.config.moe_layer_freq == 1)
+    )
+    for entry in entries:
+        if entry.name_local not in state:
+            raise ParamsError(f"{entry.tensor.name}: {entry.name_local} is missing in sharded_state_dict")
+        layer = local_layer(entry.name_local)
+        renamed: Mapping[str, str] = {}
+        if layer is not None:
+            renamed = chunk.decoder.layers[layer].submodules_config.sharded_state_dict_keys_map
+        ours = expected_shards(placement, entry, renamed, homogeneous=homogeneous)
+        theirs = _shards_of(state[entry.name_local])
+        if ours != theirs:
+            raise ParamsError(
+                f"{entry.tensor.name}: this view and sharded_state_dict disagree about "
+                f"{entry.name_local}: {ours} against {theirs}"
+            )
+
+
+def expected_shards(
+    placement: Placement, entry: LocalParameter, renamed: Mapping[str, str], *, homogeneous: bool
+) -> list[Shard]:
+    """What ``sharded_state_dict`` should say about one tensor.
+
+    Args:
+        placement: model and layout.
+        entry: the tensor.
+        renamed: the layer's table of renamed prefixes.
+        homogeneous: whether all layers are stacked in one tensor.
+
+    Returns:
+        One shard per piece of the tensor's slice, sorted.
+    """
+    tensor = entry.tensor
+    leading_shape: list[int] = []
+    leading_offset: list[int] = []
+    if homogeneous and tensor.layer is not None:
+        leading_shape.append(placement.shape.num_layers)
+        leading_offset.append(tensor.layer)
+    if tensor.expert is not None:
+        leading_shape.append(placement.shape.num_moe_experts or 0)
+        leading_offset.append(tensor.expert)
+    if tensor.layer is None:
+        key = tensor.name
+    else:
+        key = checkpoint_key(
+            entry.name_local, first_layer=_first_layer(entry), homogeneous=homogeneous, renamed=renamed
+        )
+    return sorted(
+        Shard(key, (*leading_shape, *tensor.shape), (*leading_offset, *piece.global_start), piece.shape)
+        for piece in _stored_pieces(entry)
+    )
+
+
+def _first_layer(entry: LocalParameter) -> int:
+    layer = local_layer(entry.name_local)
+    if layer is None or entry.tensor.layer is None:
+        raise ParamsError(f"{entry.name_local} is not in a decoder layer")
+    return entry.tensor.layer - layer
+
+
+def _stored_pieces(entry: LocalParameter) -> tuple[Piece, ...]:
+    """The slice's pieces, but one per block: a gated fc1 on a single rank is one piece here, two there."""
+    tensor = entry.tensor
+    if tensor.split is None or len(entry.slice.pieces) == len(tensor.split.blocks):
+        return entry.slice.pieces
+    return cut(tensor.name, tensor.shape, tensor.split, 0, 1).pieces
+
+
+def _shards_of(state: Any) -> list[Shard]:
+    # A factory cuts its tensor (gate and up projection) into shards only when it is asked to.
+    tensors = state.build() if hasattr(state, "build") else [state]
+    return sorted(
+        Shard(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), tuple(tensor.local_shape))
+        for tensor in tensors
+    )

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes and options of a GPT that decide which tensors it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from megatron_ext.params.tensors import ParamsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptShape:
+    """Everything about a dense or mixture-of-experts GPT that its parameters' shapes depend on.
+
+    Names are those of Megatron's ``TransformerConfig`` wherever it has one.
+    """
+
+    num_layers: int
+    """Decoder layers."""
+
+    hidden_size: int
+    """Width of the residual stream."""
+
+    ffn_hidden_size: int
+    """Inner width of the dense MLP (before gate and up are fused)."""
+
+    num_attention_heads: int
+    """Query heads."""
+
+    padded_vocab_size: int
+    """Rows of the word embedding, padding included."""
+
+    num_query_groups: int | None = None
+    """Key/value heads; None for one per query head."""
+
+    kv_channels: int | None = None
+    """Size of one head; None for ``hidden_size / num_attention_heads``."""
+
+    vocab_size: int | None = None
+    """Rows of the vocabulary without padding; None when every row is a token."""
+
+    max_sequence_length: int = 0
+    """Rows of the learned position embedding; 0 for models without one (rope, none)."""
+
+    share_embeddings_and_output_weights: bool = False
+    """Whether the output layer is the word embedding."""
+
+    gated_linear_unit: bool = False
+    """Whether fc1 is the fused gate and up projection (SwiGLU and its kin)."""
+
+    add_bias_linear: bool = True
+    """Whether linear layers have a bias."""
+
+    add_qkv_bias: bool = False
+    """Whether the fused QKV projection has a bias even without ``add_bias_linear``."""
+
+    attention_output_gate: bool = False
+    """Whether the QKV projection also makes a gate of the query's size."""
+
+    learnable_softmax: bool = False
+    """Whether attention has one learnable softmax offset per head (``softmax_type`` learnable)."""
+
+    qk_layernorm: bool = False
+    """Whether queries and keys are normalised by a norm with weights."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """Kind of norm; only LayerNorm has a bias."""
+
+    num_moe_experts: int | None = None
+    """Routed experts per layer; None for a dense model."""
+
+    moe_ffn_hidden_size: int | None = None
+    """Inner width of one routed expert; None for ``ffn_hidden_size``."""
+
+    moe_layers: tuple[bool, ...] = ()
+    """Which layers have experts; empty for all of them (with experts) or none (without)."""
+
+    moe_shared_expert_intermediate_size: int | None = None
+    """Inner width of the shared expert; None for none."""
+
+    moe_shared_expert_gate: bool = False
+    """Whether the shared expert's output is gated."""
+
+    moe_router_enable_expert_bias: bool = False
+    """Whether the router keeps an expert bias (a buffer) for balancing without auxiliary loss."""
+
+    moe_router_quantile_balancing: bool = False
+    """Whether the router keeps quantile balancing's bias (a buffer)."""
+
+    dtype: torch.dtype = torch.float32
+    """Type of the model's parameters."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that contradict each other."""
+        for field in (
+            "num_layers",
+            "hidden_size",
+            "ffn_hidden_size",
+            "num_attention_heads",
+            "padded_vocab_size",
+            "query_groups",
+            "head_size",
+        ):
+            if getattr(self, field) < 1:
+                raise ParamsError(f"GPT shape: {field} must be at least 1, got {getattr(self, field)}")
+        if self.num_attention_heads % self.query_groups:
+            raise ParamsError(
+                f"GPT shape: {self.num_attention_heads} attention heads cannot be divided "
+                f"over {self.query_groups} query groups"
+            )
+        if self.vocab_size is not None and not 0 < self.vocab_size <= self.padded_vocab_size:
+            raise ParamsError(
+                f"GPT shape: vocab_size must be 1..{self.padded_vocab_size} (the padded size), "
+                f"got {self.vocab_size}"
+            )
+        if self.moe_layers and len(self.moe_layers) != self.num_layers:
+            raise ParamsError(
+                f"GPT shape: moe_layers must have one entry per layer ({self.num_layers}), "
+                f"got {len(self.moe_layers)}"
+            )
+        if any(self.moe_layers) and not self.num_moe_experts:
+            raise ParamsError("GPT shape: moe_layers asks for experts, but num_moe_experts is not set")
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_attention_heads if self.num_query_groups is None else self.num_query_groups
+
+    @property
+    def head_size(self) -> int:
+        """Size of one attention head."""
+        if self.kv_channels is None:
+            return self.hidden_size // self.num_attention_heads
+        return self.kv_channels
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner width of one routed expert."""
+        return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether decoder layer ``layer`` (counted from 0) has routed experts."""
+        return self.moe_layers[layer] if self.moe_layers else bool(self.num_moe_experts)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Build the parameter view from a live Megatron GPT. The only module here that knows Megatron's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.utils import unwrap_model
+
+from megatron_ext.params.checks import check_chunk
+from megatron_ext.params.gpt_shape import GptShape
+from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
+from megatron_ext.params.placement import Placement
+from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
+
+UNSUPPORTED_OPTIONS = {
+    "multi_latent_attention": "multi-latent attention",
+    "mtp_num_layers": "multi-token prediction",
+    "experimental_attention_variant": "an experimental attention variant",
+    "linear_attention_freq": "linear attention",
+    "heterogeneous_block_specs": "heterogeneous layers",
+    "is_hybrid_model": "a hybrid (Mamba) model",
+    "moe_latent_size": "latent experts",
+    "moe_single_grouped_weight": "one weight for all experts of a rank",
+    "moe_single_grouped_bias": "one bias for all experts of a rank",
+    "use_kitchen": "Kitchen linear layers",
+}
+"""``TransformerConfig`` fields that change which tensors exist or how they are cut, with their meaning."""
+
+
+def build_view(
+    model_chunks: Sequence[torch.nn.Module], *, vocab_size: int | None = None, pg_collection: Any = None
+) -> ParameterView:
+    """See ``ParameterView.from_model``."""
+    chunks = [unwrap_model(chunk) for chunk in model_chunks]
+    _refuse_unsupported(chunks)
+    groups = chunks[0].pg_collection if pg_collection is None else pg_collection
+    layout = layout_of(chunks[0].config, groups, len(chunks))
+    placement = Placement(shape_of(chunks[0], vocab_size), layout)
+    place = coordinates_of(groups)
+    entries: list[LocalParameter] = []
+    buffers: list[LocalParameter] = []
+    for index, chunk in enumerate(chunks):
+        parameters = list(chunk.named_parameters())
+        found, found_buffers = match_chunk(placement, place, index, parameters, _persistent_buffers(chunk))
+        check_chunk(chunk, placement, (*found, *found_buffers), groups)
+        entries += found
+        buffers += found_buffers
+    return ParameterView(placement, place, entries, buffers)
+
+
+def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
+    """The shape of a ``GPTModel``, read from its config.
+
+    Args:
+        model: any chunk of the model, unwrapped.
+        vocab_size: rows of the vocabulary without padding, None when unknown.
+    """
+    config = model.config
+    learned_positions = model.position_embedding_type == "learned_absolute"
+    balancing = config.moe_router_load_balancing_type
+    return GptShape(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.ffn_hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        padded_vocab_size=model.vocab_size,
+        vocab_size=vocab_size,
+        max_sequence_length=model.max_sequence_length if learned_positions else 0,
+        share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+        gated_linear_unit=config.gated_linear_unit,
+        add_bias_linear=config.add_bias_linear,
+        add_qkv_bias=config.add_qkv_bias,
+        attention_output_gate=config.attention_output_gate,
+        learnable_softmax=config.softmax_type == "learnable",
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+        num_moe_experts=config.num_moe_experts,
+        moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_layers=_moe_layers(config),
+        moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
+        moe_shared_expert_gate=config.moe_shared_expert_gate,
+        moe_router_enable_expert_bias=config.moe_router_enable_expert_bias,
+        moe_router_quantile_balancing=balancing == "quantile_balancing",
+        dtype=config.params_dtype,
+    )
+
+
+def layout_of(config: Any, groups: Any, chunks: int) -> Layout:
+    """The layout of a running job.
+
+    Args:
+        config: the ``TransformerConfig``.
+        groups: the ``ProcessGroupCollection``; its data parallel groups may be a worker's own.
+        chunks: model chunks per rank.
+    """
+    pp = groups.pp.size()
+    return Layout(
+        tp=groups.tp.size(),
+        pp=pp,
+        vpp=chunks,
+        ep=groups.ep.size(),
+        etp=groups.expt_tp.size(),
+        dp=groups.dp.size(),
+        cp=groups.cp.size(),
+        order=_order_of(groups),
+        layers_per_chunk=_layers_per_chunk(config, pp, chunks),
+    )
+
+
+def coordinates_of(groups: Any) -> Coordinates:
+    """This rank's place, read from the ranks of its process groups."""
+    return Coordinates(
+        tp=groups.tp.rank(),
+        pp=groups.pp.rank(),
+        cp=groups.cp.rank(),
+        dp=groups.dp.rank(),
+        ep=groups.ep.rank(),
+        etp=groups.expt_tp.rank(),
+        edp=groups.expt_dp.rank(),
+    )
+
+
+def _order_of(groups: Any) -> str:
+    """The rank order: stages after data parallel ranks, or before them (``--use-tp-pp-dp-mapping``)."""
+    stages = torch.distributed.get_process_group_ranks(groups.pp)
+    neighbours = len(stages) > 1 and stages[1] - stages[0] == groups.tp.size() * groups.cp.size()
+    return "tp-cp-ep-pp-dp" if neighbours and groups.dp.size() > 1 else DEFAULT_ORDER
+
+
+def _layers_per_chunk(config: Any, pp: int, vpp: int) -> tuple[int, ...]:
+    stages = config.pipeline_model_parallel_layout
+    if stages is not None:
+        return tuple(
+            sum(kind.name == "decoder" for kind in stages.layout[stage][chunk])
+            for chunk in range(vpp)
+            for stage in range(pp)
+        )
+    return uneven_layers(
+        config.num_layers,
+        pp=pp,
+        vpp=vpp,
+        first=config.num_layers_in_first_pipeline_stage,
+        last=config.num_layers_in_last_pipeline_stage,
+        embedding_counts=config.account_for_embedding_in_pipeline_split,
+        loss_counts=config.account_for_loss_in_pipeline_split,
+    )
+
+
+def _moe_layers(config: Any) -> tuple[bool, ...]:
+    if not config.num_moe_experts:
+        return ()
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        return tuple(layer % frequency == 0 for layer in range(config.num_layers))
+    return tuple(bool(flag) for flag in frequency)
+
+
+def _persistent_buffers(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    persistent = chunk.state_dict(keep_vars=True)
+    return [(name, buffer) for name, buffer in chunk.named_buffers() if name in persistent]
+
+
+def _refuse_unsupported(chunks: Sequence[Any]) -> None:
+    for chunk in chunks:
+        if not isinstance(chunk, GPTModel):
+            raise ParamsError(
+                f"the model is a {type(chunk).__name__}; the global parameter view knows GPTModel only"
+            )
+    config = chunks[0].config
+    used = [
+        f"{field} ({meaning})"
+        for field, meaning in UNSUPPORTED_OPTIONS.items()
+        if getattr(config, field, None)
+    ]
+    if getattr(config, "gtp_weight_remat_size", 1) > 1:
+        used.append("gtp_weight_remat_size (generalised tensor parallelism)")
+    if used:
+        raise ParamsError("the global parameter view does not know models with " + ", ".join(used))

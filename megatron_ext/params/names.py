@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names: from a rank's own parameter names to global names, and to the keys of Megatron's checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+# Transformer Engine's grouped linear keeps its experts as weight0, weight1, ... of one module.
+_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+# Transformer Engine keeps a norm inside the linear layer that follows it.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+
+
+def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
+    """Translate a parameter's name within a rank's model chunk to its global name.
+
+    Knows the names of both layer implementations: the local one and Transformer Engine's (fused norms,
+    grouped experts).
+
+    Args:
+        local_name: name from ``GPTModel.named_parameters()``, without the wrappers' ``module.`` prefixes.
+        first_layer: global number of the chunk's first decoder layer.
+        first_expert: global number of the rank's first routed expert.
+
+    Returns:
+        The global name; a name that belongs to no decoder layer comes back unchanged.
+    """
+    match = _LAYER.fullmatch(local_name)
+    if match is None:
+        return local_name
+    layer, rest = first_layer + int(match[1]), match[2]
+    expert = _expert_of(rest)
+    if expert is not None:
+        number, leaf = expert
+        rest = f"mlp.experts.{first_expert + number}.{leaf}"
+    for fused, separate in _FUSED_NORMS.items():
+        if rest.startswith(fused):
+            rest = separate + rest.removeprefix(fused)
+    return f"decoder.layers.{layer}.{rest}"
+
+
+def checkpoint_key(
+    local_name: str, *, first_layer: int, homogeneous: bool, renamed: Mapping[str, str]
+) -> str:
+    """The key under which Megatron's distributed checkpoint stores a parameter.
+
+    Args:
+        local_name: as for ``global_name``.
+        first_layer: global number of the chunk's first decoder layer.
+        homogeneous: whether the checkpoint stacks all layers in one tensor, which leaves the layer's
+            number out of the key.
+        renamed: the layer's own table of renamed prefixes (``sharded_state_dict_keys_map``).
+
+    Returns:
+        The key.
+    """
+    match = _LAYER.fullmatch(local_name)
+    if match is None:
+        return local_name
+    layer, rest = first_layer + int(match[1]), match[2]
+    expert = _expert_of(rest)
+    if expert is not None:
+        rest = f"mlp.experts.experts.{expert[1]}"
+    for old, new in renamed.items():
+        if rest.startswith(old):
+            rest = new + rest.removeprefix(old)
+            break
+    return f"decoder.layers.{rest}" if homogeneous else f"decoder.layers.{layer}.{rest}"
+
+
+def local_layer(local_name: str) -> int | None:
+    """The layer's place within the chunk, or None for a name outside the decoder layers."""
+    match = _LAYER.fullmatch(local_name)
+    return None if match is None else int(match[1])
+
+
+def _expert_of(rest: str) -> tuple[int, str] | None:
+    """Local expert number and the name within the expert, e.g. ``(2, "linear_fc1.weight")``."""
+    if match := _EXPERT.fullmatch(rest):
+        return int(match[1]), match[2]
+    if match := _GROUPED_EXPERT.fullmatch(rest):
+        return int(match[3]), f"{match[1]}.{match[2]}"
+    return None

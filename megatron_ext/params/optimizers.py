@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which elements of its parameters a rank's optimizer owns, and where their fp32 values are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import (
+    ChainedOptimizer,
+    Float16OptimizerWithFloat16Params,
+    FP32Optimizer,
+)
+
+from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.view import LocalParameter, ParameterView
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DpShard:
+    """The part of one local parameter that this rank's optimizer updates."""
+
+    entry: LocalParameter
+    """The parameter."""
+
+    start: int
+    """First owned element of the flattened local parameter."""
+
+    stop: int
+    """One past the last; equal to ``start`` when another data parallel rank owns all of it."""
+
+    main: torch.Tensor | None
+    """The values the optimizer updates: fp32, ``stop - start`` elements in the parameter's order. For fp32
+    parameters it shares memory with the parameter. None when the rank owns nothing, and when the inner
+    optimizer keeps the fp32 values itself (precision-aware optimizer)."""
+
+    @property
+    def numel(self) -> int:
+        """Number of owned elements."""
+        return self.stop - self.start
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether data parallel ranks share the parameter, instead of each owning all of it."""
+        return self.numel != self.entry.slice.numel
+
+
+def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
+    """What this rank's optimizer owns.
+
+    Args:
+        optimizer: the ``MegatronOptimizer``, chained or not.
+        view: the rank's parameter view.
+
+    Returns:
+        One shard per trained parameter of this rank, in the view's order, with an empty range where another
+        rank owns it all. Frozen parameters, which no optimizer knows, are left out.
+
+    Raises:
+        ParamsError: for an optimizer class this function does not know, and for a parameter that is not in
+            the view or in two optimizers.
+    """
+    shards: dict[int, DpShard] = {}
+    for member in _members(optimizer):
+        for parameter, start, stop, main in _owned(member):
+            try:
+                entry = view.by_parameter(parameter)
+            except KeyError:
+                raise ParamsError(
+                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that "
+                    f"is not in the parameter view"
+                ) from None
+            if id(parameter) in shards:
+                raise ParamsError(f"{entry.tensor.name} is in two optimizers")
+            shards[id(parameter)] = DpShard(entry=entry, start=start, stop=stop, main=main)
+    return tuple(shards[id(entry.parameter)] for entry in view.entries if id(entry.parameter) in shards)
+
+
+def _members(optimizer: Any) -> Iterator[Any]:
+    # A layer-wise optimizer is a ChainedOptimizer too, but gives whole parameters to ranks by its own rule.
+    if isinstance(optimizer, ChainedOptimizer) and not isinstance(optimizer, LayerWiseDistributedOptimizer):
+        for member in optimizer.chained_optimizers:
+            yield from _members(member)
+    elif not getattr(optimizer, "is_stub_optimizer", False):
+        yield optimizer
+
+
+def _owned(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.Tensor | None]]:
+    """Yield (parameter, start, stop, main values) for every parameter of one optimizer."""
+    if isinstance(optimizer, DistributedOptimizer):
+        yield from _owned_by_distributed(optimizer)
+    elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
+        for group, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
+            for parameter, main in zip(group, mains, strict=True):
+                yield parameter, 0, parameter.numel(), main.detach().view(-1)
+        for group in optimizer.fp32_from_fp32_groups:
+            for parameter in group:
+                yield parameter, 0, parameter.numel(), parameter.detach().view(-1)
+    elif isinstance(optimizer, FP32Optimizer):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, 0, parameter.numel(), parameter.detach().view(-1)
+    else:
+        raise ParamsError(
+            f"the parameter view does not know which elements a {type(optimizer).__name__} "
+            f"updates; use the distributed optimizer or a plain one"
+        )
+
+
+def _owned_by_distributed(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.Tensor | None]]:
+    mains: dict[int, torch.Tensor | None] = {}
+    for groups, main_groups in (
+        (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
+        (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
+    ):
+        for group, main_group in zip(groups, main_groups, strict=True):
+            for parameter, main in zip(group, main_group, strict=True):
+                mains[id(parameter)] = None if main is None else main.detach()
+    for buffer in optimizer.buffers:
+        for parameter in buffer.params:
+            if parameter not in optimizer.model_param_gbuf_map:
+                yield parameter, 0, 0, None
+                continue
+            owned = optimizer._get_model_param_range_map(parameter)["param"]
+            yield parameter, owned.start, owned.end, mains[id(parameter)]

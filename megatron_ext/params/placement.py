@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placement: which rank of a layout holds which part of which tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.params.boxes import Slice, put, slice_of, take
+from megatron_ext.params.gpt import gpt_parameters
+from megatron_ext.params.gpt_shape import GptShape
+from megatron_ext.params.layout import Coordinates, Layout
+from megatron_ext.params.tensors import EMBEDDING_UNIT, GlobalTensor, ParamsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """One tensor as one rank holds it."""
+
+    tensor: GlobalTensor
+    """The global tensor."""
+
+    name: str
+    """The name the rank knows it by: the tensor's own, or the alias of a tied copy."""
+
+    chunk: int
+    """Model chunk on the rank (virtual pipeline stage), from 0."""
+
+    slice: Slice
+    """Which part of the tensor the rank holds."""
+
+    replica: int
+    """Which data parallel copy it is; the copies 0, 1, ... are equal between optimizer steps."""
+
+    is_duplicate_across_tp: bool
+    """Whether every rank of the tensor parallel group holds these same elements."""
+
+    is_primary: bool
+    """Whether this rank's elements count when the elements of one replica are counted once: true on
+    tensor parallel rank 0 for duplicates, and on the embedding's stage for tied copies."""
+
+    @property
+    def is_tied_copy(self) -> bool:
+        """Whether it is the copy of a tied tensor, on a stage other than the tensor's own."""
+        return self.name != self.tensor.name
+
+
+class Placement:
+    """A GPT under a layout.
+
+    Attributes:
+        shape: the model.
+        layout: the layout.
+        tensors: every tensor of the model, in model order.
+        by_name: the same by global name.
+        units: the model's units in model order; the same on every rank, whatever the rank holds.
+        chunk_layers: global decoder layers of each model chunk, in the model's order.
+        experts_per_rank: routed experts of one expert parallel rank, 0 for a dense model.
+    """
+
+    def __init__(self, shape: GptShape, layout: Layout) -> None:
+        """Work out where every tensor lives.
+
+        Args:
+            shape: the model.
+            layout: the layout.
+
+        Raises:
+            ParamsError: when the layout cannot hold the model; the message names what does not divide.
+        """
+        self.shape = shape
+        self.layout = layout
+        self.tensors = gpt_parameters(shape)
+        self.by_name = {tensor.name: tensor for tensor in self.tensors}
+        self.units = tuple(dict.fromkeys(tensor.unit for tensor in self.tensors))
+        self.chunk_layers = layout.chunk_layers(shape.num_layers)
+        experts = shape.num_moe_experts or 0
+        if layout.ep > 1 and not experts:
+            raise ParamsError(f"layout: ep is {layout.ep}, but the model has no experts")
+        if experts % layout.ep:
+            raise ParamsError(f"layout: {experts} experts cannot be shared by ep = {layout.ep} ranks")
+        self.experts_per_rank = experts // layout.ep
+
+    def on_rank(self, rank: int) -> tuple[Placed, ...]:
+        """What rank ``rank`` of the layout holds; see ``on``."""
+        return self.on(self.layout.coordinates(rank))
+
+    def on(self, place: Coordinates) -> tuple[Placed, ...]:
+        """What the rank at ``place`` holds.
+
+        Returns:
+            Entries by chunk, and within a chunk in model order; a tied copy comes last.
+        """
+        return tuple(placed for chunk in range(self.layout.vpp) for placed in self.on_chunk(place, chunk))
+
+    def on_chunk(self, place: Coordinates, chunk: int) -> tuple[Placed, ...]:
+        """What one model chunk of the rank at ``place`` holds, in the order of ``on``."""
+        stage = chunk * self.layout.pp + place.pp
+        held = [
+            self._place(tensor, tensor.name, chunk, place)
+            for tensor in self.tensors
+            if self._is_at_home(tensor, stage, place)
+        ]
+        held += [
+            self._place(tensor, tensor.shared_with[0], chunk, place)
+            for tensor in self.tensors
+            if self._is_copied_to(tensor, stage)
+        ]
+        return tuple(held)
+
+    def _is_at_home(self, tensor: GlobalTensor, stage: int, place: Coordinates) -> bool:
+        if tensor.layer is None:
+            home = 0 if tensor.unit == EMBEDDING_UNIT else len(self.chunk_layers) - 1
+            return stage == home
+        if tensor.expert is not None and tensor.expert // self.experts_per_rank != place.ep:
+            return False
+        return tensor.layer in self.chunk_layers[stage]
+
+    def _is_copied_to(self, tensor: GlobalTensor, stage: int) -> bool:
+        # On a single stage the output layer uses the embedding's own weight: there is no second copy.
+        return bool(tensor.shared_with) and stage == len(self.chunk_layers) - 1 and stage > 0
+
+    def _place(self, tensor: GlobalTensor, name: str, chunk: int, place: Coordinates) -> Placed:
+        index, parts = (place.etp, self.layout.expert_tp) if tensor.is_expert else (place.tp, self.layout.tp)
+        duplicate = tensor.split is None and parts > 1
+        return Placed(
+            tensor=tensor,
+            name=name,
+            chunk=chunk,
+            slice=slice_of(tensor, index, parts),
+            replica=self.layout.replica(place, tensor.is_expert),
+            is_duplicate_across_tp=duplicate,
+            is_primary=name == tensor.name and not (duplicate and index > 0),
+        )
+
+
+def scatter(values: Mapping[str, torch.Tensor], held: Iterable[Placed]) -> dict[str, torch.Tensor]:
+    """Cut full values into what one rank holds.
+
+    Args:
+        values: full value of every tensor in ``held``, by global name, in the tensor's global shape.
+        held: what the rank holds, from ``Placement.on`` or ``on_rank``.
+
+    Returns:
+        New local tensors by ``Placed.name``; copies of a tied tensor get equal values.
+
+    Raises:
+        ParamsError: when a value is missing or has another shape.
+    """
+    local = {}
+    for placed in held:
+        value = values.get(placed.tensor.name)
+        if value is None:
+            raise ParamsError(f"no value for {placed.tensor.name}")
+        if tuple(value.shape) != placed.tensor.shape:
+            raise ParamsError(
+                f"{placed.tensor.name}: the value has shape {tuple(value.shape)}, the tensor "
+                f"{placed.tensor.shape}"
+            )
+        local[placed.name] = take(value, placed.slice)
+    return local
+
+
+def gather(
+    tensors: Iterable[GlobalTensor],
+    shards: Iterable[tuple[Iterable[Placed], Mapping[str, torch.Tensor]]],
+) -> dict[str, torch.Tensor]:
+    """Put full values together from what the ranks hold; the inverse of ``scatter``.
+
+    Args:
+        tensors: the tensors wanted.
+        shards: for each rank what it holds and its local tensors by ``Placed.name``.
+
+    Returns:
+        Full values by global name.
+
+    Raises:
+        ParamsError: when an element is held by no rank, or when two ranks hold different values for it.
+    """
+    wanted = {tensor.name: tensor for tensor in tensors}
+    values: dict[str, torch.Tensor] = {}
+    filled: dict[str, torch.Tensor] = {}
+    for held, local in shards:
+        for placed in held:
+            name = placed.tensor.name
+            if name not in wanted:
+                continue
+            mine = local[placed.name].contiguous()
+            if name not in values:
+                values[name] = torch.zeros(placed.tensor.shape, dtype=mine.dtype, device=mine.device)
+                filled[name] = torch.zeros(placed.tensor.shape, dtype=torch.bool, device=mine.device)
+            seen = take(filled[name], placed.slice)
+            known = take(values[name], placed.slice)[seen]
+            # Bytes, not numbers: copies of a diverged parameter hold equal NaNs.
+            if not torch.equal(known.view(torch.uint8), mine[seen].view(torch.uint8)):
+                raise ParamsError(f"{name}: two ranks hold different values of the same elements")
+            put(mine, placed.slice, values[name])
+            put(torch.ones_like(seen), placed.slice, filled[name])
+    for name in wanted:
+        if name not in filled or not bool(filled[name].all()):
+            raise ParamsError(f"{name}: some elements are held by no rank")
+    return {name: values[name] for name in wanted}
