@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The places in Megatron itself that assume a GPU, or a source checkout, and cannot run without one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_ext.patching import Patch
+
+__all__ = ["compile_helpers_patch", "patches"]
+
+
+def compile_helpers_patch() -> Patch:
+    """Return the patch that a wheel install needs on any device."""
+    return _COMPILE_HELPERS
+
+
+def patches() -> tuple[Patch, ...]:
+    """Return the other records of this module, always the same objects."""
+    return _PATCHES
+
+
+def _compile_unless_shipped(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        datasets = importlib.import_module("megatron.core.datasets")
+        has_makefile = any((Path(folder) / "Makefile").exists() for folder in datasets.__path__)
+        if not has_makefile and _imports("megatron.core.datasets.helpers_cpp"):
+            return
+        original()
+
+    return compile_helpers
+
+
+def _imports(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+def _allow_no_cuda(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_megatron(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            return original(True, *args[1:], **kwargs)
+        return original(**{**kwargs, "allow_no_cuda": True})
+
+    return initialize_megatron
+
+
+def _newest_architecture(original: Callable[[], int]) -> Callable[[], int]:
+    @functools.wraps(original)
+    def get_device_arch_version() -> int:
+        return 10
+
+    return get_device_arch_version
+
+
+def _norm_with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        if not config.sequence_parallel:
+            return original(cls, config, *args, **kwargs)
+        unsplit = copy.copy(config)
+        unsplit.sequence_parallel = False
+        norm = original(cls, unsplit, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = True
+        return norm
+
+    return new
+
+
+def _move_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if as_numpy and torch.is_tensor(tensor):
+            return tensor.detach().numpy()
+        return tensor
+
+    return maybe_move_tensor_to_cpu
+
+
+_COMPILE_HELPERS = Patch(
+    name="wheel/compile-helpers",
+    target="megatron.core.datasets.utils:compile_helpers",
+    wrap=_compile_unless_shipped,
+    reason="The wheel ships the compiled helpers without their Makefile, so `make` fails and ends the run.",
+)
+
+_PATCHES = (
+    Patch(
+        name="cpu/allow-no-cuda",
+        target="megatron.training.initialize:initialize_megatron",
+        wrap=_allow_no_cuda,
+        reason="Start-up asserts that CUDA is available unless told otherwise, which pretrain never does.",
+        parameters=("allow_no_cuda",),
+    ),
+    Patch(
+        name="cpu/architecture",
+        target="megatron.training.utils.common_utils:get_device_arch_version",
+        wrap=_newest_architecture,
+        reason="Older GPUs need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism; a CPU has no queues.",
+    ),
+    Patch(
+        name="cpu/torch-norm",
+        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
+        wrap=_norm_with_sequence_parallel,
+        reason="torch's norms are right under sequence parallelism once their weights' gradients are marked "
+        "for the all-reduce; Megatron refuses them.",
+        parameters=("config", "hidden_size"),
+    ),
+    Patch(
+        name="cpu/moe-split-sizes",
+        target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
+        wrap=_move_from_cpu,
+        reason="Split sizes of the all-to-all are turned into numpy arrays only when they come from a GPU.",
+        parameters=("tensor", "as_numpy", "record_stream"),
+    ),
+)

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's options on CPU: defaults that let a plain command run, and refusals by name."""
+
+from tests.support.distributed import run_ranks
+from tests.support.presets import toy_gpt
+from tests.support.pretrain import run_failing_pretrain, run_pretrain
+
+# Every rule of `options.RULES`, by flags that break it.
+REFUSED = [
+    "--context-parallel-size 2",
+    "--distributed-backend nccl",
+    "--pipeline-model-parallel-comm-backend ucc",
+    "--use-ring-exchange-p2p",
+    "--tp-comm-overlap",
+    "--use-sharp",
+    "--transformer-impl transformer_engine",
+    "--transformer-impl inference_optimized",
+    "--attention-backend flash",
+    "--attention-backend fused",
+    "--use-flash-attn",
+    "--multi-latent-attention",
+    "--experimental-attention-variant gated_delta_net",
+    "--apply-layernorm-1p",
+    "--fp32-residual-connection --bf16",
+    "--use-te-activation-func",
+    "--use-transformer-engine-op-fuser",
+    "--fused-residual-rmsnorm",
+    "--use-kitchen-attention",
+    "--batch-invariant-mode",
+    "--delay-wgrad-compute",
+    "--defer-embedding-wgrad-compute",
+    "--fp8-format hybrid",
+    "--fp4-format e2m1",
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--moe-router-fusion",
+    "--moe-token-dispatcher-type flex",
+    "--moe-enable-deepep",
+    "--cuda-graph-impl local",
+    "--cpu-offloading-num-layers 1",
+    "--fine-grained-activation-offloading",
+    "--recompute-modules layernorm",
+    "--recompute-modules mlp",
+    "--recompute-modules moe",
+    "--profile",
+    "--record-memory-history",
+    "--log-energy",
+    "--log-max-attention-logit",
+    "--gpu-sniff-test-interval 1",
+]
+ALLOWED = [
+    "",
+    "--context-parallel-size 1",
+    "--distributed-backend gloo --transformer-impl local --attention-backend auto",
+    "--attention-backend unfused",
+    "--fp32-residual-connection",
+    "--recompute-modules mlp moe core_attn --disable-bias-linear",
+    "--profile --use-pytorch-profiler",
+    "--moe-token-dispatcher-type alltoall",
+]
+
+
+def parse(command_lines):
+    """Return (problems, options of the rules that fired, number of rules) for each command line."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.backends.cpu import RULES, problems, set_argument_defaults
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    set_argument_defaults(parser)
+    results = []
+    for line in command_lines:
+        args = parser.parse_args(line.split())
+        fired = [rule.option for rule in RULES if rule.asked(args)]
+        results.append((problems(args), fired, len(RULES)))
+    return results
+
+
+def test_each_option_that_cannot_work_is_refused_alone_and_by_name():
+    (results,) = run_ranks(parse, 1, REFUSED)
+    for line, (found, _, _) in zip(REFUSED, results, strict=True):
+        assert len(found) == 1, (line, found)
+        assert line.split()[0] in found[0]
+        assert " cannot work on CPU: " in found[0]
+        assert "; " in found[0]
+    fired = {option for _, options, _ in results for option in options}
+    assert len(fired) == results[0][2]  # every rule has its line here
+
+
+def test_what_works_is_not_refused():
+    (results,) = run_ranks(parse, 1, ALLOWED)
+    assert [found for found, _, _ in results] == [[]] * len(ALLOWED)
+
+
+def test_a_run_with_refused_options_ends_with_one_error_that_names_them_all():
+    arguments = toy_gpt(context_parallel_size=2, fp8_format="hybrid", use_precision_aware_optimizer=True)
+    for rank in run_failing_pretrain(arguments, 2):
+        assert rank.exit_code != 0
+        for name in ("--context-parallel-size", "--fp8-format", "--use-precision-aware-optimizer"):
+            assert name in rank.traceback
+        assert "3 problems" in rank.traceback
+
+
+def chosen(model, optimizer, args):
+    """Probe: the values that the backend has an opinion on."""
+    from megatron_ext.backends.cpu.options import ARGUMENT_DEFAULTS
+
+    return {name: getattr(args, name) for name in ARGUMENT_DEFAULTS}
+
+
+BARE = dict.fromkeys(
+    (
+        "num_workers",
+        "distributed_backend",
+        "transformer_impl",
+        "attention_backend",
+        "no_gradient_accumulation_fusion",
+        "no_masked_softmax_fusion",
+        "no_bias_gelu_fusion",
+        "no_bias_dropout_fusion",
+        "no_persist_layer_norm",
+    )
+)
+
+
+def test_a_command_without_any_word_about_the_backend_runs():
+    explicit = run_pretrain(toy_gpt(train_iters=2), 1)
+    plain = run_pretrain(toy_gpt(BARE, train_iters=2, swiglu=True, position_embedding_type="rope"), 1, probe=chosen)
+    assert len(plain[0].losses) == 2
+    assert plain[0].probe["distributed_backend"] == "gloo"
+    same_model = run_pretrain(toy_gpt(BARE, train_iters=2), 1)
+    assert same_model[0].losses == explicit[0].losses
+
+
+def explicit_values():
+    """Return what Megatron's parser, with the backend's defaults, makes of explicit values."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.backends.cpu import set_argument_defaults
+
+    parser = argparse.ArgumentParser()
+    add_megatron_arguments(parser)
+    set_argument_defaults(parser)
+    args = parser.parse_args(
+        ["--num-workers", "3", "--transformer-impl", "transformer_engine", "--distributed-backend", "nccl"]
+    )
+    return args.num_workers, args.transformer_impl, args.distributed_backend
+
+
+def test_explicit_values_win_over_the_defaults():
+    assert run_ranks(explicit_values, 1) == [(3, "transformer_engine", "nccl")]

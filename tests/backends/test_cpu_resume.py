@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stock Megatron on CPU + gloo: a run that stopped in the middle and went on ends with the same bits."""
+
+import os
+
+import pytest
+
+from tests.backends.runs import DROPOUT, losses, stock, validation_losses
+from tests.support.presets import LAYOUTS, PRECISIONS, toy_gpt
+
+RESUMES = {
+    "fp32": DROPOUT,
+    "bf16": {**PRECISIONS["bf16"], **DROPOUT, "ckpt_assume_constant_structure": True},
+    "bf16-overlap-tp2-sp": {
+        **LAYOUTS["tp2-sp"].options,
+        **PRECISIONS["bf16-distopt-overlap"],
+        **DROPOUT,
+    },
+    "fp16-reshardable": {
+        "fp16": True,
+        "initial_loss_scale": 2.0**18,
+        "loss_scale_window": 2,
+        "use_distributed_optimizer": True,
+        "dist_ckpt_optim_fully_reshardable": True,
+        "ckpt_fully_parallel_load": True,
+    },
+    "bf16-torch-format": {**PRECISIONS["bf16-distopt"], **DROPOUT, "ckpt_format": "torch"},
+    "bf16-experts": {**LAYOUTS["moe-ep2"].options, **PRECISIONS["bf16-distopt-overlap"]},
+}
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
+    folder = os.fspath(tmp_path)
+    options = {**RESUMES[name], "save": folder, "save_interval": 2, "eval_iters": 1, "eval_interval": 3}
+    through = stock(toy_gpt(options), 2)
+    resumed = stock(toy_gpt(options, load=folder, ckpt_step=2), 2)
+    assert [step.iteration for step in resumed[0].record.steps] == [3, 4]
+    for before, after in zip(through, resumed, strict=True):
+        assert before.losses[2:] == after.losses
+        assert before.grad_norms[2:] == after.grad_norms
+        assert before.parameters == after.parameters
+        assert before.optimizer == after.optimizer
+    assert validation_losses(through)[3] == validation_losses(resumed)[3]
+    assert len(set(losses(through))) == 4  # a run that does not move would resume exactly, too
+
+
+def test_fp16_skips_steps_that_overflow_and_goes_on():
+    options = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "train_iters": 8}
+    (rank,) = stock(toy_gpt(options), 1)
+    skipped = [step.skipped for step in rank.record.steps]
+    assert skipped[0] and not skipped[-1]

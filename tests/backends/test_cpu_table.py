@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options that the support table calls tested on CPU do their work there."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.backends.runs import losses, stock
+from tests.support.distributed import REPOSITORY, SINGLE_THREADED
+from tests.support.presets import LAYOUTS, PRECISIONS, Options, command_line, toy_gpt
+
+WATCHING: Options = {
+    "check_weight_hash_across_dp_replicas_interval": 1,
+    "exit_signal_handler": True,
+    "exit_duration_in_mins": 60,
+    "log_straggler": True,
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Losses of two data-parallel ranks in fp32 with the distributed optimizer."""
+    return losses(stock(toy_gpt(PRECISIONS["fp32-distopt"]), 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(WATCHING, id="watching"),
+        pytest.param({"calculate_per_token_loss": True, "ddp_average_in_collective": None}, id="per-token"),
+        pytest.param({"ddp_average_in_collective": True}, id="average"),
+    ],
+)
+def test_options_that_change_no_result(options, plain):
+    ranks = stock(toy_gpt(PRECISIONS["fp32-distopt"], options), 2)
+    assert losses(ranks) == pytest.approx(plain, rel=1e-6)
+
+
+def test_gradients_reduced_in_bf16_and_summed_in_fp32(plain):
+    options = {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True}
+    ranks = stock(toy_gpt(PRECISIONS["bf16-distopt"], options), 2)
+    assert losses(ranks) == pytest.approx(plain, rel=1e-2)
+    assert losses(ranks) != pytest.approx(plain, rel=1e-6)
+
+
+def test_random_weights_per_replica_are_made_equal():
+    ranks = stock(toy_gpt(data_parallel_random_init=True), 2)
+    assert ranks[0].parameters == ranks[1].parameters
+
+
+def test_skipped_iterations_train_nothing():
+    ranks = stock(toy_gpt(iterations_to_skip=[2, 3]), 2)
+    assert [step.iteration for step in ranks[0].record.steps] == [1, 4]
+
+
+def consumed(model, optimizer, args):
+    """Probe: samples seen at the end."""
+    return args.consumed_train_samples
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"rampup_batch_size": [4, 4, 8], "global_batch_size": 12}, id="ramp-up"),
+        # Thresholds are in tokens, 32 to a sample.
+        pytest.param({"step_batch_size_schedule": "0:4 256:8 512:12", "global_batch_size": None}, id="schedule"),
+    ],
+)
+def test_the_batch_grows(options):
+    ranks = stock(toy_gpt(options, train_iters=None, train_samples=40, lr_decay_samples=40), 2)
+    # 8 samples in batches of 4, then 8 in a batch of 8, then batches of 12.
+    assert len(ranks[0].record.steps) == 5
+
+
+def test_sgd_learns():
+    ranks = stock(toy_gpt(optimizer="sgd", lr=0.1, train_iters=6), 2)
+    assert losses(ranks)[-1] < losses(ranks)[0]
+    assert ranks[0].parameters == ranks[1].parameters
+
+
+def test_multi_token_prediction():
+    options = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
+    ranks = stock(toy_gpt(options, LAYOUTS["pp2"].options), 2)
+    assert losses(ranks) == sorted(losses(ranks), reverse=True)
+    assert any("mtp." in name for name in ranks[1].parameters[0])
+    assert not any("mtp." in name for name in ranks[0].parameters[0])
+
+
+def test_plain_python_with_async_and_non_persistent_saves(tmp_path):
+    """The example script, started without torchrun and without a word about the backend."""
+    options = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+        "max_position_embeddings": 32,
+        "mock_data": True,
+        "tokenizer_type": "NullTokenizer",
+        "vocab_size": 127,
+        "micro_batch_size": 2,
+        "train_iters": 5,
+        "lr": 1e-3,
+        "eval_iters": 0,
+        "save": os.fspath(tmp_path),
+        "save_interval": 4,
+        "async_save": True,
+        "non_persistent_ckpt_type": "global",
+        "non_persistent_save_interval": 1,
+    }
+    environment = {**os.environ, **SINGLE_THREADED, "PYTHONPATH": os.fspath(REPOSITORY)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        environment.pop(name, None)
+    done = subprocess.run(
+        [sys.executable, os.fspath(Path(REPOSITORY) / "examples/pretrain_gpt.py"), *command_line(options)],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("> megatron_ext: ") == 1
+    assert done.stdout.count("> megatron_ext: no CUDA device was found, training runs on CPU with gloo\n") == 1
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
+    assert {path.name for path in tmp_path.glob("iter_*")} >= {"iter_0000004", "iter_0000005"}

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Guards of the whole session: no module without tests, no process left behind, GPU tests skipped."""
+
+import os
+import signal
+import sys
+import time
+import uuid
+
+import pytest
+
+from tests.support.processes import SESSION_MARK, session_processes
+
+VANISH_SECONDS = 3.0
+"""How long processes may still be ending after the last test."""
+
+_empty_collectors: list[str] = []
+
+
+def pytest_configure() -> None:
+    """Mark this session's environment."""
+    os.environ[SESSION_MARK] = uuid.uuid4().hex
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Remember modules and classes that were collected without an error and without a test."""
+    path = report.nodeid.partition("::")[0]
+    if path.endswith(".py") and report.passed and not report.result:
+        _empty_collectors.append(report.nodeid)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch  # slow, and most sessions without GPU tests need it in the ranks only
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuse modules without tests; start to warm the ranks up while the first tests run."""
+    if _empty_collectors:
+        raise pytest.UsageError("collected without any test: " + ", ".join(_empty_collectors))
+    distributed = sys.modules.get("tests.support.distributed")
+    if distributed is not None and session.items and not session.config.option.collectonly:
+        distributed.warm_up()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail a session whose tests left processes behind, and end those."""
+    mark = os.environ[SESSION_MARK]
+    deadline = time.monotonic() + VANISH_SECONDS
+    while (leftovers := session_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in leftovers:
+        print(f"\nERROR: left behind by the tests and killed now: process {process}", file=sys.stderr)
+        os.kill(process.pid, signal.SIGKILL)
+    if leftovers:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finding processes in /proc: the members of a group, and all that carry this test session's mark."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+SESSION_MARK = "MEGATRON_EXT_TEST_SESSION"
+"""In the environment of everything that a session starts: finds a leftover whoever adopted it."""
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+"""Started once by Python's multiprocessing; they end with the session's own process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundProcess:
+    """A process as /proc shows it."""
+
+    pid: int
+    parent: int
+    group: int
+    zombie: bool
+    command: str
+
+    def __str__(self) -> str:
+        """Short enough for a message with several of them."""
+        return f"{self.pid} ({self.command[:200]})"
+
+
+def group_members(group: int) -> list[FoundProcess]:
+    """Return the living members of a process group."""
+    return [found for _, found in _processes() if found.group == group and not found.zombie]
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process exists and is more than a zombie that nobody has fetched yet."""
+    return any(found.pid == pid and not found.zombie for _, found in _processes())
+
+
+def session_processes(session: str) -> list[FoundProcess]:
+    """Return what carries the mark of `session`, without zombies and the servers of this process."""
+    mark = f"{SESSION_MARK}={session}".encode()
+    result = []
+    for entry, found in _processes():
+        own_server = found.parent == os.getpid() and any(name in found.command for name in SERVERS)
+        if found.zombie or own_server:
+            continue
+        try:
+            environment = (entry / "environ").read_bytes()
+        except OSError:  # another user's, or it has ended meanwhile
+            continue
+        if mark in environment.split(b"\0"):
+            result.append(found)
+    return result
+
+
+def _processes() -> Iterator[tuple[Path, FoundProcess]]:
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            # The name in parentheses may hold spaces; the state, the parent and the group follow it.
+            state, parent, group = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:3]
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+        except (OSError, ValueError):  # it has ended while we looked
+            continue
+        found = FoundProcess(
+            pid=int(entry.name), parent=int(parent), group=int(group), zombie=state == "Z", command=command
+        )
+        yield entry, found
