@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switching the package on and off in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from megatron_ext.backends.cpu import CpuBackend
+    from megatron_ext.patching import Patch, PatchRegistry
+
+__all__ = ["Backend", "known_patches", "patch_megatron", "registry", "unpatch_megatron"]
+
+Backend = Literal["auto", "cpu", "cuda"]
+
+_registry: PatchRegistry | None = None
+_cpu: CpuBackend | None = None
+
+
+def registry() -> PatchRegistry:
+    """Return the registry of this process's patches."""
+    global _registry
+    if _registry is None:
+        from megatron_ext.patching import PatchRegistry
+
+        _registry = PatchRegistry()
+    return _registry
+
+
+def patch_megatron(backend: Backend = "auto") -> None:
+    """Let Megatron parse this package's arguments and run the features they ask for.
+
+    Call it before Megatron's arguments are parsed, before or after Megatron is imported; calling it again does
+    nothing. With none of the features asked for, the run is stock Megatron.
+
+    Args:
+        backend: 'auto' runs on CPU and gloo when there is no CUDA device; 'cpu' forces that; 'cuda' forbids it.
+
+    Raises:
+        PatchError: the installed Megatron is not one that the patches were written for.
+        UserError: `backend` is none of the three.
+    """
+    global _cpu
+    from megatron_ext.errors import UserError
+    from megatron_ext.hooks import hooks
+
+    if backend not in ("auto", "cpu", "cuda"):
+        raise UserError(f"backend is {backend!r}; use 'auto', 'cpu' or 'cuda'")
+    if hooks.features:
+        return
+    import torch
+
+    from megatron_ext.backends import cpu
+    from megatron_ext.backends.cpu.feature import CpuFeature
+    from megatron_ext.features import all_features
+    from megatron_ext.seams import arguments
+
+    use_cpu = backend == "cpu" or (backend == "auto" and not torch.cuda.is_available())
+    patches = registry()
+    try:
+        if use_cpu:
+            _cpu = cpu.CpuBackend()
+            _cpu.activate(patches)
+        patches.apply([cpu.compile_helpers_patch()])
+        patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
+    except BaseException:
+        unpatch_megatron()
+        raise
+    hooks.features = (*((CpuFeature(),) if use_cpu else ()), *all_features())
+
+
+def unpatch_megatron() -> None:
+    """Undo everything that `patch_megatron` and the enabled features did to Megatron and torch."""
+    global _cpu
+    from megatron_ext.backends import cpu
+    from megatron_ext.hooks import hooks
+
+    patches = registry()
+    of_backend = {patch.name for patch in cpu.patches()} if _cpu is not None else set()
+    patches.revert([patch.name for patch in patches.applied if patch.name not in of_backend])
+    if _cpu is not None:
+        _cpu.deactivate(patches)
+        _cpu = None
+    hooks.reset()
+
+
+def known_patches() -> list[Patch]:
+    """Return every patch that any backend or feature may apply."""
+    from megatron_ext.backends import cpu
+    from megatron_ext.features import all_features
+    from megatron_ext.seams import arguments
+
+    found = [*arguments.patches(registry(), None), cpu.compile_helpers_patch(), *cpu.patches()]
+    for feature in all_features():
+        found += feature.patches()
+    unique = {patch.name: patch for patch in found}
+    return list(unique.values())

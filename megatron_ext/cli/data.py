@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext data prepare`: text, code, JSON lines or Parquet to Megatron's .bin/.idx."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ext.errors import UserError
+
+__all__ = ["add_parser", "run"]
+
+_LISTED_PROBLEMS = 20
+
+_PLURALS = {
+    "binary file": "binary files",
+    "device, pipe or socket": "devices, pipes or sockets",
+    "empty document": "empty documents",
+    "empty file": "empty files",
+    "excluded": "files or folders excluded",
+    "folder already read through another link": "folders already read through another link",
+    "hidden": "hidden files or folders",
+    "not matching --glob": "files not matching --glob",
+    "output of this command": "outputs of this command",
+}
+"""Reasons for leaving something out, as a count of them reads in the summary."""
+
+_DESCRIPTION = """\
+Turn text, code, JSON lines (.jsonl, also gzipped) or Parquet into PREFIX.bin and PREFIX.idx,
+which stock Megatron reads with --data-path PREFIX, and PREFIX.json, which says what is in them.
+
+A text or code file is one document; so is each JSON line and each Parquet row. Every document
+ends with an end-of-document token. Without --tokenizer the tokens are the bytes of the text.
+The flags that Megatron needs are printed at the end.
+"""
+
+_EPILOG = """\
+Order: inputs as given; inside a folder, files sorted by relative path; inside a file, as found.
+Megatron's --split cuts this order into training, validation and test documents, so that the
+validation set is the end of the corpus. Use --shuffle-documents unless that is what you want.
+
+Hidden files, binary files and empty files in folders are left out and counted. Other input
+that cannot be used ends the run with the file and the line, unless --on-error skip is given.
+
+Example:
+  megatron-ext data prepare ~/src --glob '*.py' --shuffle-documents 1 --output-prefix data/code
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the command `data` to the command line.
+
+    Args:
+        subparsers: What `ArgumentParser.add_subparsers` returned.
+    """
+    data = subparsers.add_parser("data", help="make training data", description="Make training data.")
+    commands = data.add_subparsers(dest="data_command", metavar="COMMAND", required=True)
+    parser = commands.add_parser(
+        "prepare",
+        help="text, code, JSON lines or Parquet to Megatron's .bin/.idx",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(func=run)
+
+    source = parser.add_argument_group("input")
+    source.add_argument("inputs", nargs="*", type=Path, metavar="PATH", help="files and folders")
+    source.add_argument(
+        "--stdlib",
+        action="store_true",
+        help="use the source of this Python's standard library (some 30 MB); implies --glob '*.py', "
+        "--on-error skip and --shuffle-documents 1234 unless these are given",
+    )
+    source.add_argument(
+        "--glob",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="read only matching files inside folders; may be repeated. Without a / the pattern is "
+        "matched against the file name, with one against the path inside the folder",
+    )
+    source.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="leave out matching files and folders inside folders; may be repeated",
+    )
+    source.add_argument(
+        "--format",
+        choices=("auto", "text", "jsonl", "parquet"),
+        default="auto",
+        help="how to read the files; auto (default) goes by the suffix, everything unknown is text",
+    )
+    source.add_argument(
+        "--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
+    )
+    source.add_argument(
+        "--parquet-column",
+        default="text",
+        metavar="NAME",
+        help="column of the text in Parquet (default: text)",
+    )
+    source.add_argument(
+        "--on-error",
+        choices=("fail", "skip"),
+        help="fail (default): the first unusable input ends the run; skip: leave it out, count and list it",
+    )
+
+    tokens = parser.add_argument_group("tokens")
+    tokens.add_argument(
+        "--tokenizer", metavar="DIR", help="Hugging Face tokenizer folder (default: one token per byte)"
+    )
+    tokens.add_argument(
+        "--trust-remote-code", action="store_true", help="let Python code inside the tokenizer folder run"
+    )
+    tokens.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="tokenizing processes (default: 1, this one)"
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--output-prefix",
+        required=True,
+        metavar="PREFIX",
+        help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
+    )
+    output.add_argument(
+        "--shuffle-documents", type=int, metavar="SEED", help="put all documents in a random order"
+    )
+    output.add_argument("--overwrite", action="store_true", help="replace the output of an earlier run")
+    output.add_argument(
+        "--reuse",
+        action="store_true",
+        help="do nothing if PREFIX was made from the same files with the same settings (with --overwrite: "
+        "otherwise make it again)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `data prepare`.
+
+    Returns:
+        The exit status: 0, or 130 if interrupted.
+
+    Raises:
+        UserError: Bad input or settings.
+    """
+    from megatron_ext.data.prepare import prepare
+
+    try:
+        result = prepare(_config(args))
+    except KeyboardInterrupt:
+        print("megatron-ext: interrupted, no output written", file=sys.stderr)
+        return 130
+    _print_summary(result)
+    return 0
+
+
+def _config(args: argparse.Namespace) -> Any:
+    """Build the configuration from the flags."""
+    from megatron_ext.data.prepare import PrepareConfig
+    from megatron_ext.data.stdlib_corpus import (
+        STDLIB_EXCLUDES,
+        STDLIB_GLOBS,
+        STDLIB_SHUFFLE_SEED,
+        standard_library_sources,
+    )
+    from megatron_ext.data.tokenizers import TokenizerSpec
+
+    if args.trust_remote_code and args.tokenizer is None:
+        raise UserError("--trust-remote-code has no meaning without --tokenizer")
+    inputs, globs, excludes = tuple(args.inputs), tuple(args.glob), tuple(args.exclude)
+    on_error: Literal["fail", "skip"] = args.on_error or ("skip" if args.stdlib else "fail")
+    seed = args.shuffle_documents
+    if args.stdlib:
+        if inputs:
+            raise UserError(f"--stdlib and the input {inputs[0]} exclude each other")
+        inputs = (standard_library_sources(),)
+        globs = globs or STDLIB_GLOBS
+        excludes = (*STDLIB_EXCLUDES, *excludes)
+        seed = STDLIB_SHUFFLE_SEED if seed is None else seed
+    return PrepareConfig(
+        inputs=inputs,
+        output_prefix=args.output_prefix,
+        tokenizer=TokenizerSpec(folder=args.tokenizer, trust_remote_code=args.trust_remote_code),
+        file_format=args.format,
+        jsonl_key=args.jsonl_key,
+        parquet_column=args.parquet_column,
+        globs=globs,
+        excludes=excludes,
+        on_error=on_error,
+        shuffle_seed=seed,
+        workers=args.workers,
+        overwrite=args.overwrite,
+        reuse=args.reuse,
+    )
+
+
+def _print_summary(result: Any) -> None:
+    from megatron_ext.data.progress import megabytes
+
+    facts = result.sidecar
+    if result.reused:
+        print(f"{result.prefix}: up to date, nothing done")
+    else:
+        size = megabytes(facts["output_bytes"]["bin"])
+        print(f"{result.prefix}.bin, .idx, .json: {size} of {facts['dtype']} in {result.seconds:.1f} s")
+    print(
+        f"  {facts['documents']:,} documents, {facts['tokens']:,} tokens, "
+        f"{megabytes(facts['text_bytes'])} of text from {facts['input_files']:,} files"
+    )
+    for reason, count in facts["skipped"].items():
+        suffixes = [f"{suffix or 'no suffix'} {n}" for suffix, n in facts["binary_suffixes"].items()]
+        detail = f" ({', '.join(suffixes)})" if reason == "binary file" else ""
+        print(f"  left out: {count:,} {reason if count == 1 else _PLURALS.get(reason, reason)}{detail}")
+    if facts["problem_count"]:
+        print(f"  left out: {facts['problem_count']:,} unusable:")
+        for problem in facts["problems"][:_LISTED_PROBLEMS]:
+            print(f"    {problem}")
+        if facts["problem_count"] > _LISTED_PROBLEMS:
+            print(f"    ... more in {result.prefix}.json")
+    if facts["settings"]["shuffle_seed"] is None:
+        print("  documents are in input order: --split takes validation and test from the end")
+    print("use with:")
+    print(f"  {shlex.join(result.megatron_args())}")

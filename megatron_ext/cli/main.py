@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `megatron-ext` command: one subcommand per file of this folder."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_ext.cli import data, doctor, patches
+from megatron_ext.errors import UserError
+from megatron_ext.version import __version__
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="megatron-ext", description="Tools of megatron_ext.")
+    parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (patches, doctor, data):
+        module.add_parser(subparsers)
+    options = parser.parse_args(argv)
+    try:
+        return int(options.func(options))
+    except UserError as error:
+        print(f"megatron-ext: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

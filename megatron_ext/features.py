@@ -1,0 +1,15 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The abilities of this package, in the order in which their handlers run."""
+
+from __future__ import annotations
+
+from megatron_ext.hooks import Feature
+
+__all__ = ["all_features"]
+
+
+def all_features() -> tuple[Feature, ...]:
+    """Return one fresh object per ability."""
+    from megatron_ext.local_sgd.feature import LocalSGDFeature
+
+    return (LocalSGDFeature(),)

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What local SGD writes into a Megatron checkpoint, and how it reads it back.
+
+At a sync point the model stands where stock Megatron looks for it, with worker 0's inner optimizer and random
+state; the other workers' optimizer and random state stand under `local_sgd/worker_<i>/`. In the middle of an
+interval the workers hold different weights and every one of them, worker 0 too, stands under its prefix. Anchor
+and outer optimizer stand under `local_sgd/outer/`, once, because they are equal on all workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import LoadContext, SaveContext
+from megatron_ext.local_sgd.engine import LocalSGD
+from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.seams.process_groups import WorkerGroups
+from megatron_ext.seams.sharded_state import (
+    beside_optimizer,
+    is_model_key,
+    load_beside_optimizer,
+    mark_as_copy,
+    prefix_keys,
+    split_plain,
+)
+
+__all__ = ["LoadPlan", "assemble", "plan_load", "request", "restore"]
+
+_FORMAT = 1
+_SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
+_OUTER_PREFIX = "local_sgd/outer/"
+_PER_WORKER = ("optimizer", "rng_state")
+_PLAIN = ("optimizer", "opt_param_scheduler")
+
+
+@dataclass(kw_only=True)
+class LoadPlan:
+    """Where this worker's state is in a checkpoint."""
+
+    directory: str | None
+    """The iteration's directory."""
+
+    summary: dict[str, Any] | None
+    """What local SGD wrote about itself, None for a checkpoint of stock Megatron."""
+
+    worker: int
+    """This rank's worker."""
+
+    workers: int
+    """Workers of this run."""
+
+    metadata: dict[str, Any] = field(default_factory=dict)
+    """The content metadata that shaped the request."""
+
+    outer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """The tensors into which anchor and outer state are read; empty when they are not wanted."""
+
+    @property
+    def saved_workers(self) -> int:
+        """W of the run that saved."""
+        return int(self.summary["workers"]) if self.summary else 1
+
+    @property
+    def synced(self) -> bool:
+        """Whether the model stands at its canonical place."""
+        return self.summary is None or bool(self.summary["synced"])
+
+    @property
+    def source(self) -> int:
+        """The worker whose inner state this worker takes over: i mod W of the run that saved."""
+        return self.worker % self.saved_workers
+
+    @property
+    def copy(self) -> int:
+        """How many workers before this one read the same inner state."""
+        return self.worker // self.saved_workers
+
+    def describe(self) -> str:
+        """Return what will be loaded, in one line."""
+        if self.summary is None:
+            return "local SGD: a checkpoint without local-SGD state: all workers start from it with a fresh outer state"
+        into, rounds = self.summary["steps_since_sync"], self.summary["rounds"]
+        place = "at a sync point" if self.synced else f"{into} steps after a sync point"
+        line = f"local SGD: a checkpoint of {self.saved_workers} workers, saved {place} (round {rounds})"
+        if self.saved_workers != self.workers:
+            line += f"; worker i takes the inner state of worker i mod {self.saved_workers}"
+        return line
+
+
+def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, values: InnerValues) -> None:
+    """Turn the state dict that Megatron generated into that of a run with workers, in place."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    state, worker = context.state, groups.worker
+    prefix = _worker_prefix(worker)
+    tensors = engine.tensor_state()
+    model = {key: state[key] for key in state if is_model_key(key)}
+    if worker == 0 and tensors:
+        state[_OUTER] = beside_optimizer(values, tensors, model, context.metadata, False, _OUTER_PREFIX)
+    state[_SUMMARY] = {
+        "format": _FORMAT,
+        "workers": groups.num_workers,
+        "interval": engine.config.local_sgd_sync_interval,
+        "synced": engine.synced,
+        "outer_optimizer": engine.outer.outer_optimizer,
+        "tensors": list(tensors),
+        **engine.scalar_state(),
+    }
+    for key in model:
+        if not engine.synced:
+            prefix_keys(state[key], prefix)
+        elif worker != 0:
+            del state[key]
+    if worker == 0 and engine.synced:
+        return
+    for key in _PER_WORKER:
+        if key in state:
+            prefix_keys(state[key], prefix)
+    if worker != 0:
+        plain = {key: split_plain(state[key]) for key in _PLAIN if key in state}
+        state[_COMMON] = ShardedObject(f"{prefix}common", plain, (1,), (0,), replica_id=groups.inside.rank())
+
+
+def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
+    """Decide from a checkpoint's common state what this worker will read.
+
+    Raises:
+        UserError: the checkpoint cannot be loaded by this run, with the way out.
+    """
+    summary = context.state.get(_SUMMARY)
+    plan = LoadPlan(directory=context.directory, summary=summary, worker=worker, workers=workers)
+    if summary is None:
+        return plan
+    where = f"--load {context.directory}"
+    if summary.get("format") != _FORMAT:
+        raise UserError(
+            f"{where}: local-SGD state of format {summary.get('format')}, this version reads format {_FORMAT}; "
+            "use the version of megatron_ext that saved it"
+        )
+    args = context.args
+    if not plan.synced:
+        rest = f"saved {summary['steps_since_sync']} steps after a sync point, where every worker has its own weights"
+        if plan.saved_workers != workers:
+            raise UserError(
+                f"{where}: {rest}, so it needs --local-sgd-workers {plan.saved_workers}, not {workers}. To change the "
+                f"number of workers, resume with {plan.saved_workers} up to a sync point (a multiple of interval "
+                f"{summary['interval']} after warm-up), save there, and load that"
+            )
+        if args.no_load_optim or args.finetune:
+            option = "--finetune" if args.finetune else "--no-load-optim"
+            raise UserError(
+                f"{where}: {rest}, which {option} would discard; load a checkpoint that was saved at a sync point"
+            )
+    _check_layout(context, where)
+    return plan
+
+
+def request(
+    context: SaveContext,
+    plan: LoadPlan,
+    groups: WorkerGroups,
+    engine: LocalSGD | None,
+    values: InnerValues | None,
+) -> None:
+    """Turn the request that Megatron generated into this worker's, in place.
+
+    `engine` and `values` are None when the optimizers' states are not wanted.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    state, worker = context.state, groups.worker
+    model = {key: state[key] for key in state if is_model_key(key)}
+    plan.metadata = context.metadata
+    if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
+        anchors = engine.allocate_anchors()
+        plan.outer = {
+            name: anchors if name == "anchor" else [torch.empty_like(anchor) for anchor in anchors]
+            for name in plan.summary["tensors"]
+        }
+        state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
+        mark_as_copy(state[_OUTER], worker)
+    for key, entry in state.items():
+        own = not plan.synced or plan.source != 0
+        if is_model_key(key):
+            own = not plan.synced
+        elif key not in _PER_WORKER:
+            continue
+        if own:
+            prefix_keys(entry, _worker_prefix(plan.source))
+        mark_as_copy(entry, worker if is_model_key(key) and plan.synced else plan.copy)
+    if plan.source != 0 and context.optimizer is not None:
+        replica = groups.inside.rank() + plan.copy * groups.inside.size()
+        state[_COMMON] = ShardedObject(
+            f"{_worker_prefix(plan.source)}common", None, (1,), (0,), replica_id=replica
+        )
+
+
+def restore(
+    context: LoadContext, plan: LoadPlan, engine: LocalSGD | None, values: InnerValues | None
+) -> bool:
+    """Take local SGD's state out of what was read, in place; return whether an outer state was restored."""
+    state = context.state
+    summary = state.pop(_SUMMARY, None)
+    outer = state.pop(_OUTER, None)
+    common = state.pop(_COMMON, None)
+    if common is not None:
+        for key, plain in common.items():
+            state[key] = _overlay(state[key], plain) if key in state else plain
+    wanted = not (context.args.no_load_optim or context.args.finetune)
+    if summary is None or engine is None or values is None or not wanted:
+        return False
+    if outer is not None:
+        load_beside_optimizer(values, plan.outer, outer, plan.metadata)
+    engine.load(plan.outer, summary)
+    return True
+
+
+def _check_layout(context: LoadContext, where: str) -> None:
+    """Refuse another model-parallel layout when the optimizer's format is bound to the one it was saved in."""
+    saved, args = context.state.get("args"), context.args
+    if saved is None or args.no_load_optim or args.finetune:
+        return
+    from megatron.core.dist_checkpointing import load_content_metadata
+
+    metadata = load_content_metadata(preloaded_state_dict=context.state) or {}
+    if metadata.get("distrib_optim_sharding_type") != "dp_reshardable":
+        return
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
+        before, now = getattr(saved, name, None), getattr(args, name)
+        if before is not None and before != now:
+            flag = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{where}: saved with {flag} {before}, this run has {now}, and the optimizer state is in a format "
+                "that is bound to its layout. Resume with the layout it was saved in and save with "
+                "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim"
+            )
+
+
+def _worker_prefix(worker: int) -> str:
+    return f"local_sgd/worker_{worker}/"
+
+
+def _overlay(below: Any, above: Any) -> Any:
+    """Return `below` with every leaf that `above` has replaced by it."""
+    if isinstance(below, dict) and isinstance(above, dict):
+        return {
+            **below,
+            **{key: _overlay(below[key], value) if key in below else value for key, value in above.items()},
+        }
+    if isinstance(below, list) and isinstance(above, list) and len(below) == len(above):
+        return [_overlay(left, right) for left, right in zip(below, above, strict=True)]
+    return above

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A digest of tensors' bits that is cheap on any device, to check that workers are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["equal_across", "tensor_digest"]
+
+# Positions are weighted modulo a prime, so that swapped or shifted values change the digest.
+_PRIME = 65521
+_CHUNK = 1 << 22
+
+
+def tensor_digest(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
+    """Return two 63-bit sums over the bit patterns of fp32 `tensors`, the second one weighted by position."""
+    plain, weighted = 0, 0
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view(torch.int32)
+        for start in range(0, bits.numel(), _CHUNK):
+            chunk = bits[start : start + _CHUNK].to(torch.int64)
+            weights = (torch.arange(chunk.numel(), device=chunk.device) + start) % _PRIME + 1
+            plain += int(chunk.sum())
+            weighted += int((chunk * weights).sum())
+    mask = (1 << 62) - 1
+    return plain & mask, weighted & mask
+
+
+def equal_across(tensors: Iterable[torch.Tensor], group: Any, device: torch.device | None = None) -> bool:
+    """Return whether `tensors` are equal, bit for bit as far as the digest sees, on all ranks of `group`."""
+    mine = torch.tensor(tensor_digest(tensors), dtype=torch.int64, device=device)
+    lowest, highest = mine.clone(), mine.clone()
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    return bool(torch.equal(lowest, highest))

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD as a feature of a Megatron run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import (
+    EvaluationContext,
+    Feature,
+    LoadContext,
+    LogContext,
+    SaveContext,
+    StepContext,
+    TrainContext,
+)
+from megatron_ext.local_sgd import checkpoint
+from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.engine import LocalSGD, RoundReport
+from megatron_ext.local_sgd.outer_optimizer import resolve_class
+from megatron_ext.patching import Patch
+from megatron_ext.seams import checkpoint as checkpoint_seam
+from megatron_ext.seams import gradients, logging, process_groups, training
+from megatron_ext.seams.arguments import add_config_group, say
+from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.seams.process_groups import WorkerGroups
+from megatron_ext.support import refusals
+
+__all__ = ["LocalSGDFeature"]
+
+_TIMER = "outer-sync"
+
+
+class LocalSGDFeature(Feature):
+    """Wires the engine to Megatron's groups, optimizer, loop, log and checkpoints."""
+
+    name = "local-sgd"
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._groups: WorkerGroups | None = None
+        self._values: InnerValues | None = None
+        self._engine: LocalSGD | None = None
+        self._restored = False
+        self._in_warmup = False
+        self._last: RoundReport | None = None
+        self._unwritten: RoundReport | None = None
+        self._own: list[torch.Tensor] | None = None
+        self._plan: checkpoint.LoadPlan | None = None
+
+    # Arguments.
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the groups of local SGD and of its outer optimizer."""
+        add_config_group(parser, LocalSGDConfig, "local SGD")
+        add_config_group(parser, OuterOptimizerConfig, "outer optimizer")
+
+    def enabled(self, args: Any) -> bool:
+        """Return whether there are workers to train apart; one worker is an ordinary Megatron run."""
+        return bool(args.use_local_sgd and args.local_sgd_workers != 1)
+
+    def validate(self, args: Any) -> list[str]:
+        """Check the options by themselves, against the run's shape, and against the support table."""
+        config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
+        problems = config.problems()
+        if not config.use_local_sgd:
+            return problems
+        problems += outer.problems()
+        try:
+            resolve_class(outer.outer_optimizer)
+        except UserError as error:
+            problems.append(str(error))
+        if config.local_sgd_workers == 1:
+            if outer != OuterOptimizerConfig():
+                problems.append(
+                    "--local-sgd-workers 1 trains one worker without outer rounds, so the outer optimizer options "
+                    "would have no effect; drop them or use at least 2 workers"
+                )
+            return problems
+        problems += _shape_problems(args, config)
+        if args.train_iters is not None and config.local_sgd_warmup_steps >= args.train_iters:
+            problems.append(
+                f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
+                f"--train-iters {args.train_iters}; lower the one or raise the other"
+            )
+        return problems + refusals(args, self.name)
+
+    def adjust_arguments(self, args: Any) -> list[str]:
+        """Switch off what would make workers wait for each other at every step, and say what was chosen."""
+        lines = []
+        config = LocalSGDConfig.from_args(args)
+        lines.append(
+            f"local SGD: {config.local_sgd_workers} workers, an outer round every "
+            f"{config.local_sgd_sync_interval} steps after {config.local_sgd_warmup_steps} synchronous iterations, "
+            f"outer optimizer {args.outer_optimizer}, evaluation on the "
+            + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
+        )
+        if config.local_sgd_sync_interval == 1:
+            lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
+        if args.rerun_mode != "disabled":
+            lines.append(
+                f"local SGD: --rerun-mode {args.rerun_mode} becomes 'disabled': workers do not repeat steps together"
+            )
+            args.rerun_mode = "disabled"
+        if args.train_iters is not None:
+            rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval
+            if rest:
+                lines.append(
+                    f"local SGD: --train-iters {args.train_iters} ends {rest} steps after a round; a checkpoint saved "
+                    "there holds every worker apart and cannot be read without --use-local-sgd"
+                )
+        return lines
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the seams that local SGD uses."""
+        return [
+            *process_groups.patches(),
+            *training.patches(),
+            *logging.patches(),
+            *checkpoint_seam.patches(),
+        ]
+
+    def worker_count(self, args: Any) -> int:
+        """Return W."""
+        return int(args.local_sgd_workers)
+
+    # The run.
+
+    def on_groups_built(self, groups: WorkerGroups) -> None:
+        """Start a run from nothing."""
+        self._reset()
+        self._groups = groups
+
+    def on_train_start(self, context: TrainContext) -> None:
+        """Make the workers equal unless they were restored apart, and prepare warm-up."""
+        config = LocalSGDConfig.from_args(context.args)
+        engine = self._build_engine(context.args, context.optimizer)
+        if not self._restored:
+            self._make_equal()
+        if context.args.iteration < config.local_sgd_warmup_steps:
+            gradients.install_synchronous_warmup(
+                context.config, self._require_groups(), lambda: self._in_warmup
+            )
+        if self._restored:
+            say(
+                f"local SGD: resumed after round {engine.rounds}, {engine.steps_since_sync} steps into the interval"
+                if engine.anchors is not None
+                else "local SGD: resumed during warm-up"
+            )
+
+    def before_step(self, context: StepContext) -> None:
+        """Decide whether this step is synchronous; take the anchor before the first one that is not."""
+        engine = self._require_engine()
+        self._in_warmup = context.iteration < engine.config.local_sgd_warmup_steps
+        if not self._in_warmup and engine.anchors is None:
+            engine.take_anchor()
+
+    def after_step(self, context: StepContext) -> None:
+        """Count the step and run the outer round when one is due."""
+        engine = self._require_engine()
+        if not context.completed or self._in_warmup or not engine.count_step():
+            return
+        from megatron.training import get_timers
+
+        timer = get_timers()(_TIMER, log_level=1)
+        timer.start()
+        self._last = self._unwritten = engine.sync()
+        self._require_values().refresh()
+        timer.stop()
+
+    def may_exit(self, iteration: int) -> bool:
+        """Let the run end where the workers meet anyway."""
+        return self._require_engine().synced
+
+    def on_train_end(self, context: TrainContext) -> None:
+        """Say so when the weights that go on from here are not the synced ones."""
+        engine = self._require_engine()
+        if not engine.synced:
+            say(
+                f"local SGD: training ends {engine.steps_since_sync} steps after round {engine.rounds}; "
+                "each worker holds its own weights"
+            )
+
+    # Evaluation.
+
+    def before_evaluation(self, context: EvaluationContext) -> None:
+        """Put the anchor in place of the current weights when that is what evaluation runs on."""
+        engine = self._require_engine()
+        if engine.synced:
+            say("local SGD: evaluating the synced weights")
+        elif engine.config.local_sgd_evaluation == "workers":
+            say("local SGD: evaluating each worker's own weights")
+        else:
+            assert engine.anchors is not None
+            say(f"local SGD: evaluating the synced weights of round {engine.rounds}")
+            self._own = [value.clone() for value in engine.values]
+            self._put(engine.anchors)
+
+    def after_evaluation(self, context: EvaluationContext) -> None:
+        """Put the worker's own weights back."""
+        if self._own is not None:
+            self._put(self._own)
+            self._own = None
+
+    # The log.
+
+    def on_log(self, context: LogContext) -> None:
+        """Average the printed losses over the workers, and report the last round."""
+        engine, groups = self._require_engine(), self._require_groups()
+        context.timers.append(_TIMER)
+        if context.printing:
+            self._average_losses(context)
+            context.fields.append(("outer round", str(engine.rounds)))
+            if self._last is not None:
+                context.fields.append(("pseudo-grad norm", f"{self._last.pseudo_gradient_norm:.3f}"))
+            context.fields.append(("workers", f"{groups.num_workers}/{groups.num_workers}"))
+        report = self._unwritten
+        if context.writing and report is not None:
+            context.scalars.update(
+                {
+                    "local-sgd/round": report.round,
+                    "local-sgd/pseudo-grad-norm": report.pseudo_gradient_norm,
+                    "local-sgd/bytes": report.bytes_exchanged,
+                    "local-sgd/sync-seconds": report.seconds,
+                }
+            )
+            self._unwritten = None
+
+    @torch.no_grad()
+    def _average_losses(self, context: LogContext) -> None:
+        """Make the line print the mean over workers of each worker's mean loss since the last line.
+
+        Megatron is about to add this step's loss and to divide by its own count of advanced iterations, so the
+        sum is set to what gives the mean after that.
+        """
+        groups = self._require_groups()
+        totals = context.total_losses
+        advanced = int(totals.get("advanced iterations", 0)) + int(not context.skipped)
+        for name, loss in context.losses.items():
+            added = torch.zeros_like(loss) if context.skipped else loss
+            sums = torch.stack(
+                [
+                    (totals[name].view(-1)[0] if name in totals else torch.zeros_like(added).view(-1)[0])
+                    + added.view(-1)[0],
+                    torch.tensor(float(advanced), device=added.device),
+                ]
+            ).double()
+            mine = torch.stack([sums[0] / sums[1].clamp(min=1), (sums[1] > 0).double()])
+            dist.all_reduce(mine, group=groups.across)
+            mean = mine[0] / mine[1].clamp(min=1)
+            context.scalars[f"local-sgd/{name}"] = float(mean)
+            if advanced:
+                totals[name] = (mean * advanced - added.view(-1)[0]).float().view(1)
+
+    # Checkpoints.
+
+    def on_save(self, context: SaveContext) -> None:
+        """Give every worker its own place in the checkpoint, and add the outer state."""
+        if not context.loading:
+            checkpoint.assemble(
+                context, self._require_groups(), self._require_engine(), self._require_values()
+            )
+        elif self._plan is not None:
+            if context.optimizer is not None:
+                self._build_engine(context.args, context.optimizer)
+            checkpoint.request(context, self._plan, self._require_groups(), self._engine, self._values)
+
+    def on_load(self, context: LoadContext) -> None:
+        """Find out what the checkpoint holds, then take the outer state out of what was read."""
+        groups = self._require_groups()
+        if context.common_only:
+            self._plan = checkpoint.plan_load(context, groups.num_workers, groups.worker)
+            say(self._plan.describe())
+        elif self._plan is not None:
+            self._restored = checkpoint.restore(context, self._plan, self._engine, self._values)
+
+    # Parts.
+
+    def _build_engine(self, args: Any, optimizer: Any) -> LocalSGD:
+        if self._engine is None:
+            groups = self._require_groups()
+            self._values = InnerValues(optimizer)
+            self._engine = LocalSGD(
+                self._values.tensors,
+                [value.counted for value in self._values.values],
+                config=LocalSGDConfig.from_args(args),
+                outer=OuterOptimizerConfig.from_args(args),
+                across=groups.across,
+                inside=groups.inside,
+            )
+        return self._engine
+
+    @torch.no_grad()
+    def _make_equal(self) -> None:
+        """Give every worker the weights of worker 0."""
+        values, groups = self._require_values(), self._require_groups()
+        source = dist.get_process_group_ranks(groups.across)[0]
+        for tensor in values.tensors:
+            dist.broadcast(tensor, src=source, group=groups.across)
+        values.refresh(now=True)
+
+    @torch.no_grad()
+    def _put(self, tensors: list[torch.Tensor]) -> None:
+        values = self._require_values()
+        for value, tensor in zip(values.tensors, tensors, strict=True):
+            value.copy_(tensor)
+        values.refresh(now=True)
+
+    def _require_groups(self) -> WorkerGroups:
+        assert self._groups is not None, "local SGD: groups are not built yet"
+        return self._groups
+
+    def _require_engine(self) -> LocalSGD:
+        assert self._engine is not None, "local SGD: training has not started"
+        return self._engine
+
+    def _require_values(self) -> InnerValues:
+        assert self._values is not None, "local SGD: training has not started"
+        return self._values
+
+
+def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
+    """Return why the workers do not fit the run's parallel layout."""
+    workers = config.local_sgd_workers
+    if workers is None or workers < 1:
+        return []
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if args.world_size % model:
+        return []  # Megatron names this one itself.
+    data = args.world_size // model
+    if data % workers:
+        divisors = (
+            ", ".join(str(count) for count in range(2, data + 1) if data % count == 0) or "none above 1"
+        )
+        return [
+            f"--local-sgd-workers {workers} does not divide the data-parallel size {data} (world size "
+            f"{args.world_size} / TP*PP*CP {model}); possible numbers of workers: {divisors}"
+        ]
+    expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
+    expert = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    if args.num_experts and (args.world_size // workers) % expert:
+        return [
+            f"--local-sgd-workers {workers} leaves {args.world_size // workers} ranks per worker, which does not hold "
+            f"a whole expert-parallel group (ETP*EP*PP = {expert}); use fewer workers or a smaller expert parallel size"
+        ]
+    return []

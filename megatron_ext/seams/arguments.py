@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: Megatron's argument parser and its validation.
+
+These are the only patches that `patch_megatron()` applies before the arguments are known; none of them changes
+what a run does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from megatron_ext.errors import UserError, combine, report
+from megatron_ext.hooks import hooks
+from megatron_ext.patching import Patch, PatchRegistry
+
+__all__ = ["add_config_group", "patches", "say"]
+
+
+def patches(
+    registry: PatchRegistry, set_defaults: Callable[[argparse.ArgumentParser], None] | None
+) -> list[Patch]:
+    """Return the patches of this seam.
+
+    Args:
+        registry: where the enabled features' own patches are applied once the arguments are known.
+        set_defaults: called with the filled parser, to adapt defaults to the backend; None for none.
+    """
+    return [
+        Patch(
+            name="arguments/add",
+            target="megatron.training.arguments:add_megatron_arguments",
+            wrap=lambda original: _wrap_add(original, set_defaults),
+            parameters=("parser",),
+            reason="add the argument groups of megatron_ext to Megatron's parser",
+        ),
+        Patch(
+            name="arguments/validate",
+            target="megatron.training.arguments:validate_args",
+            wrap=lambda original: _wrap_validate(original, registry),
+            parameters=("args", "defaults"),
+            reason="validate the features' arguments and apply the patches of the enabled features only",
+        ),
+        Patch(
+            name="arguments/errors",
+            target="sys:excepthook",
+            wrap=_wrap_excepthook,
+            distribution="python",
+            versions="",
+            rebind=False,
+            reason="show the user's own mistakes as one message instead of a traceback per rank",
+        ),
+    ]
+
+
+def add_config_group(parser: argparse.ArgumentParser, config_class: type, title: str) -> None:
+    """Add one argument per field of a config dataclass; the fields' docstrings are the help texts.
+
+    Args:
+        parser: Megatron's parser.
+        config_class: a dataclass whose module does not postpone the evaluation of annotations.
+        title: title of the argument group.
+    """
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    ArgumentGroupFactory(config_class).build_group(parser, title=title)
+
+
+def say(message: str) -> None:
+    """Print one line on the first rank; usable before torch.distributed exists."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"> megatron_ext: {message}", flush=True)
+
+
+def _wrap_add(
+    original: Callable[..., Any], set_defaults: Callable[[argparse.ArgumentParser], None] | None
+) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
+        parser = original(parser, *args, **kwargs)
+        for feature in hooks.features:
+            feature.add_arguments(parser)
+        if set_defaults is not None:
+            set_defaults(parser)
+        return parser
+
+    return add_megatron_arguments
+
+
+def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        problems = [problem for feature in hooks.features for problem in feature.validate(args)]
+        if problems:
+            raise combine(problems, "arguments")
+        for feature in hooks.enable(args):
+            for line in feature.adjust_arguments(args):
+                say(line)
+            registry.apply(feature.patches())
+        return original(args, *rest, **kwargs)
+
+    return validate_args
+
+
+def _wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(value, UserError):
+            report(value)
+        else:
+            original(kind, value, trace)
+
+    return excepthook

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: reading and writing Megatron's distributed checkpoints.
+
+The two functions patched here are looked up by `save_checkpoint` and `load_checkpoint` when they run, and
+everything that Megatron's formats can do (sharding, resharding, parallel writing) stays Megatron's.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import LoadContext, SaveContext, hooks
+from megatron_ext.patching import Patch
+
+__all__ = ["patches"]
+
+_MODULE = "megatron.training.checkpointing"
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    return [
+        Patch(
+            name="checkpoint/generate",
+            target=f"{_MODULE}:generate_state_dict",
+            wrap=_wrap_generate,
+            parameters=(
+                "args",
+                "model",
+                "optimizer",
+                "opt_param_scheduler",
+                "optim_sd_kwargs",
+                "model_sd_kwargs",
+            ),
+            reason="let features place every worker's state and their own in the checkpoint",
+        ),
+        Patch(
+            name="checkpoint/load",
+            target=f"{_MODULE}:_load_base_checkpoint",
+            wrap=_wrap_load,
+            parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
+            reason="let features see what a checkpoint holds, and take their state out of what was read",
+        ),
+    ]
+
+
+def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        state: dict[str, Any] = original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if given["args"].ckpt_format != "torch_dist":
+            raise UserError(
+                f"--ckpt-format {given['args'].ckpt_format} cannot hold the state of several workers; use torch_dist"
+            )
+        optimizer_options = given["optim_sd_kwargs"] or {}
+        context = SaveContext(
+            args=given["args"],
+            model=given["model"],
+            optimizer=given["optimizer"],
+            scheduler=given["opt_param_scheduler"],
+            state=state,
+            metadata=(given["model_sd_kwargs"] or {}).get("metadata", {}),
+            loading=bool(optimizer_options.get("is_loading", False)),
+        )
+        hooks.fire("on_save", context)
+        return state
+
+    return generate_state_dict
+
+
+def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        try:
+            result = original(*args, **kwargs)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"--load {given['load_dir']}: the checkpoint cannot be read ({type(error).__name__}: "
+                f"{_first_line(error)}). It is incomplete or damaged; load an earlier one with --ckpt-step"
+            ) from error
+        state, directory = result[0], result[1]
+        if state is not None:
+            hooks.fire(
+                "on_load",
+                LoadContext(
+                    args=given["args"], directory=directory, state=state, common_only=bool(given["rank0"])
+                ),
+            )
+        return result
+
+    return load_base_checkpoint
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no further message"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: the iteration line, TensorBoard, wandb and the list of timers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.hooks import LogContext, hooks
+from megatron_ext.patching import Patch
+
+__all__ = ["patches"]
+
+# What the training log in progress adds: Megatron prints the line and the timers deep inside one function.
+_current: LogContext | None = None
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    return [
+        Patch(
+            name="logging/training-log",
+            target="megatron.training.training:training_log",
+            wrap=_wrap_training_log,
+            parameters=("loss_dict", "total_loss_dict", "iteration", "skipped_iter", "is_first_iteration"),
+            reason="let features average losses over workers and add their own values",
+        ),
+        Patch(
+            name="logging/line",
+            target="megatron.training.training:print_rank_last",
+            wrap=_wrap_print,
+            parameters=("message",),
+            rebind=False,
+            reason="append the features' fields to the iteration line, after Megatron's own",
+        ),
+        Patch(
+            name="logging/timers",
+            target="megatron.core.timers:Timers.log",
+            wrap=_wrap_timers_log,
+            parameters=("names",),
+            rebind=False,
+            reason="report the features' timers with Megatron's own",
+        ),
+    ]
+
+
+def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def training_log(*args: Any, **kwargs: Any) -> Any:
+        global _current
+        from megatron.training import get_args
+
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        run = get_args()
+        iteration = given["iteration"]
+        context = LogContext(
+            iteration=iteration,
+            printing=iteration % run.log_interval == 0 or given["is_first_iteration"],
+            writing=iteration % run.tensorboard_log_interval == 0,
+            total_losses=given["total_loss_dict"],
+            losses=given["loss_dict"],
+            skipped=bool(given["skipped_iter"]),
+        )
+        hooks.fire("on_log", context)
+        _current = context
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            _current = None
+        _write(context.scalars, iteration, run.consumed_train_samples)
+        return result
+
+    return training_log
+
+
+def _wrap_print(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def print_rank_last(message: str) -> Any:
+        if _current is not None and " iteration " in message:
+            message += "".join(f" {label}: {text} |" for label, text in _current.fields)
+        return original(message)
+
+    return print_rank_last
+
+
+def _wrap_timers_log(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def log(self: Any, names: list[str], *args: Any, **kwargs: Any) -> Any:
+        if _current is not None and names:
+            names = [*names, *_current.timers]
+        return original(self, names, *args, **kwargs)
+
+    return log
+
+
+def _write(scalars: dict[str, float], iteration: int, samples: int) -> None:
+    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+    writer, wandb = get_tensorboard_writer(), get_wandb_writer()
+    for key, value in scalars.items():
+        if writer:
+            writer.add_scalar(key, value, iteration)
+            writer.add_scalar(f"{key} vs samples", value, samples)
+        if wandb:
+            wandb.log({key: value}, iteration)

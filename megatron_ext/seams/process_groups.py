@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: process groups. Cuts the data-parallel dimension into workers.
+
+A worker is a contiguous slice of the data-parallel dimension and holds whole TP, PP, CP and EP groups. The choke
+points through which DDP, the optimizer and the model get their groups return the groups inside the worker. So a
+worker is an ordinary Megatron job to everything that synchronises, while data loading, batch sizes and sample counts
+keep seeing the whole data-parallel dimension, which makes the workers' samples disjoint.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ext.hooks import hooks
+from megatron_ext.patching import Patch
+
+__all__ = ["WORKER_VIEW_MODULES", "WorkerGroups", "current_groups", "patches"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGroups:
+    """The groups of this rank's worker, and the group across workers; `dist.ProcessGroup` throughout."""
+
+    num_workers: int
+    """W."""
+
+    worker: int
+    """Index of this rank's worker, 0 to W - 1."""
+
+    across: Any
+    """The W ranks that hold the same shard, one per worker, in worker order."""
+
+    inside: Any
+    """All ranks of this worker."""
+
+    dp: Any
+    """Data parallel inside the worker."""
+
+    dp_cp: Any
+    """Data and context parallel inside the worker."""
+
+    expert_dp: Any
+    """Expert data parallel inside the worker."""
+
+    tp_dp: Any
+    """Tensor and data parallel inside the worker."""
+
+    tp_dp_cp: Any
+    """Tensor, data and context parallel inside the worker."""
+
+    dp_gloo: Any
+    """Gloo twin of `dp`, None when gloo groups are off."""
+
+    dp_cp_gloo: Any
+    """Gloo twin of `dp_cp`, None when gloo groups are off."""
+
+    expert_dp_gloo: Any
+    """Gloo twin of `expert_dp`, None when gloo groups are off."""
+
+
+# Modules that read data-parallel groups from parallel_state at call time and mean "the ranks that train one
+# model together". Every other reader means "the ranks among which the data is split" and keeps the full groups.
+WORKER_VIEW_MODULES = (
+    ("megatron.core.distributed.finalize_model_grads", "parallel_state"),
+    ("megatron.core.models.common.language_module.language_module", "parallel_state"),
+    ("megatron.core.optimizer.optimizer", "parallel_state"),
+    ("megatron.core.pipeline_parallel.schedules", "parallel_state"),
+    ("megatron.core.process_groups_config", "parallel_state"),
+    ("megatron.core.transformer.moe.moe_logging", "parallel_state"),
+    ("megatron.core.transformer.moe.moe_utils", "parallel_state"),
+    ("megatron.core.transformer.multi_token_prediction", "parallel_state"),
+    ("megatron.core.transformer.utils", "parallel_state"),
+    ("megatron.core.utils", "parallel_state"),
+    ("megatron.training.utils.common_utils", "mpu"),
+)
+
+_groups: WorkerGroups | None = None
+
+
+def current_groups() -> WorkerGroups:
+    """Return the groups of this run.
+
+    Raises:
+        RuntimeError: model-parallel groups have not been built yet.
+    """
+    if _groups is None:
+        raise RuntimeError("worker groups are built by initialize_model_parallel, which has not run yet")
+    return _groups
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    choke_points = [
+        Patch(
+            name=f"groups/{name}",
+            target=f"megatron.core.process_groups_config:ProcessGroupCollection.{method}",
+            wrap=_wrap_collection,
+            parameters=("pg_collection",),
+            rebind=False,
+            reason="DDP and the optimizer synchronise inside the worker only",
+        )
+        for name, method in (
+            ("ddp", "setup_process_groups_for_ddp"),
+            ("optimizer", "setup_process_groups_for_optimizer"),
+        )
+    ]
+    views = [
+        Patch(
+            name=f"groups/view/{module.removeprefix('megatron.')}",
+            target=f"{module}:{attribute}",
+            wrap=WorkerParallelState,
+            rebind=False,
+            reason="data-parallel groups read here mean the ranks that train one model together",
+        )
+        for module, attribute in WORKER_VIEW_MODULES
+    ]
+    build = Patch(
+        name="groups/build",
+        target="megatron.core.parallel_state:initialize_model_parallel",
+        wrap=_wrap_initialize,
+        parameters=("create_gloo_process_groups", "distributed_timeout_minutes"),
+        reason="build the groups inside each worker and the group across workers",
+    )
+    destroy = Patch(
+        name="groups/destroy",
+        target="megatron.core.parallel_state:destroy_model_parallel",
+        wrap=_wrap_destroy,
+        reason="forget the worker groups together with the groups they are made of",
+    )
+    return [build, destroy, *choke_points, *views]
+
+
+class WorkerParallelState:
+    """`parallel_state` as a worker sees it: data-parallel getters answer for the worker, the rest forwards."""
+
+    def __init__(self, full: Any) -> None:
+        self._full = full
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._full, name)
+
+    def get_data_parallel_group(
+        self,
+        with_context_parallel: bool = False,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> Any:
+        """Return the worker's data-parallel group."""
+        return current_groups().dp_cp if with_context_parallel else current_groups().dp
+
+    def get_data_parallel_group_gloo(
+        self, with_context_parallel: bool = False, partial_data_parallel: bool = False
+    ) -> Any:
+        """Return the gloo twin of the worker's data-parallel group."""
+        return current_groups().dp_cp_gloo if with_context_parallel else current_groups().dp_gloo
+
+    def get_data_parallel_world_size(
+        self,
+        with_context_parallel: bool = False,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> int:
+        """Return the size of the worker's data-parallel group."""
+        return int(self.get_data_parallel_group(with_context_parallel).size())
+
+    def get_data_parallel_rank(
+        self,
+        with_context_parallel: bool = False,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> int:
+        """Return this rank's index in the worker's data-parallel group."""
+        return int(self.get_data_parallel_group(with_context_parallel).rank())
+
+    def get_expert_data_parallel_group(
+        self,
+        check_initialized: bool = True,
+        with_gtp_remat: bool = True,
+        partial_expert_data_parallel: bool = False,
+    ) -> Any:
+        """Return the worker's expert data-parallel group."""
+        return current_groups().expert_dp
+
+    def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> Any:
+        """Return the gloo twin of the worker's expert data-parallel group."""
+        return current_groups().expert_dp_gloo
+
+    def get_expert_data_parallel_rank(
+        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        """Return this rank's index in the worker's expert data-parallel group."""
+        return int(current_groups().expert_dp.rank())
+
+    def get_expert_data_parallel_world_size(
+        self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    ) -> int:
+        """Return the size of the worker's expert data-parallel group."""
+        return int(current_groups().expert_dp.size())
+
+    def get_tensor_and_data_parallel_group(
+        self, check_initialized: bool = True, with_context_parallel: bool = False
+    ) -> Any:
+        """Return the worker's tensor- and data-parallel group."""
+        return current_groups().tp_dp_cp if with_context_parallel else current_groups().tp_dp
+
+    def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> None:
+        """Return None: inside a worker there is one optimizer instance."""
+        return None
+
+
+def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        global _groups
+        from megatron.training import get_args
+
+        workers = hooks.worker_count(get_args())
+        result = original(*args, **kwargs)
+        _groups = _build(
+            workers,
+            gloo=bool(kwargs.get("create_gloo_process_groups", True)),
+            timeout=timedelta(minutes=kwargs.get("distributed_timeout_minutes", 30)),
+        )
+        hooks.fire("on_groups_built", _groups)
+        return result
+
+    return initialize_model_parallel
+
+
+def _wrap_destroy(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def destroy_model_parallel(*args: Any, **kwargs: Any) -> Any:
+        global _groups
+        _groups = None
+        return original(*args, **kwargs)
+
+    return destroy_model_parallel
+
+
+def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup_process_groups(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        found: dict[str, Any] = original(*args, **kwargs)
+        groups = current_groups()
+        inside = {
+            "dp_group": groups.dp,
+            "dp_cp_group": groups.dp_cp,
+            "intra_dp_cp_group": groups.dp_cp,
+            "expt_dp_group": groups.expert_dp,
+            "intra_expt_dp_group": groups.expert_dp,
+            "inter_dist_opt_group": None,
+        }
+        if found.get("intra_dist_opt_group") is not None:
+            inside["intra_dist_opt_group"] = groups.inside
+        return {**found, **inside}
+
+    return setup_process_groups
+
+
+def _build(workers: int, gloo: bool, timeout: timedelta) -> WorkerGroups:
+    """Cut Megatron's data-parallel groups into workers; every rank makes all groups in one order."""
+    from megatron.core import parallel_state as state
+
+    full = {
+        "dp": state.get_data_parallel_group(),
+        "dp_cp": state.get_data_parallel_group(with_context_parallel=True),
+        "expert_dp": state.get_expert_data_parallel_group(),
+        "tp_dp": state.get_tensor_and_data_parallel_group(),
+        "tp_dp_cp": state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+    }
+    worker = full["dp"].rank() * workers // full["dp"].size()
+    mine = (worker, {name: dist.get_process_group_ranks(group) for name, group in full.items()})
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+
+    def make(lists: list[list[int]], backend: str | None = None) -> Any:
+        found = None
+        for ranks in lists:
+            group = dist.new_group(ranks, timeout=timeout, backend=backend)
+            if dist.get_rank() in ranks:
+                found = group
+        return found
+
+    inside = [
+        [rank for rank, (index, _) in enumerate(everyone) if index == number] for number in range(workers)
+    ]
+    slices = {name: _slices([members[name] for _, members in everyone], workers) for name in full}
+    twins = {name: make(slices[name], "gloo") if gloo else None for name in ("dp", "dp_cp", "expert_dp")}
+    groups = WorkerGroups(
+        num_workers=workers,
+        worker=worker,
+        across=make([list(ranks) for ranks in zip(*inside, strict=True)]),
+        inside=make(inside),
+        dp=make(slices["dp"]),
+        dp_cp=make(slices["dp_cp"]),
+        expert_dp=make(slices["expert_dp"]),
+        tp_dp=make(slices["tp_dp"]),
+        tp_dp_cp=make(slices["tp_dp_cp"]),
+        dp_gloo=twins["dp"],
+        dp_cp_gloo=twins["dp_cp"],
+        expert_dp_gloo=twins["expert_dp"],
+    )
+    _check(groups)
+    return groups
+
+
+def _slices(lists: list[list[int]], workers: int) -> list[list[int]]:
+    """Cut every distinct list of ranks into `workers` contiguous parts of equal size.
+
+    parallel_state lists the ranks of all these groups with the data index varying slowest, so the parts are
+    slices of the data-parallel dimension; `_check` makes sure of it.
+    """
+    parts = []
+    for ranks in sorted({tuple(ranks) for ranks in lists}):
+        size = len(ranks) // workers
+        parts += [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
+    return parts
+
+
+def _check(groups: WorkerGroups) -> None:
+    """Refuse a cut that does not give whole, disjoint workers.
+
+    Raises:
+        RuntimeError: a group of this rank reaches outside its worker, or `across` reaches inside one.
+    """
+    members = set(dist.get_process_group_ranks(groups.inside))
+    for name in ("dp", "dp_cp", "expert_dp", "tp_dp", "tp_dp_cp"):
+        if not set(dist.get_process_group_ranks(getattr(groups, name))) <= members:
+            raise RuntimeError(f"worker {groups.worker}: group {name} reaches outside the worker")
+    if len(members & set(dist.get_process_group_ranks(groups.across))) != 1:
+        raise RuntimeError(f"worker {groups.worker}: the group across workers must hold one rank of each")
+    from megatron.core import parallel_state as state
+
+    for name in (
+        "tensor_model_parallel",
+        "pipeline_model_parallel",
+        "context_parallel",
+        "expert_model_parallel",
+    ):
+        group = getattr(state, f"get_{name}_group")()
+        if not set(dist.get_process_group_ranks(group)) <= members:
+            raise RuntimeError(f"worker {groups.worker} would cut a {name} group")
+    if len(members) * groups.num_workers != dist.get_world_size():
+        raise RuntimeError(f"{groups.num_workers} workers of {len(members)} ranks are not the whole world")

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: sharded entries of a Megatron state dict. Nothing here is a patch.
+
+Tensors that stand beside the inner optimizer's values (the anchor, the outer momentum) are written by the very
+code that writes the inner optimizer's: in model space for plain optimizers, and in the distributed optimizer's
+own two formats for its shards, so they reshard wherever the inner optimizer's state does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron_ext.seams.optimizer import InnerValues, is_distributed
+
+__all__ = [
+    "beside_optimizer",
+    "is_model_key",
+    "load_beside_optimizer",
+    "mark_as_copy",
+    "prefix_keys",
+    "split_plain",
+]
+
+# Added to replica ids of ranks that read what another worker reads as well; larger than any group.
+_COPY_STRIDE = 1 << 20
+
+
+def is_model_key(key: str) -> bool:
+    """Return whether `key` of a state dict is a model chunk: `model`, `model0`, ..."""
+    return key == "model" or (key.startswith("model") and key[5:].isdigit())
+
+
+def prefix_keys(entry: Any, prefix: str) -> None:
+    """Put `prefix` before the name of every sharded object in `entry`, in place."""
+    for item in _sharded(entry):
+        item.key = f"{prefix}{item.key}"
+
+
+def mark_as_copy(entry: Any, index: int) -> None:
+    """Make every sharded object in `entry` the `index`-th copy of one that another worker has too, in place."""
+    if index == 0:
+        return
+    for item in _sharded(entry):
+        replica = item.replica_id
+        if isinstance(replica, int):
+            item.replica_id = replica + index * _COPY_STRIDE
+        else:
+            item.replica_id = (*replica[:-1], replica[-1] + index * _COPY_STRIDE)
+
+
+def split_plain(entry: Any) -> Any:
+    """Return the part of `entry` that is not sharded: what one rank alone would write."""
+    from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+
+    kinds = (ShardedBase, LocalNonpersistentObject)
+    _, plain = extract_matching_values({"entry": entry}, lambda value: isinstance(value, kinds))
+    return plain.get("entry")
+
+
+def beside_optimizer(
+    values: InnerValues,
+    tensors: dict[str, list[torch.Tensor]],
+    model_state: dict[str, Any],
+    metadata: dict[str, Any],
+    loading: bool,
+    prefix: str,
+) -> list[Any]:
+    """Return sharded entries for tensors that stand beside the inner optimizer's values.
+
+    Args:
+        values: the inner values; `tensors` are in their order and shapes.
+        tensors: lists by name, such as anchor and momentum.
+        model_state: the model's sharded state dict, chunk by chunk.
+        metadata: the content metadata, which names the distributed optimizer's format.
+        loading: whether the entries are the request of a read, into which the tensors' contents do not go.
+        prefix: put before every key.
+
+    Returns:
+        One entry per member optimizer.
+    """
+    entries: list[Any] = []
+    for index, member in enumerate(values.members):
+        if is_distributed(member):
+            view = _view(member, values, tensors, index)
+            kind = metadata.get("distrib_optim_sharding_type", "dp_reshardable")
+            entry = getattr(view, f"sharded_param_state_{kind}")(model_state, loading, metadata)
+            if kind == "dp_reshardable":
+                # Keys name buckets here, not parameters, and every member counts its buckets from 0.
+                prefix_keys(entry, f"member_{index}/")
+        else:
+            entry = _in_model_space(values, tensors, index, model_state)
+        prefix_keys(entry, prefix)
+        entries.append(entry)
+    return entries
+
+
+@torch.no_grad()
+def load_beside_optimizer(
+    values: InnerValues, tensors: dict[str, list[torch.Tensor]], loaded: list[Any], metadata: dict[str, Any]
+) -> None:
+    """Copy what was read for the request of `beside_optimizer` into `tensors`."""
+    for index, member in enumerate(values.members):
+        if is_distributed(member):
+            kind = metadata.get("distrib_optim_sharding_type", "dp_reshardable")
+            view = _view(member, values, tensors, index)
+            getattr(view, f"load_parameter_state_from_{kind}")(loaded[index])
+        else:
+            for name, tensor, position in _of_member(values, tensors, index):
+                tensor.copy_(loaded[index][name][position])
+
+
+def _sharded(entry: Any) -> Iterator[Any]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase
+
+    for item in nested_values({"entry": entry}):
+        if isinstance(item, ShardedBase):
+            yield item
+
+
+def _of_member(
+    values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int
+) -> Iterator[tuple[str, torch.Tensor, int]]:
+    for name, listed in tensors.items():
+        for position, (value, tensor) in enumerate(zip(values.values, listed, strict=True)):
+            if value.member == index:
+                yield name, tensor, position
+
+
+def _in_model_space(
+    values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int, model_state: dict[str, Any]
+) -> dict[str, dict[int, Any]]:
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+
+    by_parameter = {id(item.data): item for item in _sharded(model_state)}
+    entry: dict[str, dict[int, Any]] = {name: {} for name in tensors}
+    for name, tensor, position in _of_member(values, tensors, index):
+        parameter = values.values[position].parameter
+        entry[name][position] = make_sharded_optimizer_tensor(
+            by_parameter[id(parameter)], tensor, prefix=name
+        )
+    return entry
+
+
+def _view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int) -> Any:
+    """Return a DistributedOptimizer with the member's shards whose parameters and states are `tensors`."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    class BesideView(DistributedOptimizer):  # type: ignore[misc]  # Megatron is untyped
+        """The member's layout with other contents."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(member.__dict__)
+
+        @property
+        def optimizer_state_keys(self) -> tuple[str, ...]:
+            return tuple(name for name in names if name != "param")
+
+        def _get_main_param_and_optimizer_states(self, model_param: Any) -> dict[str, torch.Tensor]:
+            return dict(contents[model_param])
+
+        def _set_main_param_and_optimizer_states(self, model_param: Any, loaded: dict[str, Any]) -> None:
+            for name, tensor in contents[model_param].items():
+                tensor.copy_(loaded[name])
+
+    # The formats ask for one tensor called "param"; the anchor is ours.
+    names = ["param" if name == "anchor" else name for name in tensors]
+    contents: dict[Any, dict[str, torch.Tensor]] = {}
+    for name, tensor, position in _of_member(values, tensors, index):
+        parameter = values.values[position].parameter
+        contents.setdefault(parameter, {})["param" if name == "anchor" else name] = tensor
+    return BesideView()

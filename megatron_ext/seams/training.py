@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: the training loop. Every function here is a module global that the loop looks up when it calls it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.hooks import EvaluationContext, StepContext, TrainContext, hooks
+from megatron_ext.patching import Patch
+from megatron_ext.seams.process_groups import current_groups
+
+__all__ = ["patches"]
+
+_MODULE = "megatron.training.training"
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    return [
+        Patch(
+            name="training/train",
+            target=f"{_MODULE}:train",
+            wrap=_wrap_train,
+            parameters=("model", "optimizer", "opt_param_scheduler", "config"),
+            reason="tell features that training starts and ends",
+        ),
+        Patch(
+            name="training/step",
+            target=f"{_MODULE}:train_step",
+            wrap=_wrap_step,
+            parameters=("iteration",),
+            reason="tell features about every step; outer rounds run after the inner optimizer's step",
+        ),
+        Patch(
+            name="training/evaluate",
+            target=f"{_MODULE}:evaluate",
+            wrap=_wrap_evaluate,
+            parameters=("model",),
+            reason="evaluate on the weights that were asked for, and average the loss over all workers",
+        ),
+        Patch(
+            name="training/exit",
+            target=f"{_MODULE}:checkpoint_and_decide_exit",
+            wrap=_wrap_exit,
+            parameters=("iteration",),
+            reason="vote on ending the run (signal, duration) only at iterations where all workers meet",
+        ),
+        Patch(
+            name="training/timers",
+            target="megatron.core.timers:Timers.__call__",
+            wrap=_wrap_timers,
+            parameters=("name", "log_level"),
+            rebind=False,
+            reason="timers with a barrier must not make workers wait for each other at every step",
+        ),
+    ]
+
+
+def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        given = signature.bind(*args, **kwargs).arguments
+        context = TrainContext(
+            args=get_args(),
+            model=given["model"],
+            optimizer=given["optimizer"],
+            scheduler=given["opt_param_scheduler"],
+            config=given["config"],
+        )
+        hooks.fire("on_train_start", context)
+        result = original(*args, **kwargs)
+        hooks.fire("on_train_end", context)
+        return result
+
+    return train
+
+
+def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        context = StepContext(iteration=signature.bind(*args, **kwargs).arguments["iteration"])
+        hooks.fire("before_step", context)
+        result = original(*args, **kwargs)
+        # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
+        context.completed = not result[3]
+        hooks.fire("after_step", context)
+        return result
+
+    return train_step
+
+
+def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def evaluate(*args: Any, **kwargs: Any) -> Any:
+        from megatron.core import parallel_state
+        from megatron.core.utils import get_attr_wrapped_model
+
+        model = signature.bind(*args, **kwargs).arguments["model"]
+        collection = get_attr_wrapped_model(model[0], "pg_collection")
+        context = EvaluationContext(model=model)
+        hooks.fire("before_evaluation", context)
+        # The validation samples are split over all workers, so the loss is averaged over all of them.
+        inside = collection.dp_cp
+        collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            collection.dp_cp = inside
+            hooks.fire("after_evaluation", context)
+
+    return evaluate
+
+
+def _wrap_exit(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        if hooks.may_exit(signature.bind(*args, **kwargs).arguments["iteration"]):
+            return original(*args, **kwargs)
+        run = get_args()
+        asked = run.exit_signal_handler, run.exit_duration_in_mins
+        run.exit_signal_handler, run.exit_duration_in_mins = False, None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            run.exit_signal_handler, run.exit_duration_in_mins = asked
+
+    return checkpoint_and_decide_exit
+
+
+def _wrap_timers(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        timer = original(self, *args, **kwargs)
+        if getattr(timer, "_barrier_group", self) is None:
+            timer.set_barrier_group(current_groups().inside)
+        return timer
+
+    return call

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration refuses bad values by the name of their flag, and its defaults are DiLoCo's."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_optimizer import resolve_class
+
+
+def test_the_outer_optimizer_defaults_are_those_of_diloco():
+    config = OuterOptimizerConfig()
+    assert (config.outer_optimizer, config.outer_optimizer_lr, config.outer_optimizer_momentum) == (
+        "sgd",
+        0.7,
+        0.9,
+    )
+    assert config.outer_optimizer_nesterov
+
+
+def test_local_sgd_is_off_by_default_and_complains_about_nothing():
+    assert LocalSGDConfig().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"local_sgd_workers": None}, "--local-sgd-workers"),
+        ({"local_sgd_workers": 0}, "--local-sgd-workers"),
+        ({"local_sgd_sync_interval": 0}, "--local-sgd-sync-interval"),
+        ({"local_sgd_sync_interval": -5}, "--local-sgd-sync-interval"),
+        ({"local_sgd_warmup_steps": -1}, "--local-sgd-warmup-steps"),
+    ],
+)
+def test_a_bad_value_is_named_by_its_flag(fields, flag):
+    config = LocalSGDConfig(**{"use_local_sgd": True, "local_sgd_workers": 2, **fields})
+    assert any(flag in problem for problem in config.problems())
+
+
+def test_all_problems_are_reported_together():
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_sync_interval=0, local_sgd_warmup_steps=-1)
+    assert len(config.problems()) == 3
+
+
+def test_workers_without_local_sgd_are_refused_instead_of_ignored():
+    assert "--use-local-sgd" in LocalSGDConfig(local_sgd_workers=2).problems()[0]
+
+
+@given(st.floats())
+def test_an_outer_learning_rate_is_accepted_only_when_finite_and_positive(rate):
+    problems = OuterOptimizerConfig(outer_optimizer_lr=rate).problems()
+    assert bool(problems) == (not math.isfinite(rate) or rate <= 0)
+
+
+@given(st.floats())
+def test_a_momentum_is_accepted_only_in_zero_to_one(momentum):
+    problems = OuterOptimizerConfig(outer_optimizer_momentum=momentum).problems()
+    assert bool(problems) == (not 0 <= momentum < 1)
+
+
+@pytest.mark.parametrize("name", ["rmsprop", "no.such.module.Thing", "math.sqrt", "torch.nn.Linear", ""])
+def test_an_unknown_outer_optimizer_is_refused_with_the_choices(name):
+    with pytest.raises(UserError, match="adamw"):
+        resolve_class(name)
+
+
+def test_an_import_path_names_a_torch_optimizer():
+    import torch
+
+    assert resolve_class("torch.optim.Adagrad") is torch.optim.Adagrad
+    assert resolve_class("none") is None

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The iteration line, TensorBoard and the timers carry our fields after Megatron's own."""
+
+import pytest
+
+from tests.local_sgd.runs import arguments, local_run, worker_slices
+from tests.support.pretrain import run_pretrain
+
+
+def lines(ranks):
+    """Return the iteration lines."""
+    return [line for line in ranks[-1].stdout.splitlines() if " iteration " in line and "|" in line]
+
+
+def test_our_fields_follow_megatrons_on_the_iteration_line():
+    ranks = local_run("single", "fp32", workers=2, train_iters=4, local_sgd_sync_interval=2)
+    last = lines(ranks)[-1]
+    assert last.index("number of nan iterations") < last.index("outer round: 2 |")
+    assert last.rstrip().endswith("| workers: 2/2 |")
+    assert "pseudo-grad norm: " in last
+
+
+def test_the_printed_loss_is_the_mean_over_workers():
+    ranks = local_run("single", "fp32", workers=2, train_iters=4, local_sgd_sync_interval=100, log_interval=2)
+    printed = [float(line.split("lm loss: ")[1].split(" ")[0]) for line in lines(ranks)]
+    losses = [part[-1].losses for part in worker_slices(ranks, "single", 2)]
+    means = [sum(values) / 2 for values in zip(*losses, strict=True)]
+    assert printed == pytest.approx([means[0], sum(means[0:2]) / 2, sum(means[2:4]) / 2], rel=1e-5)
+
+
+def test_tensorboard_has_our_keys_and_their_twins(tmp_path):
+    pytest.importorskip("tensorboard", reason="part of the extra 'tests'")
+    run_pretrain(
+        arguments(
+            "single",
+            "fp32",
+            workers=2,
+            train_iters=4,
+            local_sgd_sync_interval=2,
+            tensorboard_dir=str(tmp_path),
+        ),
+        2,
+    )
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload()
+    keys = set(events.Tags()["scalars"])
+    for name in ("round", "pseudo-grad-norm", "bytes", "sync-seconds"):
+        assert {f"local-sgd/{name}", f"local-sgd/{name} vs samples"} <= keys
+    assert [event.step for event in events.Scalars("local-sgd/round")] == [2, 4]
+    assert {"lm loss", "lm loss vs samples"} <= keys
+
+
+def test_the_outer_sync_timer_is_listed_with_megatrons():
+    ranks = local_run(
+        "single", "fp32", workers=2, train_iters=4, local_sgd_sync_interval=2, timing_log_level=1
+    )
+    assert any("outer-sync" in rank.stdout for rank in ranks)

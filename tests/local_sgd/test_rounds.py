@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariants 4 and 5: what an outer round does to the weights in the real loop."""
+
+import pytest
+
+from tests.local_sgd.runs import arguments, local_run, model_digests, worker_slices
+from tests.support.pretrain import run_pretrain
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "workers"),
+    [
+        ("single", "fp32", 2),
+        ("single", "bf16", 3),
+        ("dp2", "bf16-distopt-overlap", 2),
+        ("tp2", "bf16-distopt", 2),
+        ("pp2", "bf16-distopt-overlap", 2),
+        ("moe-ep2", "bf16-distopt", 2),
+    ],
+)
+def test_all_workers_hold_equal_weights_after_a_round(layout, precision, workers):
+    ranks = local_run(layout, precision, workers=workers, local_sgd_sync_interval=3)
+    first, *others = [model_digests(part) for part in worker_slices(ranks, layout, workers)]
+    assert all(other == first for other in others)
+
+
+def test_workers_differ_between_rounds_so_that_the_equality_means_something():
+    ranks = local_run("single", "fp32", workers=2, local_sgd_sync_interval=4)
+    assert ranks[0].optimizer != ranks[1].optimizer
+
+
+def embeddings(model, optimizer, args):
+    """Probe: digest of the word embedding or of its tied copy on the last stage."""
+    import hashlib
+
+    found = [
+        parameter.detach().float().numpy().tobytes()
+        for chunk in model
+        for name, parameter in chunk.named_parameters()
+        if "word_embeddings" in name or "output_layer" in name
+    ]
+    return [hashlib.md5(data).hexdigest() for data in found]
+
+
+@pytest.mark.slow
+def test_tied_embeddings_stay_equal_on_both_stages_with_three_workers():
+    run = arguments("pp2", "fp32", workers=3, local_sgd_sync_interval=2, local_sgd_warmup_steps=2)
+    ranks = run_pretrain(run, 6, probe=embeddings)
+    digests = [rank.probe for rank in ranks]
+    assert all(len(digest) == 1 for digest in digests)
+    assert len({digest[0] for digest in digests}) == 1
+
+
+def test_overlapped_communication_changes_no_bit():
+    # Without overlap there is one bucket, so shards are cut elsewhere and the gradient's norm adds up in another order.
+    options = {"clip_grad": 0.0, "local_sgd_sync_interval": 2}
+    plain = local_run("dp2", "bf16-distopt", workers=2, **options)
+    overlapped = local_run("dp2", "bf16-distopt-overlap", workers=2, **options)
+    assert [rank.parameters for rank in plain] == [rank.parameters for rank in overlapped]
+
+
+def test_sharded_outer_state_computes_what_the_unsharded_one_does():
+    whole = local_run("dp2", "bf16", workers=2, local_sgd_sync_interval=2)
+    sharded = local_run("dp2", "bf16-distopt", workers=2, local_sgd_sync_interval=2)
+    assert whole[-1].losses == pytest.approx(sharded[-1].losses, rel=1e-3)
+    assert sum(len(part) for part in whole[0].optimizer) > 0
+
+
+def test_sgd_with_interval_one_and_no_momentum_is_synchronous_training():
+    common = {"optimizer": "sgd", "sgd_momentum": 0.0, "clip_grad": 0.0, "weight_decay": 0.0, "lr": 0.1}
+    synchronous = run_pretrain(
+        arguments("single", "fp32", workers=None, **{**common, "global_batch_size": 4}),
+        2,
+        patch="backend-only",
+        probe=weights,
+    )
+    local = run_pretrain(
+        arguments(
+            "single",
+            "fp32",
+            workers=2,
+            local_sgd_sync_interval=1,
+            outer_optimizer="sgd",
+            outer_optimizer_lr=1.0,
+            outer_optimizer_momentum=0.0,
+            **common,
+        ),
+        2,
+        probe=weights,
+    )
+    # Summing weights instead of gradients reassociates fp32 additions and nothing else.
+    assert local[0].probe == pytest.approx(synchronous[0].probe, rel=1e-5, abs=1e-6)
+
+
+def weights(model, optimizer, args):
+    """Probe: a sample of the weights."""
+    return [
+        float(value)
+        for chunk in model
+        for parameter in chunk.parameters()
+        for value in parameter.view(-1)[:5]
+    ]
+
+
+@pytest.mark.parametrize("outer", ["none", "adam", "adamw", "torch.optim.Adagrad"])
+def test_every_outer_optimizer_trains_and_keeps_workers_equal(outer):
+    ranks = local_run(
+        "single", "fp32", workers=2, local_sgd_sync_interval=2, outer_optimizer=outer, outer_optimizer_lr=0.01
+    )
+    assert ranks[0].optimizer == ranks[1].optimizer
+    assert all(loss == loss for loss in ranks[0].losses)
+
+
+def test_a_skipped_fp16_step_on_one_worker_does_not_break_lockstep():
+    ranks = run_pretrain(
+        arguments(
+            "single",
+            "fp32",
+            workers=2,
+            fp16=True,
+            initial_loss_scale=2.0**15,
+            hysteresis=1,
+            train_iters=8,
+            local_sgd_sync_interval=4,
+        ),
+        2,
+        before=overflow_on_worker_one,
+    )
+    skipped = [[step.skipped for step in rank.record.steps] for rank in ranks]
+    assert skipped[0] != skipped[1]
+    assert ranks[0].optimizer == ranks[1].optimizer
+
+
+def overflow_on_worker_one():
+    """Make the third step of rank 1 overflow."""
+    import functools
+    import os
+
+    if os.environ["RANK"] != "1":
+        return
+    import megatron.training.training as training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(forward_step_func, data_iterator, model, *args, **kwargs):
+        if kwargs.get("iteration") == 2:
+            parameter = next(model[0].parameters())
+            handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
+            try:
+                return original(forward_step_func, data_iterator, model, *args, **kwargs)
+            finally:
+                handle.remove()
+        return original(forward_step_func, data_iterator, model, *args, **kwargs)
+
+    training.train_step = train_step
+
+
+def test_initial_weights_are_made_equal_and_checked():
+    ranks = run_pretrain(
+        arguments("dp2", "bf16-distopt", workers=2, train_iters=2, local_sgd_sync_interval=2),
+        4,
+        before=different_initial_weights,
+    )
+    assert ranks[0].parameters == ranks[2].parameters
+
+
+def different_initial_weights():
+    """Seed every rank differently, as a broken launch script would."""
+    import os
+
+    import megatron.training.initialize as initialize
+
+    original = initialize._set_random_seed
+
+    def seed(number, *args, **kwargs):
+        return original(number + int(os.environ["RANK"]) // 2, *args, **kwargs)
+
+    initialize._set_random_seed = seed

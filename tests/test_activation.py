@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Invariants 1 and 2: without our flags the run is stock Megatron, and unpatching restores every attribute."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.local_sgd.runs import arguments, same_state
+from tests.support.distributed import run_ranks
+from tests.support.presets import LAYOUTS
+from tests.support.pretrain import run_pretrain
+
+
+def applied_patches(model, optimizer, args):
+    """Probe: names of the patches in force that are not the CPU backend's."""
+    from megatron_ext.activation import registry
+    from megatron_ext.backends import cpu
+
+    backend = {patch.name for patch in cpu.patches()}
+    return [patch.name for patch in registry().applied if patch.name not in backend]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [("dp2", "bf16-distopt-overlap"), ("tp2-sp", "fp32"), ("pp2", "bf16"), ("moe-ep2", "bf16-distopt")],
+)
+def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, precision):
+    run = arguments(layout, precision, workers=None)
+    world = LAYOUTS[layout].world_size(1)
+    ours = run_pretrain(run, world, probe=applied_patches)
+    stock = run_pretrain(run, world, patch="backend-only")
+    assert same_state(ours, stock)
+    assert [rank.losses for rank in ours] == [rank.losses for rank in stock]
+    # None of these changes what a run does.
+    assert set(ours[0].probe) <= {
+        "arguments/add",
+        "arguments/validate",
+        "arguments/errors",
+        "cpu/compile-helpers",
+    } | {name for name in ours[0].probe if "compile" in name}
+
+
+def attributes():
+    """Return every attribute of Megatron's and torch's modules and their classes, by place."""
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        if not (name.startswith(("megatron.", "torch.cuda", "torch.distributed.distributed_c10d"))):
+            continue
+        for key, value in tuple(vars(module).items()):
+            found[name, key] = value
+            if isinstance(value, type) and value.__module__ == name:
+                for inner, item in tuple(vars(value).items()):
+                    found[name, key, inner] = item
+    return found
+
+
+def patch_and_unpatch():
+    """Apply every known patch and undo it; return the places that are not what they were."""
+    import importlib
+
+    from megatron_ext import patch_megatron, unpatch_megatron
+    from megatron_ext.activation import known_patches, registry
+
+    for patch in known_patches():
+        importlib.import_module(patch.module)
+    excepthook = sys.excepthook
+    before = attributes()
+    patch_megatron()
+    registry().apply(known_patches_but_arguments())
+    changed = sum(1 for place, value in attributes().items() if before.get(place) is not value)
+    unpatch_megatron()
+    after = attributes()
+    different = [str(place) for place, value in before.items() if after.get(place) is not value]
+    caches = ("__warningregistry__", "__annotations_cache__", "__annotations__")
+    return (
+        changed,
+        [place for place in different if not any(cache in place for cache in caches)],
+        (sys.excepthook is excepthook),
+    )
+
+
+def known_patches_but_arguments():
+    """Return the features' patches."""
+    from megatron_ext.features import all_features
+
+    return [patch for feature in all_features() for patch in feature.patches()]
+
+
+def test_unpatching_restores_every_attribute_by_identity():
+    ((changed, different, excepthook),) = run_ranks(patch_and_unpatch, 1)
+    assert changed > 50
+    assert different == []
+    assert excepthook
+
+
+def patch_twice():
+    """Patch twice; return whether the second call changed anything."""
+    from megatron_ext import patch_megatron
+    from megatron_ext.activation import registry
+
+    patch_megatron()
+    first = registry().applied
+    patch_megatron()
+    return first == registry().applied, len(first)
+
+
+def test_patching_is_idempotent():
+    ((same, count),) = run_ranks(patch_twice, 1)
+    assert same
+    assert count > 3
+
+
+BEFORE = "from megatron_ext import patch_megatron; patch_megatron(); from megatron.training.arguments import parse_args"
+AFTER = "from megatron.training.arguments import parse_args; from megatron_ext import patch_megatron; patch_megatron()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [BEFORE, AFTER], ids=["before", "after"])
+def test_help_lists_our_groups_without_gpu_and_without_torchrun(order):
+    finished = subprocess.run(
+        [sys.executable, "-c", f"{order}; parse_args()", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    for part in (
+        "local SGD:",
+        "--local-sgd-sync-interval",
+        "outer optimizer:",
+        "--no-outer-optimizer-nesterov",
+    ):
+        assert part in finished.stdout
+
+
+@pytest.mark.slow
+def test_importing_the_package_touches_nothing():
+    code = "import sys, megatron_ext; print([m for m in ('torch', 'megatron.core', 'numpy') if m in sys.modules])"
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert finished.stdout.strip() == "[]", finished.stderr
+
+
+def test_the_module_form_runs_an_unchanged_script():
+    run = arguments("single", "fp32", workers=2, local_sgd_sync_interval=2)
+    assert same_state(run_pretrain(run, 2, patch="module"), run_pretrain(run, 2))
