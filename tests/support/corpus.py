@@ -100,9 +100,8 @@ def run_in_child(job: Callable[[], object]) -> int:
     Forked, so that what the tests imported (Megatron) is there at once.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of forking with threads, which the job leaves alone
+        # Forking beside threads is warned of; the job leaves the threads alone.
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid == 0:
         signal.alarm(60)

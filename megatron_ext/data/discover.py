@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which files belong to the corpus, in an order that is the same on every machine."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import os
+import stat
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_ext.data.documents import Problem
+from megatron_ext.errors import UserError
+
+__all__ = ["FileFormat", "Inventory", "SourceFile", "find_sources"]
+
+FileFormat = Literal["text", "jsonl", "parquet"]
+
+_FORMAT_OF_SUFFIX: dict[str, FileFormat] = {
+    ".jsonl": "jsonl",
+    ".jsonlines": "jsonl",
+    ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".pq": "parquet",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """One file of the corpus."""
+
+    path: Path
+    """Where to read it."""
+
+    name: str
+    """Path relative to the folder it was found in, with `/`; the file's own name if it was given itself."""
+
+    format: FileFormat
+    """How to read it."""
+
+    named: bool
+    """Whether the user gave this very file, so that leaving it out silently would be wrong."""
+
+    size: int
+    """Bytes on disk."""
+
+    mtime_ns: int
+    """Modification time in nanoseconds."""
+
+
+@dataclass(kw_only=True)
+class Inventory:
+    """All files of the corpus and what was left out on the way."""
+
+    files: list[SourceFile] = field(default_factory=list)
+    """In reading order: inputs as given, inside a folder sorted by the bytes of the relative path."""
+
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Reason -> number of files or folders not looked at."""
+
+    problems: list[Problem] = field(default_factory=list)
+    """Links that lead nowhere, folders that cannot be listed."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on disk of all files."""
+        return sum(source.size for source in self.files)
+
+    def digest(self) -> str:
+        """Return the SHA-256 over every file's name, format, size and modification time, in order.
+
+        Contents are not read, so that asking whether a corpus is up to date costs one `stat` per file.
+        """
+        digest = hashlib.sha256()
+        for source in self.files:
+            name = os.fsencode(source.name)
+            digest.update(b"%d %s %s %d %d\n" % (
+                len(name), name, source.format.encode(), source.size, source.mtime_ns
+            ))  # fmt: skip
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Filter:
+    globs: Sequence[str]
+    excludes: Sequence[str]
+    own_outputs: frozenset[Path]
+
+    def reason_to_skip(self, path: Path, name: str, *, is_folder: bool) -> str | None:
+        base = name.rsplit("/", 1)[-1]
+        if base.startswith("."):
+            return "hidden"
+        is_output_name = any(output.name == base for output in self.own_outputs)
+        if is_output_name and path.resolve() in self.own_outputs:
+            return "output of this command"
+        if any(_matches(base, name, pattern) for pattern in self.excludes):
+            return "excluded"
+        if not is_folder and self.globs and not any(_matches(base, name, p) for p in self.globs):
+            return "not matching --glob"
+        return None
+
+
+def find_sources(
+    inputs: Sequence[Path],
+    *,
+    globs: Sequence[str] = (),
+    excludes: Sequence[str] = (),
+    file_format: FileFormat | Literal["auto"] = "auto",
+    own_outputs: frozenset[Path] = frozenset(),
+) -> Inventory:
+    """List the files of the corpus.
+
+    Folders are walked in full; hidden entries, devices, pipes and sockets are left out. Links are followed,
+    but each real folder is entered once per input, so that a loop of links ends. Files that are named
+    themselves are taken whatever their name and the patterns.
+
+    Args:
+        inputs: Files and folders, in reading order.
+        globs: File-name patterns; without a `/` they are matched against the name, with one against the path
+            relative to the input folder, where `*` crosses `/`. Empty means every file.
+        excludes: Patterns of files and folders to leave out, matched in the same way.
+        file_format: `auto` goes by the file's suffix and reads what it does not know as text.
+        own_outputs: Resolved paths that this command writes, never read back as input.
+
+    Raises:
+        UserError: An input does not exist, is no file or folder, or lies inside another input.
+    """
+    _refuse_overlap(inputs)
+    inventory = Inventory()
+    patterns = _Filter(globs=globs, excludes=excludes, own_outputs=own_outputs)
+    for given in inputs:
+        try:
+            status = given.stat()
+        except OSError as error:
+            raise UserError(f"input {given}: {error.strerror}; check the path") from error
+        if stat.S_ISDIR(status.st_mode):
+            inventory.files.extend(_walk(given, patterns, file_format, inventory))
+        elif stat.S_ISREG(status.st_mode):
+            inventory.files.append(_source(given, given.name, status, file_format, named=True))
+        else:
+            raise UserError(f"input {given}: neither a regular file nor a folder")
+    return inventory
+
+
+def _refuse_overlap(inputs: Sequence[Path]) -> None:
+    """Refuse inputs that would put the same file into the corpus twice."""
+    resolved = [path.resolve() for path in inputs]
+    for index, path in enumerate(resolved):
+        for other_index, other in enumerate(resolved):
+            if index != other_index and path.is_relative_to(other):
+                raise UserError(
+                    f"input {inputs[index]} is given twice: it is, or lies in, {inputs[other_index]}; "
+                    "leave one of them out"
+                )
+
+
+def _walk(
+    root: Path, patterns: _Filter, file_format: FileFormat | Literal["auto"], inventory: Inventory
+) -> list[SourceFile]:
+    """Return the files below `root`, sorted; counts and problems go to `inventory`."""
+    found: list[SourceFile] = []
+    entered: set[tuple[int, int]] = set()
+    waiting = [(root, "")]
+    while waiting:
+        folder, prefix = waiting.pop()
+        try:
+            status = folder.stat()
+            if (status.st_dev, status.st_ino) in entered:
+                inventory.skipped["folder already read through another link"] += 1
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            entries = sorted(os.listdir(folder))
+        except OSError as error:
+            inventory.problems.append(
+                Problem(path=str(folder), position="", message=f"cannot list folder: {error.strerror}")
+            )
+            continue
+        for base in entries:
+            path, name = folder / base, prefix + base
+            try:
+                status = path.stat()
+            except OSError as error:
+                reason = patterns.reason_to_skip(path, name, is_folder=False)
+                if reason is not None:
+                    inventory.skipped[reason] += 1
+                else:
+                    inventory.problems.append(
+                        Problem(path=str(path), position="", message=f"cannot read: {error.strerror}")
+                    )
+                continue
+            is_folder = stat.S_ISDIR(status.st_mode)
+            reason = patterns.reason_to_skip(path, name, is_folder=is_folder)
+            if reason is not None:
+                inventory.skipped[reason] += 1
+            elif is_folder:
+                waiting.append((path, name + "/"))
+            elif stat.S_ISREG(status.st_mode):
+                found.append(_source(path, name, status, file_format, named=False))
+            else:
+                inventory.skipped["device, pipe or socket"] += 1
+    return sorted(found, key=lambda source: os.fsencode(source.name))
+
+
+def _source(
+    path: Path,
+    name: str,
+    status: os.stat_result,
+    file_format: FileFormat | Literal["auto"],
+    *,
+    named: bool,
+) -> SourceFile:
+    return SourceFile(
+        path=path,
+        name=name,
+        format=_format_of(name) if file_format == "auto" else file_format,
+        named=named,
+        size=status.st_size,
+        mtime_ns=status.st_mtime_ns,
+    )
+
+
+def _format_of(name: str) -> FileFormat:
+    lowered = name.lower().removesuffix(".gz")
+    suffix = os.path.splitext(lowered)[1]
+    return _FORMAT_OF_SUFFIX.get(suffix, "text")
+
+
+def _matches(base: str, name: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(name if "/" in pattern else base, pattern)
