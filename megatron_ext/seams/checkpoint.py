@@ -82,6 +82,9 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        # torch derives it from BaseException.
+        from torch.distributed.checkpoint.api import CheckpointException
+
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
@@ -89,10 +92,10 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(*args, **kwargs)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:
             raise UserError(
                 f"--load {given['load_dir']}: the checkpoint cannot be read ({type(error).__name__}: "
-                f"{_first_line(error)}). It is incomplete or damaged; load an earlier one with --ckpt-step"
+                f"{_last_line(error)}). It is incomplete or damaged; load an earlier one with --ckpt-step"
             ) from error
         state, directory = result[0], result[1]
         if state is not None:
@@ -107,6 +110,6 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_base_checkpoint
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no further message"
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no further message"

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Sets up .venv when needed, then runs the linter, the type checker and the tests.
+#
+#   ./tests/run.sh                        everything
+#   ./tests/run.sh --fast                 without the tests marked slow
+#   ./tests/run.sh tests/params -k tied   further arguments go to pytest
+#
+# The exit code is pytest's; it is 1 when only the linter or the type checker complained. "No test ran" (pytest's
+# exit code 5) is a failure like any other.
+
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+source "$root/scripts/lib/python_env.sh"
+
+pytest_args=()
+for arg in "$@"; do
+    if [[ $arg == --fast ]]; then
+        pytest_args+=(-m "not slow")
+    else
+        pytest_args+=("$arg")
+    fi
+done
+
+use_python_env || exit 1
+# Paths given by the caller are relative to the repository root, as in the examples above.
+cd "$root"
+
+checks_failed=""
+echo "[check] ruff"
+ruff check . || checks_failed+=" ruff"
+echo "[check] mypy"
+mypy || checks_failed+=" mypy"
+
+echo "[check] pytest"
+status=0
+python -m pytest "${pytest_args[@]+"${pytest_args[@]}"}" || status=$?
+if ((status == 5)); then
+    echo "[check] failed: no test was selected" >&2
+fi
+if [[ -n $checks_failed ]]; then
+    echo "[check] failed besides the tests:$checks_failed (see above)" >&2
+    if ((status == 0)); then
+        status=1
+    fi
+fi
+exit "$status"
