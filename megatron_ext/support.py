@@ -51,12 +51,8 @@ class Row:
         Raises:
             ValueError: a supported row without a test, a refused one without a reason, an unknown ability.
         """
-        if (self.status == "supported") != bool(self.tested_by) or (self.status == "refused") != bool(
-            self.reason
-        ):
-            raise ValueError(
-                f"support table, {self.option}: 'supported' needs a test, 'refused' needs a reason"
-            )
+        if (self.status == "supported") != bool(self.tested_by) or (self.status == "refused") != bool(self.reason):
+            raise ValueError(f"support table, {self.option}: 'supported' needs a test, 'refused' needs a reason")
         unknown = set(self.applies_to) - set(ABILITIES)
         if unknown or not self.applies_to:
             raise ValueError(f"support table, {self.option}: unknown abilities {sorted(unknown)}")
@@ -158,8 +154,9 @@ _RESUME = _tested(f"{_BACKENDS}test_cpu_resume.py::test_a_resumed_run_ends_with_
 _SAME = _tested(f"{_BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
 _BF16_SUMS = _tested(f"{_BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _GROWS = _tested(f"{_BACKENDS}test_cpu_table.py::test_the_batch_grows")
-_PLAIN = _tested(f"{_BACKENDS}test_cpu_table.py::test_plain_python_with_async_and_non_persistent_saves")
+_REPLACE = _tested(f"{_BACKENDS}test_cpu_table.py::test_non_persistent_checkpoints_replace_each_other")
 _UNTRIED = _refused("it has not been tested with workers that train apart")
+_IGNORED = _refused("Megatron 0.19 reads it and ignores it", "use --step-batch-size-schedule")
 _TE = _refused("it needs Transformer Engine")
 _RESILIENCY = _refused("it needs NVIDIA's resiliency extension, which has not been tested")
 _TORCH_DIST = "use --ckpt-format torch_dist, the default"
@@ -185,15 +182,13 @@ _DATA_PARALLEL = (
         cpu=_SAME,
         local_sgd=_refused("between two rounds the workers' weights differ by design"),
     ),
-    _option("--rampup-batch-size", cpu=_GROWS, local_sgd=_UNTRIED),
+    _option("--rampup-batch-size", cpu=_IGNORED, local_sgd=_IGNORED),
     _option("--step-batch-size-schedule", cpu=_GROWS, local_sgd=_UNTRIED),
     _option("--decrease-batch-size-if-needed", local_sgd=_UNTRIED),
     _option(
         "--num-distributed-optimizer-instances above 1",
         lambda args: args.num_distributed_optimizer_instances > 1,
-        cpu=_refused(
-            "Megatron's hierarchical groups need the einops package and have not been tested on gloo"
-        ),
+        cpu=_refused("Megatron's hierarchical groups need the einops package and have not been tested on gloo"),
         local_sgd=_refused(
             "the workers take the place of the instances",
             "drop it: the optimizer is sharded inside each worker",
@@ -338,23 +333,21 @@ _CHECKPOINTS = (
     ),
     _option(
         "--ckpt-convert-format",
-        local_sgd=_refused(
-            "the state of the workers would be lost", "convert in a run without --use-local-sgd"
-        ),
+        local_sgd=_refused("the state of the workers would be lost", "convert in a run without --use-local-sgd"),
     ),
     _option("--dist-ckpt-optim-fully-reshardable", cpu=_RESUME),
     _option("--ckpt-fully-parallel-load", cpu=_RESUME, local_sgd=_UNTRIED),
     _option("--ckpt-assume-constant-structure", cpu=_RESUME, local_sgd=_UNTRIED),
     _option("--load-main-params-from-ckpt", local_sgd=_UNTRIED),
-    _option("--async-save", cpu=_PLAIN, local_sgd=_UNTRIED),
     _option(
-        "--use-persistent-ckpt-worker",
-        cpu=_refused("the worker, a process of its own, picks a CUDA device", "use --async-save alone"),
+        "--async-save",
+        cpu=_refused("Megatron's writer, a process of its own, picks a CUDA device"),
+        local_sgd=_UNTRIED,
     ),
     _option(
         "--non-persistent-ckpt-type global",
         _is("non_persistent_ckpt_type", "global"),
-        cpu=_PLAIN,
+        cpu=_REPLACE,
         local_sgd=_UNTRIED,
     ),
     _option(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,15 +28,13 @@ from megatron_ext.local_sgd.outer_optimizer import (
     scalar_state,
     tensor_state,
 )
-from megatron_ext.transport.collectives import Pending, padded_numel, start_ordered_sum
+from megatron_ext.transport.collectives import ordered_means
 
 __all__ = ["LocalSGD", "RoundReport", "partition"]
 
-# Elements of one bucket: large enough for bandwidth, small enough that what is collected for it is still in
-# cache when it is sent, and that the outer step of one bucket overlaps the exchange of the next.
-BUCKET_NUMEL = 1 << 22
-# Buckets on their way at a time: bounds the extra memory of a round.
-BUCKETS_IN_FLIGHT = 4
+# Elements of one bucket: large enough for bandwidth, small enough that the outer step of one bucket overlaps the
+# exchange of the next.
+BUCKET_NUMEL = 1 << 21
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +122,9 @@ class LocalSGD:
         if self.anchors is None:
             self.anchors = [torch.empty_like(value, requires_grad=False) for value in self.values]
             self.optimizer = build_outer_optimizer(self.outer, self.anchors)
+            if type(self.optimizer) is torch.optim.SGD:
+                # One pass over memory instead of four; on a processor the passes are what a round costs.
+                self.optimizer.param_groups[0]["fused"] = True
         return self.anchors
 
     @torch.no_grad()
@@ -157,26 +157,18 @@ class LocalSGD:
         """
         assert self.anchors is not None, "a round needs an anchor"
         start = time.perf_counter()
-        workers = dist.get_world_size(self.across)
         self._guard()
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
-        sent = 0
-        flying: deque[tuple[list[int], torch.Tensor, Pending]] = deque()
-        for bucket in self._buckets:
-            buffer = self._collect(bucket, workers)
-            sent += buffer.numel() * buffer.element_size()
-            flying.append((bucket, buffer, start_ordered_sum(buffer, self.across)))
-            if len(flying) > BUCKETS_IN_FLIGHT:
-                square += self._land(*flying.popleft())
-        while flying:
-            square += self._land(*flying.popleft())
+        means = ordered_means(map(self._collect, self._buckets), self.across)
+        for bucket, mean in zip(self._buckets, means, strict=True):
+            square += self._apply(bucket, mean)
         self.rounds += 1
         self.steps_since_sync = 0
         dist.all_reduce(square, group=self.inside)
         return RoundReport(
             round=self.rounds,
             pseudo_gradient_norm=math.sqrt(float(square)),
-            bytes_exchanged=sent,
+            bytes_exchanged=sum(value.numel() * value.element_size() for value in self.values),
             seconds=time.perf_counter() - start,
         )
 
@@ -197,23 +189,31 @@ class LocalSGD:
                 "cause removed"
             )
 
-    def _collect(self, bucket: list[int], workers: int) -> torch.Tensor:
-        """Return one flat buffer with the bucket's pseudo-gradients, padded with zeros for the exchange."""
+    def _collect(self, bucket: list[int]) -> torch.Tensor:
+        """Return one flat buffer with the bucket's pseudo-gradients.
+
+        For a bucket of one value it is that value's own memory, so that no size of tensor asks for extra memory;
+        until `_apply` the value then holds its pseudo-gradient.
+        """
         assert self.anchors is not None
+        first = self.values[bucket[0]]
+        if len(bucket) == 1 and first.is_contiguous():
+            return torch.sub(self.anchors[bucket[0]], first, out=first).view(-1)
         numel = sum(self.values[index].numel() for index in bucket)
-        buffer = torch.empty(padded_numel(numel, workers), dtype=torch.float32, device=self._device)
-        buffer[numel:] = 0
+        buffer = torch.empty(numel, dtype=torch.float32, device=self._device)
         for index, piece in self._pieces(bucket, buffer):
             torch.sub(self.anchors[index], self.values[index], out=piece)
         return buffer
 
-    def _land(self, bucket: list[int], buffer: torch.Tensor, work: Pending) -> torch.Tensor:
-        """Wait for a bucket's sum and apply its mean; return its squared norm over the values that count."""
+    def _apply(self, bucket: list[int], mean: torch.Tensor) -> torch.Tensor:
+        """Move the bucket's anchors by the mean pseudo-gradient, and go on from there.
+
+        Returns:
+            The squared norm of the mean over the values that count.
+        """
         assert self.anchors is not None
-        work.wait()
-        buffer.div_(dist.get_world_size(self.across))
         square = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for index, piece in self._pieces(bucket, buffer):
+        for index, piece in self._pieces(bucket, mean):
             anchor = self.anchors[index]
             if self.counted[index]:
                 square += piece.reshape(-1).dot(piece.reshape(-1))
