@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pretrain a GPT with stock Megatron's loop, model and datasets, and megatron_ext's abilities on request.
 
-Starts under torchrun, `python -m megatron_ext` or plain python (one process), on GPU and on CPU:
+Starts under torchrun, on GPU and on CPU:
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --num-layers 12 ... --data-path PREFIX
 

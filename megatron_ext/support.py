@@ -155,6 +155,11 @@ _SAME = _tested(f"{_BACKENDS}test_cpu_table.py::test_options_that_change_no_resu
 _BF16_SUMS = _tested(f"{_BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _GROWS = _tested(f"{_BACKENDS}test_cpu_table.py::test_the_batch_grows")
 _REPLACE = _tested(f"{_BACKENDS}test_cpu_table.py::test_non_persistent_checkpoints_replace_each_other")
+_WORKERS = "tests/local_sgd/"
+_APART = _tested(f"{_WORKERS}test_workers_apart.py::test_workers_without_sync_equal_separate_jobs_by_digest")
+_CONTINUES = _tested(
+    f"{_WORKERS}test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
+)
 _UNTRIED = _refused("it has not been tested with workers that train apart")
 _IGNORED = _refused("Megatron 0.19 reads it and ignores it", "use --step-batch-size-schedule")
 _TE = _refused("it needs Transformer Engine")
@@ -164,14 +169,14 @@ _GTP = _refused("Megatron does not combine it with groups inside the data-parall
 _EMERGING = _is("optimizer", "muon", "dist_muon", "adaptive_muon", "soap", "lion")
 
 _DATA_PARALLEL = (
-    _option("--use-distributed-optimizer", cpu=_LAYOUTS),
-    _option("--overlap-grad-reduce", cpu=_LAYOUTS),
-    _option("--overlap-param-gather", cpu=_LAYOUTS),
-    _option("--ddp-bucket-size", cpu=_LAYOUTS),
+    _option("--use-distributed-optimizer", cpu=_LAYOUTS, local_sgd=_APART),
+    _option("--overlap-grad-reduce", cpu=_LAYOUTS, local_sgd=_APART),
+    _option("--overlap-param-gather", cpu=_LAYOUTS, local_sgd=_APART),
+    _option("--ddp-bucket-size", cpu=_LAYOUTS, local_sgd=_APART),
     _option("--ddp-average-in-collective", cpu=_SAME, local_sgd=_UNTRIED),
     _option("--grad-reduce-in-bf16", cpu=_BF16_SUMS, local_sgd=_UNTRIED),
     _option("--ddp-reduce-scatter-with-fp32-accumulation", cpu=_BF16_SUMS, local_sgd=_UNTRIED),
-    _option("--calculate-per-token-loss", cpu=_SAME),
+    _option("--calculate-per-token-loss", cpu=_SAME, local_sgd=_APART),
     _option(
         "--data-parallel-random-init",
         cpu=_tested(f"{_BACKENDS}test_cpu_table.py::test_random_weights_per_replica_are_made_equal"),
@@ -181,6 +186,15 @@ _DATA_PARALLEL = (
         "--check-weight-hash-across-dp-replicas-interval",
         cpu=_SAME,
         local_sgd=_refused("between two rounds the workers' weights differ by design"),
+    ),
+    _option(
+        "--moe-router-enable-expert-bias",
+        local_sgd=_refused("the bias follows each worker's own token counts, and rounds do not merge it yet"),
+    ),
+    _option(
+        "--moe-router-load-balancing-type quantile_balancing",
+        lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
+        local_sgd=_refused("its quantiles are averaged over all data-parallel ranks at every step"),
     ),
     _option("--rampup-batch-size", cpu=_IGNORED, local_sgd=_IGNORED),
     _option("--step-batch-size-schedule", cpu=_GROWS, local_sgd=_UNTRIED),
@@ -247,6 +261,9 @@ _OPTIMIZERS = (
         "--optimizer sgd",
         _is("optimizer", "sgd"),
         cpu=_tested(f"{_BACKENDS}test_cpu_table.py::test_sgd_learns"),
+        local_sgd=_tested(
+            f"{_WORKERS}test_rounds.py::test_sgd_with_interval_one_and_no_momentum_is_synchronous_training"
+        ),
     ),
     _option(
         "--optimizer muon, dist_muon, adaptive_muon, soap or lion (layer-wise optimizers)",
@@ -311,7 +328,7 @@ _OPTIMIZERS = (
 )
 
 _CHECKPOINTS = (
-    _option("--ckpt-format torch_dist", _is("ckpt_format", "torch_dist"), cpu=_RESUME),
+    _option("--ckpt-format torch_dist", _is("ckpt_format", "torch_dist"), cpu=_RESUME, local_sgd=_CONTINUES),
     _option(
         "--ckpt-format torch",
         _is("ckpt_format", "torch"),
@@ -335,7 +352,11 @@ _CHECKPOINTS = (
         "--ckpt-convert-format",
         local_sgd=_refused("the state of the workers would be lost", "convert in a run without --use-local-sgd"),
     ),
-    _option("--dist-ckpt-optim-fully-reshardable", cpu=_RESUME),
+    _option(
+        "--dist-ckpt-optim-fully-reshardable",
+        cpu=_RESUME,
+        local_sgd=_tested(f"{_WORKERS}test_checkpoint.py::test_another_layout_loads_what_was_saved_reshardable"),
+    ),
     _option("--ckpt-fully-parallel-load", cpu=_RESUME, local_sgd=_UNTRIED),
     _option("--ckpt-assume-constant-structure", cpu=_RESUME, local_sgd=_UNTRIED),
     _option("--load-main-params-from-ckpt", local_sgd=_UNTRIED),
@@ -359,8 +380,18 @@ _CHECKPOINTS = (
 )
 
 _RUN_CONTROL = (
-    _option("--exit-signal-handler", cpu=_SAME, local_sgd=_UNTRIED),
-    _option("--exit-duration-in-mins", cpu=_SAME, local_sgd=_UNTRIED),
+    _option(
+        "--exit-signal-handler",
+        cpu=_SAME,
+        local_sgd=_tested(
+            f"{_WORKERS}test_exit.py::test_a_signal_ends_all_workers_at_the_next_round_with_a_checkpoint"
+        ),
+    ),
+    _option(
+        "--exit-duration-in-mins",
+        cpu=_SAME,
+        local_sgd=_tested(f"{_WORKERS}test_exit.py::test_a_time_limit_ends_all_workers_at_the_next_round"),
+    ),
     _option("--inprocess-restart", cpu=_RESILIENCY, local_sgd=_RESILIENCY),
     _option("--enable-ft-package", cpu=_RESILIENCY, local_sgd=_RESILIENCY),
     _option("--adlr-autoresume", local_sgd=_UNTRIED),

@@ -87,6 +87,7 @@ class LocalSGD:
         outer: OuterOptimizerConfig,
         across: Any,
         inside: Any,
+        copies_cut_differently: bool = True,
     ) -> None:
         """Prepare; no memory is taken before the anchor is.
 
@@ -98,6 +99,8 @@ class LocalSGD:
             outer: the outer optimizer.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
             inside: process group of all ranks of this worker.
+            copies_cut_differently: whether two ranks may hold overlapping parts of one tensor that begin at
+                different elements, as shards of tied embeddings on two pipeline stages do. The same on all ranks.
         """
         self.config = config
         self.outer = outer
@@ -105,6 +108,7 @@ class LocalSGD:
         self.counted = counted
         self.across = across
         self.inside = inside
+        self._copies_cut_differently = copies_cut_differently
         self.anchors: list[torch.Tensor] | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.rounds = 0
@@ -120,10 +124,16 @@ class LocalSGD:
     def allocate_anchors(self) -> list[torch.Tensor]:
         """Make the anchors and the outer optimizer over them, with undefined contents, and return the anchors."""
         if self.anchors is None:
-            self.anchors = [torch.empty_like(value, requires_grad=False) for value in self.values]
+            # Contiguous like the pseudo-gradients: fused optimizers take for granted that both are laid out alike.
+            self.anchors = [
+                torch.empty_like(value, requires_grad=False, memory_format=torch.contiguous_format)
+                for value in self.values
+            ]
             self.optimizer = build_outer_optimizer(self.outer, self.anchors)
-            if type(self.optimizer) is torch.optim.SGD:
-                # One pass over memory instead of four; on a processor the passes are what a round costs.
+            if type(self.optimizer) is torch.optim.SGD and not self._copies_cut_differently:
+                # One pass over memory instead of four; on a processor the passes are what a round costs. Its last
+                # few elements are rounded otherwise than those before them, so parts of one tensor that are cut
+                # differently would drift apart.
                 self.optimizer.param_groups[0]["fused"] = True
         return self.anchors
 

@@ -295,6 +295,7 @@ class LocalSGDFeature(Feature):
                 outer=OuterOptimizerConfig.from_args(args),
                 across=groups.across,
                 inside=groups.inside,
+                copies_cut_differently=_copies_cut_differently(args),
             )
         return self._engine
 
@@ -325,6 +326,12 @@ class LocalSGDFeature(Feature):
     def _require_values(self) -> InnerValues:
         assert self._values is not None, "local SGD: training has not started"
         return self._values
+
+
+def _copies_cut_differently(args: Any) -> bool:
+    """Return whether tied embeddings stand on two pipeline stages, each cut into its own optimizer's shards."""
+    tied = not args.untie_embeddings_and_output_weights
+    return bool(tied and args.pipeline_model_parallel_size > 1 and args.use_distributed_optimizer)
 
 
 def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:

@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext, hooks
 from megatron_ext.patching import Patch
@@ -44,6 +46,15 @@ def patches() -> list[Patch]:
             wrap=_wrap_load,
             parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
             reason="let features see what a checkpoint holds, and take their state out of what was read",
+        ),
+        Patch(
+            name="checkpoint/fp32-shards",
+            target="megatron.core.optimizer.distrib_optimizer:"
+            "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+            wrap=lambda original: torch.no_grad()(original),
+            parameters=("state_dict",),
+            rebind=False,
+            reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
         ),
     ]
 

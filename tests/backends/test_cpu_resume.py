@@ -34,7 +34,8 @@ def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
     folder = os.fspath(tmp_path)
     options = {**RESUMES[name], "save": folder, "save_interval": 2, "eval_iters": 1, "eval_interval": 3}
     through = stock(toy_gpt(options), 2)
-    resumed = stock(toy_gpt(options, load=folder, ckpt_step=2), 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = stock(toy_gpt(options, load=folder), 2)
     assert [step.iteration for step in resumed[0].record.steps] == [3, 4]
     for before, after in zip(through, resumed, strict=True):
         assert before.losses[2:] == after.losses

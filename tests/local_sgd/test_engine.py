@@ -79,6 +79,27 @@ def test_copies_at_different_offsets_stay_equal_bit_for_bit(workers):
     assert all(result == results[0] for result in results)
 
 
+def cut_differently():
+    """Return one tensor kept whole and kept in two parts, after rounds with momentum."""
+    torch.manual_seed(0)
+    whole = torch.randn(1003)
+    values = [whole, whole[:3].clone(), whole[3:].clone()]
+    engine = engine_of(values, 2)
+    engine.take_anchor()
+    noise = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        step = torch.randn(1003, generator=noise)
+        for value, part in zip(values, (step, step[:3], step[3:]), strict=True):
+            value += part
+        engine.sync()
+    return values[0].tolist(), torch.cat(values[1:]).tolist()
+
+
+def test_parts_of_one_tensor_that_are_cut_differently_stay_equal_bit_for_bit():
+    for whole, parts in run_ranks(cut_differently, 2):
+        assert whole == parts
+
+
 def small_buckets(workers, limit):
     """Return the values after one round with buckets of `limit` elements."""
     from megatron_ext.local_sgd import engine as module

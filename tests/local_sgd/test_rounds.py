@@ -43,8 +43,9 @@ def embeddings(model, optimizer, args):
 
 
 @pytest.mark.slow
-def test_tied_embeddings_stay_equal_on_both_stages_with_three_workers():
-    run = arguments("pp2", "fp32", workers=3, local_sgd_sync_interval=2, local_sgd_warmup_steps=2)
+@pytest.mark.parametrize("precision", ["fp32", "bf16-distopt"])
+def test_tied_embeddings_stay_equal_on_both_stages_with_three_workers(precision):
+    run = arguments("pp2", precision, workers=3, local_sgd_sync_interval=2, local_sgd_warmup_steps=2)
     ranks = run_pretrain(run, 6, probe=embeddings)
     digests = [rank.probe for rank in ranks]
     assert all(len(digest) == 1 for digest in digests)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The support table: what it refuses, what it promises, and that the docs say the same."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from megatron_ext import support
+from tests.support.distributed import REPOSITORY, run_ranks
+
+
+def test_the_docs_are_the_table():
+    assert (REPOSITORY / "docs" / "support-table.md").read_text(encoding="utf-8") == support.markdown()
+
+
+def test_every_supported_row_names_a_test_that_exists():
+    missing = []
+    for row in support.ROWS:
+        if row.status == "supported":
+            file, _, name = row.tested_by.partition("::")
+            path = Path(REPOSITORY, file)
+            tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.Module([], [])
+            if name not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
+                missing.append((row.option, row.tested_by))
+    assert missing == []
+
+
+def test_no_option_has_two_verdicts_for_one_ability():
+    pairs = [(row.option, ability) for row in support.ROWS for ability in row.applies_to]
+    assert len(pairs) == len(set(pairs))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"status": "supported"},
+        {"status": "refused"},
+        {"status": "refused", "tested_by": "tests/x.py::y", "reason": "z"},
+        {"status": "refused", "reason": "z", "applies_to": ("gpu",)},
+        {"status": "refused", "reason": "z", "applies_to": ()},
+    ],
+)
+def test_a_row_that_does_not_say_enough_cannot_be_made(wrong):
+    with pytest.raises(ValueError, match="--flag"):
+        support.Row(**{"option": "--flag", "applies_to": ("cpu",), "asked": bool, **wrong})
+
+
+def test_an_unknown_ability_is_an_error():
+    with pytest.raises(KeyError):
+        support.refusals(None, "gpu")
+
+
+def test_a_row_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        support.ROWS[0].status = "supported"
+
+
+# Flags for every refused row of either ability.
+REFUSED = [
+    "--ddp-average-in-collective",
+    "--grad-reduce-in-bf16",
+    "--ddp-reduce-scatter-with-fp32-accumulation",
+    "--data-parallel-random-init",
+    "--check-weight-hash-across-dp-replicas-interval 1",
+    "--rampup-batch-size 4 4 8",
+    "--step-batch-size-schedule 0:4",
+    "--decrease-batch-size-if-needed",
+    "--num-distributed-optimizer-instances 2",
+    "--use-torch-fsdp2",
+    "--use-megatron-fsdp",
+    "--tensor-parallel-num-weight-shards 2",
+    "--expert-tensor-parallel-num-weight-shards 2",
+    "--hybrid-context-parallel",
+    "--use-tp-pp-dp-mapping",
+    "--use-nccl-ub",
+    "--optimizer muon",
+    "--optimizer dist_muon",
+    "--optimizer lion",
+    "--use-precision-aware-optimizer",
+    "--optimizer-cpu-offload",
+    "--optimizer-cuda-graph",
+    "--cuda-graph-impl full_iteration",
+    "--overlap-param-gather-with-optimizer-step",
+    "--reuse-grad-buf-for-mxfp8-param-ag",
+    "--fp8-param-gather",
+    "--fp4-param-gather",
+    "--qk-clip",
+    "--mtp-num-layers 1",
+    "--iterations-to-skip 3",
+    "--perform-rl-step",
+    "--ckpt-format torch",
+    "--ckpt-format torch_dcp",
+    "--ckpt-format fsdp_dtensor",
+    "--ckpt-convert-format torch",
+    "--ckpt-fully-parallel-load",
+    "--ckpt-assume-constant-structure",
+    "--load-main-params-from-ckpt",
+    "--async-save",
+    "--non-persistent-ckpt-type global",
+    "--non-persistent-ckpt-type local",
+    "--non-persistent-ckpt-type in_memory",
+    "--exit-duration-in-mins 5",
+    "--inprocess-restart",
+    "--enable-ft-package",
+    "--adlr-autoresume",
+    "--log-straggler",
+]
+PLAIN = [
+    "",
+    "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
+    "--optimizer sgd",
+    "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable",
+    "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2",
+    "--calculate-per-token-loss --exit-signal-handler",
+]
+
+
+def verdicts(lines):
+    """For each command line and ability: (options of all rows that were asked for, refusals)."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    results = []
+    for line in lines:
+        args = parser.parse_args(line.split())
+        asked = {(row.option, row.applies_to, row.status) for row in support.ROWS if row.asked(args)}
+        results.append((asked, {ability: support.refusals(args, ability) for ability in support.ABILITIES}))
+    return results
+
+
+def test_every_refused_row_fires_on_its_option_and_names_it():
+    (results,) = run_ranks(verdicts, 1, REFUSED)
+    fired = set()
+    for line, (asked, refusals) in zip(REFUSED, results, strict=True):
+        refused_by = {ability for _, applies_to, status in asked if status == "refused" for ability in applies_to}
+        assert refused_by, line
+        for ability, sentences in refusals.items():
+            assert (ability in refused_by) == bool(sentences), (line, ability)
+            assert all(sentence.startswith(line.split()[0]) for sentence in sentences), sentences
+            assert all(support.ABILITIES[ability] in sentence and "; " in sentence for sentence in sentences)
+        fired |= {(option, applies_to) for option, applies_to, status in asked if status == "refused"}
+    expected = {(row.option, row.applies_to) for row in support.ROWS if row.status == "refused"}
+    # Megatron's own parser refuses zarr before we could.
+    assert {option for option, _ in expected - fired} <= {"--ckpt-format zarr"}
+
+
+def test_what_is_supported_is_not_refused():
+    (results,) = run_ranks(verdicts, 1, PLAIN)
+    for line, (_, refusals) in zip(PLAIN, results, strict=True):
+        assert refusals == {"cpu": [], "local-sgd": []}, line
