@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash disable=SC2034,SC2054 # the arrays and paths are used by the scripts
+#
+# What the launch scripts share. Source it after ROOT, the repository's folder, is set.
+
+launch_error() {
+    printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
+    exit 1
+}
+
+# Sets CHECKPOINT_PATH, TENSORBOARD_LOGS_PATH, DATA_PATH, VOCAB_FILE and MERGE_FILE from the script's arguments.
+# $1 is the folder in outputs/ for the first two when they are not given.
+read_paths() {
+    local output="$ROOT/outputs/$1"
+    shift
+    case $# in
+        0 | 1 | 2 | 3 | 5) ;;
+        *) launch_error "takes [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]," \
+            "but $# arguments were given" ;;
+    esac
+    CHECKPOINT_PATH="${1:-$output/checkpoints}"
+    TENSORBOARD_LOGS_PATH="${2:-$output/tensorboard}"
+    DATA_PATH="" VOCAB_FILE="" MERGE_FILE=""
+    if (($# == 3)); then
+        DATA_PATH="$3"
+    elif (($# == 5)); then
+        VOCAB_FILE="$3" MERGE_FILE="$4" DATA_PATH="$5"
+    fi
+    if [[ -n $DATA_PATH && ! -f $DATA_PATH.idx ]]; then
+        launch_error "DATA_PATH: there is no $DATA_PATH.idx; give the prefix that \`megatron-ext data prepare\`" \
+            "or Megatron's preprocess_data.py wrote, without .bin and .idx"
+    fi
+}
+
+# Fills DATA_ARGS: mock data without a DATA_PATH, GPT-2's tokenizer with vocabulary files, else bytes, which is what
+# `megatron-ext data prepare` writes by default.
+set_data_args() {
+    # Megatron does not return from building a split that gets no document, so that a toy's splits are larger.
+    local split=949,50,1
+    if [[ $BACKEND == cpu ]]; then
+        split=90,5,5
+    fi
+    if [[ -z $DATA_PATH ]]; then
+        DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 257)
+    elif [[ -n $VOCAB_FILE ]]; then
+        DATA_ARGS=(--data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    else
+        DATA_ARGS=(--data-path "$DATA_PATH" --tokenizer-type NullTokenizer --vocab-size 257)
+    fi
+    DATA_ARGS+=(--split "$split")
+}
+
+# Puts a Python with torch and megatron.core on the PATH: the caller's (a container's or an active environment's),
+# else the repository's .venv. Nothing is installed here: nodes of a cluster must not do that at the same time.
+find_python() {
+    local probe='import importlib.util as u, sys; sys.exit(not (u.find_spec("torch") and u.find_spec("megatron.core")))'
+    if ! { command -v torchrun && python -c "$probe"; } &>/dev/null; then
+        if ! "$ROOT/.venv/bin/python" -c "$probe" &>/dev/null; then
+            launch_error "no Python with torch and megatron.core: activate an environment that has them, or run" \
+                "examples/quickstart.sh once, which makes .venv"
+        fi
+        export PATH="$ROOT/.venv/bin:$PATH"
+    fi
+    # So that a container's Python finds this checkout without an installation.
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# Checks BACKEND and, for cpu, replaces the arrays by those of a toy run.
+choose_backend() {
+    case $BACKEND in
+        gpu)
+            if ! nvidia-smi -L &>/dev/null; then
+                launch_error "no NVIDIA GPU here (nvidia-smi finds none); BACKEND=cpu starts the same job at toy size"
+            fi
+            # Megatron overlaps communication with computation in the order that one connection keeps.
+            export CUDA_DEVICE_MAX_CONNECTIONS=1
+            ;;
+        cpu)
+            export CUDA_VISIBLE_DEVICES=
+            # shellcheck source=examples/local_sgd/lib/toy_size_on_cpu.sh
+            source "$ROOT/examples/local_sgd/lib/toy_size_on_cpu.sh"
+            ;;
+        *) launch_error "BACKEND=$BACKEND is unknown; use gpu or cpu" ;;
+    esac
+}

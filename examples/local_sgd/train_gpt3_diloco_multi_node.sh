@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Trains a GPT-3 of 6.7B parameters with DiLoCo on several nodes: each node is one worker with TP 8, so that between
+# two rounds nothing leaves a node. Start it on every node, with the same arguments:
+#
+#   NUM_NODES=4 NODE_RANK=0 MASTER_ADDR=node0 \
+#       train_gpt3_diloco_multi_node.sh [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
+#
+# The paths must be on storage that all nodes share. Without DATA_PATH on mock data, without VOCAB_FILE on bytes.
+# BACKEND=cpu starts it at toy size, by default on this machine alone (NUM_NODES=1) with 4 processes.
+
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=examples/local_sgd/lib/launch.sh
+source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+BACKEND="${BACKEND:-gpu}"
+if [[ $BACKEND == cpu ]]; then
+    GPUS_PER_NODE="${GPUS_PER_NODE:-4}"
+    NUM_NODES="${NUM_NODES:-1}"
+else
+    GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+    NUM_NODES="${NUM_NODES:-4}"
+fi
+NODE_RANK="${NODE_RANK:-0}"
+MASTER_ADDR="${MASTER_ADDR:-localhost}"
+MASTER_PORT="${MASTER_PORT:-29500}"
+
+if ((NUM_NODES > 1)) && [[ $BACKEND == gpu && $MASTER_ADDR == localhost ]]; then
+    launch_error "MASTER_ADDR is not set: give the address of the node with NODE_RANK=0"
+fi
+read_paths "gpt3_diloco_multi_node_$BACKEND" "$@"
+
+DISTRIBUTED_ARGS=(
+    --nproc_per_node "$GPUS_PER_NODE"
+    --nnodes "$NUM_NODES"
+    --node_rank "$NODE_RANK"
+    --master_addr "$MASTER_ADDR"
+    --master_port "$MASTER_PORT"
+)
+
+GPT_MODEL_ARGS=(
+    --num-layers 32
+    --hidden-size 4096
+    --num-attention-heads 32
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --attention-backend auto
+)
+
+# The global batch is that of all workers together: each takes 1/NUM_NODES of it.
+TRAINING_ARGS=(
+    --micro-batch-size 2
+    --global-batch-size 1024
+    --train-iters "${TRAIN_ITERS:-140000}"
+    --weight-decay 0.1
+    --adam-beta1 0.9
+    --adam-beta2 0.95
+    --init-method-std 0.006
+    --clip-grad 1.0
+    --bf16
+    --lr 1.2e-4
+    --lr-decay-style cosine
+    --min-lr 1.2e-5
+    --lr-warmup-fraction .01
+)
+
+MODEL_PARALLEL_ARGS=(
+    --tensor-model-parallel-size 8
+    --sequence-parallel
+    --use-distributed-optimizer
+    --overlap-grad-reduce
+    --overlap-param-gather
+)
+
+LOCAL_SGD_ARGS=(
+    --use-local-sgd
+    --local-sgd-workers "$NUM_NODES"
+    --local-sgd-sync-interval 500
+    --local-sgd-warmup-steps 2000
+    --outer-optimizer sgd
+    --outer-optimizer-lr 0.7
+    --outer-optimizer-momentum 0.9
+    --outer-optimizer-nesterov
+)
+
+set_data_args
+
+EVAL_AND_LOGGING_ARGS=(
+    --log-interval 100
+    --save-interval 10000
+    --eval-interval 1000
+    --eval-iters 10
+    --save "$CHECKPOINT_PATH"
+    --load "$CHECKPOINT_PATH"
+    --tensorboard-dir "$TENSORBOARD_LOGS_PATH"
+)
+
+choose_backend
+find_python
+
+# Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
+torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
+    "${GPT_MODEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${MODEL_PARALLEL_ARGS[@]}" \
+    "${LOCAL_SGD_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${EVAL_AND_LOGGING_ARGS[@]}"
