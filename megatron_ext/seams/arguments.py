@@ -82,6 +82,7 @@ def _wrap_add(
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         parser = original(parser, *args, **kwargs)
+        _mend_help(parser)
         for feature in hooks.features:
             feature.add_arguments(parser)
         if set_defaults is not None:
@@ -89,6 +90,20 @@ def _wrap_add(
         return parser
 
     return add_megatron_arguments
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Escape the percent signs of help texts that argparse cannot expand.
+
+    Megatron 0.19 has one ("1.10 = 10%"), and with it `--help` ends in a ValueError.
+    """
+    formatter = parser._get_formatter()
+    for action in parser._actions:
+        try:
+            if action.help:
+                formatter._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            action.help = str(action.help).replace("%", "%%")
 
 
 def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Callable[..., Any]:

@@ -28,8 +28,9 @@ def terminate_rank_one_at_its_second_step():
 
 def test_a_signal_ends_all_workers_at_the_next_round_with_a_checkpoint(tmp_path):
     options = {"train_iters": 9, "local_sgd_sync_interval": 4}
+    saving = {"exit_signal_handler": True, "save": str(tmp_path), "save_interval": 100}
     ranks = run_pretrain(
-        arguments("single", "fp32", workers=2, exit_signal_handler=True, save=str(tmp_path), save_interval=100, **options),
+        arguments("single", "fp32", workers=2, **saving, **options),
         2,
         before=terminate_rank_one_at_its_second_step,
     )
