@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all benchmarks share: cases, the report for people and as JSON, and statistics of paired runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Case", "add_report_option", "at_least", "bootstrap_interval", "print_table", "report"]
+
+DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measured figure."""
+
+    case: str
+    """Name, stable over releases."""
+
+    value: float
+    """Median of the paired runs."""
+
+    unit: str
+    """What `value` counts; 'ratio' for a quotient."""
+
+    goal: float | None
+    """What the project aims at; None where it has set no goal."""
+
+    direction: Literal["lower", "higher"]
+    """Which side of the goal is better."""
+
+    judged_by: float | None = None
+    """What is held against the goal where that is not the value itself, such as a bound of its interval."""
+
+    @property
+    def met(self) -> str:
+        """Whether the goal is reached: yes, no, or a dash where there is none."""
+        if self.goal is None:
+            return "-"
+        judged = self.value if self.judged_by is None else self.judged_by
+        reached = judged <= self.goal if self.direction == "lower" else judged >= self.goal
+        return "yes" if reached else "no"
+
+    def as_dict(self) -> dict[str, str | float | None]:
+        """Return what the JSON object holds of this case."""
+        return {
+            "case": self.case,
+            "value": self.value,
+            "unit": self.unit,
+            "goal": self.goal,
+            "direction": self.direction,
+        }
+
+
+def add_report_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--json FILE`."""
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write machine, versions and cases to FILE as well")
+
+
+def at_least(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type: an integer of `minimum` or more."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{value} is too small; use {minimum} or more")
+        return value
+
+    # argparse names the type where the text is no number at all.
+    parse.__name__ = "integer"
+    return parse
+
+
+def bootstrap_interval(
+    values: Sequence[float], confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> tuple[float, float]:
+    """Return the percentile bootstrap interval of the median of `values`.
+
+    Args:
+        values: one per pair, at least one.
+        confidence: probability mass of the interval.
+        resamples: number of samples drawn with replacement.
+        seed: of the random numbers; the same values give the same interval.
+    """
+    generator = random.Random(seed)
+    medians = sorted(statistics.median(generator.choices(values, k=len(values))) for _ in range(resamples))
+    cut = round((1 - confidence) / 2 * (resamples - 1))
+    return medians[cut], medians[-1 - cut]
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print rows under a header, the first column to the left and the others to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    for row in [header, *rows]:
+        first, *others = (
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *others]).rstrip())
+
+
+def report(cases: Sequence[Case], path: Path | None) -> None:
+    """Print the cases against their goals and, with a path, write the JSON object."""
+    machine, versions = _machine(), _versions()
+    print()
+    print_table(
+        ("case", "value", "unit", "goal", "met"),
+        [
+            (case.case, f"{case.value:.4g}", case.unit, "-" if case.goal is None else f"{case.goal:g}", case.met)
+            for case in cases
+        ],
+    )
+    print(
+        f"\non {machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, load average "
+        f"{machine['load_average']}; " + ", ".join(f"{name} {version}" for name, version in versions.items())
+    )
+    if path is not None:
+        content = {"machine": machine, "versions": versions, "cases": [case.as_dict() for case in cases]}
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _machine() -> dict[str, Any]:
+    pages, page_size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(pages * page_size / 2**30, 1),
+        # Of the last minute: tells whether somebody else was using the machine.
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    from megatron_ext import __version__
+
+    found = {name: metadata.version(name) for name in DISTRIBUTIONS}
+    return {"megatron-ext": __version__, "python": platform.python_version(), **found}

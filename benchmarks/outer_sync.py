@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One outer round of DiLoCo against a bare all-reduce of the same bytes on the same group.
+
+    python benchmarks/outer_sync.py [--json FILE]
+
+README.md tells how the runs are paired and what the figures do not say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
+
+from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from tests.support.distributed import run_ranks
+
+if TYPE_CHECKING:
+    import torch
+
+GOAL = 1.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is synchronised, and how often it is measured."""
+
+    shapes: list[tuple[int, ...]]
+    """Of the tensors that are synchronised."""
+
+    pairs: int
+    """Measured pairs."""
+
+    warmup: int
+    """Pairs before those, not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """One measured operation on one rank."""
+
+    wall: float
+    """Seconds from the barrier to its end."""
+
+    cpu: float
+    """Seconds of processor time of all threads."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every number of workers that was asked for and report."""
+    options = parser().parse_args(arguments)
+    setting = Setting(
+        shapes=shapes(options.layers, options.hidden, options.vocab), pairs=options.pairs, warmup=options.warmup
+    )
+    count = numel(setting.shapes)
+    print(
+        f"one outer round (sgd, Nesterov) of {count / 1e6:.1f} M fp32 parameters in {len(setting.shapes)} tensors "
+        f"against a flat all-reduce of {count * 4 / 2**20:.0f} MiB, {setting.pairs} pairs\n"
+    )
+    cases, rows = [], []
+    for workers in options.workers:
+        case, row = _measure(workers, setting)
+        cases.append(case)
+        rows.append(row)
+    print_table(("workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range"), rows)
+    report(cases, options.json)
+    return 0
+
+
+def shapes(layers: int, hidden: int, vocab: int) -> list[tuple[int, ...]]:
+    """Return the parameter shapes of a GPT in Megatron's order: tied embedding, positions, layers, final norm."""
+    layer: list[tuple[int, ...]] = [
+        (hidden,),
+        (hidden,),
+        (hidden, hidden),
+        (hidden,),
+        (3 * hidden, hidden),
+        (3 * hidden,),
+        (hidden,),
+        (hidden,),
+        (4 * hidden, hidden),
+        (4 * hidden,),
+        (hidden, 4 * hidden),
+        (hidden,),
+    ]
+    return [(vocab, hidden), (1024, hidden), *layer * layers, (hidden,), (hidden,)]
+
+
+def numel(tensors: list[tuple[int, ...]]) -> int:
+    """Return the number of elements of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in tensors)
+
+
+def rank_timings(setting: Setting) -> tuple[list[Timing], list[Timing]]:
+    """Run on one rank: return the timings of the all-reduces and of the rounds, pair by pair."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+    from megatron_ext.local_sgd.engine import LocalSGD
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world, rank = dist.get_world_size(), dist.get_rank()
+    alone = [dist.new_group([member]) for member in range(world)][rank]
+    torch.manual_seed(0)
+    values = [torch.randn(shape).mul_(0.02) for shape in setting.shapes]
+    engine = LocalSGD(
+        values,
+        [True] * len(values),
+        config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=world),
+        outer=OuterOptimizerConfig(),
+        across=dist.group.WORLD,
+        inside=alone,
+    )
+    engine.take_anchor()
+    flat = torch.empty(numel(setting.shapes))
+
+    def all_reduce() -> Timing:
+        flat.fill_(1.0)
+        return _timed(lambda: dist.all_reduce(flat))
+
+    def round_() -> Timing:
+        # What an interval of inner steps did: every worker moved by another, small amount.
+        for value in values:
+            value.mul_(1 + 1e-3 * (rank + 1))
+        return _timed(engine.sync)
+
+    reduces, rounds = [], []
+    for pair in range(setting.warmup + setting.pairs):
+        # ABBA: what drifts over the pairs touches both sides alike.
+        if pair % 2 == 0:
+            reduced, synced = all_reduce(), round_()
+        else:
+            synced, reduced = round_(), all_reduce()
+        reduces.append(reduced)
+        rounds.append(synced)
+    require_equal(values)
+    return reduces[setting.warmup :], rounds[setting.warmup :]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
+    found.add_argument("--pairs", type=at_least(1), default=11, help="measured pairs (11)")
+    found.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
+    found.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
+    found.add_argument("--hidden", type=at_least(1), default=512, help="hidden size (512)")
+    found.add_argument("--vocab", type=at_least(1), default=32768, help="vocabulary (32768)")
+    add_report_option(found)
+    return found
+
+
+def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
+    by_rank = run_ranks(rank_timings, workers, setting, timeout=900)
+    reduces = _slowest([reduces for reduces, _ in by_rank])
+    rounds = _slowest([rounds for _, rounds in by_rank])
+    ratios = [sync.wall / bare.wall for bare, sync in zip(reduces, rounds, strict=True)]
+    ratio = statistics.median(ratios)
+    low, high = bootstrap_interval(ratios)
+    case = Case(case=f"diloco_w{workers}_ratio", value=ratio, unit="ratio", goal=GOAL, direction="lower")
+    return case, (
+        str(workers),
+        _milliseconds(reduces),
+        _milliseconds(rounds),
+        f"{ratio:.3f}",
+        f"{low:.3f} - {high:.3f}",
+        f"{min(ratios):.3f} - {max(ratios):.3f}",
+    )
+
+
+def _slowest(by_rank: list[list[Timing]]) -> list[Timing]:
+    """Return per pair the wall time of the rank that took longest, and the mean processor time of a rank."""
+    return [
+        Timing(wall=max(timing.wall for timing in pair), cpu=statistics.mean(timing.cpu for timing in pair))
+        for pair in zip(*by_rank, strict=True)
+    ]
+
+
+def _timed(operation: Callable[[], object]) -> Timing:
+    import torch.distributed as dist
+
+    dist.barrier()
+    cpu, wall = time.process_time(), time.perf_counter()
+    operation()
+    return Timing(wall=time.perf_counter() - wall, cpu=time.process_time() - cpu)
+
+
+def require_equal(values: list[torch.Tensor]) -> None:
+    """Refuse a measurement after which the workers differ: it measured something else than a round."""
+    import torch.distributed as dist
+
+    from megatron_ext.local_sgd.digest import equal_across
+
+    if not equal_across(values, dist.group.WORLD):
+        raise RuntimeError("the workers' values differ after a round")
+
+
+def _milliseconds(timings: list[Timing]) -> str:
+    wall = statistics.median(timing.wall for timing in timings)
+    cpu = statistics.median(timing.cpu for timing in timings)
+    return f"{wall * 1e3:.1f} ({cpu * 1e3:.1f})"
+
+
+if __name__ == "__main__":
+    # By its module's name: the ranks look the function up where it was defined.
+    from benchmarks.outer_sync import main as run
+
+    sys.exit(run())

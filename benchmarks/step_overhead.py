@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step of local SGD between two rounds against the same step of two unsynchronised stock jobs.
+
+    python benchmarks/step_overhead.py [--json FILE] [MEGATRON OPTIONS]
+
+Options that are not listed below go to Megatron, on both sides. README.md tells how the sides take turns and what
+the figures do not say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
+
+from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.presets import toy_gpt
+
+if TYPE_CHECKING:
+    from benchmarks.turns import Turns
+
+WORKERS = 2
+LOCAL_SGD, STOCK = 0, 1
+"""The two sides: one job of two workers; two jobs."""
+RATIO_GOAL = 1.01
+FAR_AWAY = 10**6
+"""An interval that no run reaches: of rounds, and of log lines, which meet across workers too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One comparison, as every process needs to know it."""
+
+    arguments: tuple[str, ...]
+    """Megatron options of both sides."""
+
+    micro_batch_size: int
+    ranks_per_worker: int
+    blocks: int
+    """Blocks of each side, warm-up included."""
+
+    block: int
+    """Iterations of a block."""
+
+    ports: tuple[int, ...]
+    """A rendezvous for every worker or job, side by side."""
+
+    script: str
+
+    stock_only: bool
+    """Whether stock jobs stand on both sides."""
+
+    def is_stock(self, side: int) -> bool:
+        """Return whether stock jobs stand on `side`."""
+        return self.stock_only or side == STOCK
+
+    @property
+    def side_processes(self) -> int:
+        """Processes of one side; the two are equal."""
+        return WORKERS * self.ranks_per_worker
+
+    def command_line(self, side: int, iterations: int) -> tuple[str, ...]:
+        """Return the script's arguments for a job of `side`."""
+        batch = self.micro_batch_size * self.ranks_per_worker
+        words = [*self.arguments, "--train-iters", str(iterations), "--global-batch-size"]
+        if self.is_stock(side):
+            return (*words, str(batch))
+        sync = ["--use-local-sgd", "--local-sgd-workers", str(WORKERS), "--local-sgd-sync-interval", str(FAR_AWAY)]
+        return (*words, str(batch * WORKERS), *sync)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one process of the comparison measured."""
+
+    side: int
+    worker: int
+    """The worker, or the stock job fed the same samples."""
+
+    seconds: list[float]
+    """Time of every block."""
+
+    weights: Any
+    """Digests of parameters and optimizer at the end."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the comparison, then the instrumented run, and report."""
+    options, megatron_options = parser().parse_known_args(arguments)
+    measured = -(-options.iterations // options.block)
+    plan = Plan(
+        arguments=(*_model(options), *megatron_options),
+        micro_batch_size=options.micro_batch_size,
+        ranks_per_worker=options.ranks_per_worker,
+        blocks=options.warmup_blocks + measured,
+        block=options.block,
+        ports=_free_ports(2 * WORKERS),
+        script=options.script,
+        stock_only=options.stock_on_both_sides,
+    )
+    print(
+        f"{WORKERS} {'stock jobs' if plan.stock_only else 'workers between two rounds'} against {WORKERS} stock jobs, "
+        f"{plan.ranks_per_worker} rank(s) each; {measured} blocks of {plan.block} iterations per side, by turns\n"
+    )
+    ratio = _compare(plan, options.warmup_blocks)
+    if plan.stock_only:
+        return 0
+    report([ratio, *_instrumented(plan, options.instrumented_iterations)], options.json)
+    return 0
+
+
+def compare_rank(plan: Plan) -> Outcome | None:
+    """Be one process of the comparison: a rank of a job, or (the last one) the conductor of the turns."""
+    from benchmarks.turns import Place, Turns, conduct
+    from tests.support.pretrain_rank import pretrain_rank, shift_sampler
+
+    rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
+    if rank == 2 * plan.side_processes:
+        conduct(port)
+        return None
+    side, place_in_side = divmod(rank, plan.side_processes)
+    worker, rank_in_worker = divmod(place_in_side, plan.ranks_per_worker)
+    if plan.is_stock(side):
+        _become(rank_in_worker, plan.ranks_per_worker, plan.ports[side * WORKERS + worker])
+    else:
+        _become(place_in_side, plan.side_processes, plan.ports[side * WORKERS])
+    turns = Turns(
+        Place(
+            port=port,
+            side=side,
+            side_processes=plan.side_processes,
+            processes=2 * plan.side_processes,
+            blocks=plan.blocks,
+        )
+    )
+    record = pretrain_rank(
+        plan.script,
+        # One iteration more than the blocks have: its start ends the last block.
+        plan.command_line(side, plan.blocks * plan.block + 1),
+        "backend-only" if plan.is_stock(side) else "script",
+        None,
+        (
+            partial(_take_turns, turns, plan.block),
+            *([partial(shift_sampler, worker, WORKERS)] if plan.is_stock(side) else []),
+        ),
+    )
+    return Outcome(side=side, worker=worker, seconds=turns.seconds, weights=(record.parameters, record.optimizer))
+
+
+def instrumented_rank(plan: Plan, iterations: int) -> Any:
+    """Be one rank of the local-SGD job with the instruments on, and return what they saw."""
+    from benchmarks import hook_clock
+    from tests.support.pretrain_rank import pretrain_rank
+
+    command_line = plan.command_line(LOCAL_SGD, iterations + 2)
+    return pretrain_rank(plan.script, command_line, "script", hook_clock.step_counts, (hook_clock.install,)).probe
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark's own options."""
+    found = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    found.add_argument("--iterations", type=at_least(1), default=240, help="measured iterations per side (240)")
+    found.add_argument("--block", type=at_least(1), default=4, help="iterations of one turn (4)")
+    found.add_argument("--warmup-blocks", type=at_least(0), default=5, help="turns before those, not counted (5)")
+    found.add_argument(
+        "--instrumented-iterations", type=at_least(1), default=100, help="iterations with instruments (100)"
+    )
+    found.add_argument("--ranks-per-worker", type=at_least(1), default=1, help="ranks of a worker and of a job (1)")
+    found.add_argument("--layers", type=at_least(1), default=4, help="layers of the model (4)")
+    found.add_argument("--hidden", type=at_least(4), default=128, help="hidden size, a multiple of 4 (128)")
+    found.add_argument("--seq-length", type=at_least(1), default=128, help="tokens of a sample (128)")
+    found.add_argument("--micro-batch-size", type=at_least(1), default=4, help="samples of a rank's step (4)")
+    found.add_argument(
+        "--stock-on-both-sides",
+        action="store_true",
+        help="compare stock with stock, which shows the comparison's own error; reports no cases",
+    )
+    found.add_argument(
+        "--script", default=str(REPOSITORY / "examples" / "pretrain_gpt.py"), help="training script (the example's)"
+    )
+    add_report_option(found)
+    return found
+
+
+def _model(options: argparse.Namespace) -> list[str]:
+    return toy_gpt(
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        seq_length=options.seq_length,
+        max_position_embeddings=options.seq_length,
+        micro_batch_size=options.micro_batch_size,
+        vocab_size=1024,
+        log_interval=FAR_AWAY,
+        # Off with local SGD; switched off here on both sides, so that only our own work is compared.
+        rerun_mode="disabled",
+        global_batch_size=None,
+        train_iters=None,
+    )
+
+
+def _compare(plan: Plan, warmup: int) -> Case:
+    processes = 2 * plan.side_processes + 1
+    outcomes = [found for found in run_ranks(compare_rank, processes, plan, timeout=3600) if found is not None]
+    require_equal_weights(outcomes)
+    sides = [
+        [
+            statistics.mean(block) / plan.block
+            for block in zip(*[found.seconds for found in outcomes if found.side == side], strict=True)
+        ][warmup:]
+        for side in (LOCAL_SGD, STOCK)
+    ]
+    ratios = [ours / stock for ours, stock in zip(*sides, strict=True)]
+    ratio = statistics.median(ratios)
+    low, high = bootstrap_interval(ratios)
+    names = ["stock, 2 jobs" if plan.is_stock(side) else "local SGD, 2 workers" for side in (LOCAL_SGD, STOCK)]
+    print_table(
+        ("side", "median ms per iteration", "quartiles"),
+        [
+            (name, f"{statistics.median(times) * 1e3:.2f}", _quartiles([time * 1e3 for time in times]))
+            for name, times in zip(names, sides, strict=True)
+        ],
+    )
+    print(
+        f"\nmedian of {len(ratios)} paired ratios {ratio:.4f}, 95 % interval {low:.4f} - {high:.4f}, quartiles "
+        f"{_quartiles(ratios, 4)}; the goal of {RATIO_GOAL} is for the interval's lower bound\n"
+        "after the run the weights of both sides are equal, digest for digest\n"
+    )
+    return Case(case="step_time_ratio", value=ratio, unit="ratio", goal=RATIO_GOAL, direction="lower", judged_by=low)
+
+
+def _instrumented(plan: Plan, iterations: int) -> list[Case]:
+    counts = run_ranks(instrumented_rank, plan.side_processes, plan, iterations, timeout=3600)
+    microseconds = [seconds * 1e6 for count in counts for seconds in count.hook_seconds]
+    calls = [calls for count in counts for calls in count.crossing_calls]
+    print(
+        f"with instruments, {iterations} iterations: {statistics.median(microseconds):.0f} us per step in our wrappers "
+        f"(quartiles {_quartiles(microseconds, 0)}), {sum(calls)} collectives or sends across workers in all"
+    )
+    return [
+        Case(
+            case="hook_microseconds_per_step",
+            value=statistics.median(microseconds),
+            unit="us",
+            goal=None,
+            direction="lower",
+        ),
+        Case(
+            case="cross_worker_collectives_per_step",
+            # The mean: a median would hide a collective that happens at few steps only.
+            value=statistics.mean(calls),
+            unit="calls",
+            goal=0,
+            direction="lower",
+        ),
+    ]
+
+
+def require_equal_weights(outcomes: list[Outcome]) -> None:
+    """Refuse a comparison of two sides that did not compute the same."""
+    for worker in range(WORKERS):
+        ours, stock = (
+            [found.weights for found in outcomes if found.side == side and found.worker == worker]
+            for side in (LOCAL_SGD, STOCK)
+        )
+        if ours != stock:
+            raise RuntimeError(
+                f"worker {worker} and the stock job fed its samples ended with different weights, so the two sides "
+                "did different work; the times say nothing"
+            )
+
+
+def _take_turns(turns: Turns, iterations: int) -> None:
+    from megatron.training import training
+
+    training.train_step = turns.around(training.train_step, iterations)
+
+
+def _become(rank: int, world_size: int, port: int) -> None:
+    """Make this process a rank of a job, as torchrun would."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        MASTER_PORT=str(port),
+    )
+
+
+def _free_ports(count: int) -> tuple[int, ...]:
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(probe.getsockname()[1] for probe in sockets)
+
+
+def _quartiles(values: Sequence[float], digits: int = 2) -> str:
+    if len(values) < 2:
+        return "-"
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{low:.{digits}f} - {high:.{digits}f}"
+
+
+if __name__ == "__main__":
+    # By its module's name: the ranks look the functions up where they were defined.
+    from benchmarks.step_overhead import main as run
+
+    sys.exit(run())

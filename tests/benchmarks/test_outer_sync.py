@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`benchmarks/outer_sync.py` at toy size: it runs, and reports what it promises."""
+
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import outer_sync
+from tests.benchmarks.reports import read_cases
+from tests.support.distributed import REPOSITORY
+
+TINY = ["--layers", "1", "--hidden", "8", "--vocab", "16", "--pairs", "2", "--warmup", "1"]
+
+
+def test_every_number_of_workers_is_one_case(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert outer_sync.main([*TINY, "--workers", "2", "3", "--json", str(path)]) == 0
+    cases = read_cases(path)
+    assert list(cases) == ["diloco_w2_ratio", "diloco_w3_ratio"]
+    for case in cases.values():
+        assert (case["unit"], case["goal"], case["direction"]) == ("ratio", 1.25, "lower")
+        assert case["value"] > 0
+    assert "diloco_w3_ratio" in capsys.readouterr().out
+
+
+def test_the_default_is_more_than_fifty_million_parameters_for_two_and_four_workers():
+    options = outer_sync.parser().parse_args([])
+    assert options.workers == [2, 4]
+    assert options.pairs >= 7
+    assert outer_sync.numel(outer_sync.shapes(options.layers, options.hidden, options.vocab)) >= 50e6
+
+
+def test_the_script_starts_by_its_path_from_anywhere(tmp_path):
+    script = str(REPOSITORY / "benchmarks" / "outer_sync.py")
+    done = subprocess.run(
+        [sys.executable, script, "--workers", "1"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "--workers: 1 is too small; use 2 or more" in done.stderr
+
+
+def test_workers_that_differ_after_a_round_are_no_measurement():
+    """The benchmark's own check of what it measured can fail."""
+    from tests.support.distributed import RankFailure, run_ranks
+
+    with pytest.raises(RankFailure, match="values differ after a round"):
+        run_ranks(unequal_values, 2)
+
+
+def unequal_values():
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    outer_sync.require_equal([torch.full((3,), float(dist.get_rank()))])
