@@ -44,6 +44,20 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What one rank measured, without the warm-up."""
+
+    reduces: list[Timing]
+    """The all-reduces, pair by pair."""
+
+    rounds: list[Timing]
+    """The outer rounds, pair by pair."""
+
+    local: list[Timing]
+    """Rounds of every rank with itself: all of a round's work but the exchange."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Timing:
     """One measured operation on one rank."""
 
@@ -70,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         case, row = _measure(workers, setting)
         cases.append(case)
         rows.append(row)
-    print_table(("workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range"), rows)
+    print_table(
+        ("workers", "all-reduce ms (CPU)", "round ms (CPU)", "of that local", "ratio", "95 % interval", "range"), rows
+    )
     report(cases, options.json)
     return 0
 
@@ -99,8 +115,8 @@ def numel(tensors: list[tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors)
 
 
-def rank_timings(setting: Setting) -> tuple[list[Timing], list[Timing]]:
-    """Run on one rank: return the timings of the all-reduces and of the rounds, pair by pair."""
+def rank_timings(setting: Setting) -> Measured:
+    """Run on one rank: measure all pairs, then the rounds' work on memory alone."""
     import torch
     import torch.distributed as dist
 
@@ -120,6 +136,7 @@ def rank_timings(setting: Setting) -> tuple[list[Timing], list[Timing]]:
         outer=OuterOptimizerConfig(),
         across=dist.group.WORLD,
         inside=alone,
+        copies_cut_differently=False,
     )
     engine.take_anchor()
     flat = torch.empty(numel(setting.shapes))
@@ -144,7 +161,9 @@ def rank_timings(setting: Setting) -> tuple[list[Timing], list[Timing]]:
         reduces.append(reduced)
         rounds.append(synced)
     require_equal(values)
-    return reduces[setting.warmup :], rounds[setting.warmup :]
+    engine.across = alone
+    local = [round_() for _ in range(setting.pairs)]
+    return Measured(reduces=reduces[setting.warmup :], rounds=rounds[setting.warmup :], local=local)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -162,8 +181,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
     by_rank = run_ranks(rank_timings, workers, setting, timeout=900)
-    reduces = _slowest([reduces for reduces, _ in by_rank])
-    rounds = _slowest([rounds for _, rounds in by_rank])
+    reduces = _slowest([measured.reduces for measured in by_rank])
+    rounds = _slowest([measured.rounds for measured in by_rank])
+    local = _slowest([measured.local for measured in by_rank])
     ratios = [sync.wall / bare.wall for bare, sync in zip(reduces, rounds, strict=True)]
     ratio = statistics.median(ratios)
     low, high = bootstrap_interval(ratios)
@@ -172,6 +192,7 @@ def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
         str(workers),
         _milliseconds(reduces),
         _milliseconds(rounds),
+        _milliseconds(local),
         f"{ratio:.3f}",
         f"{low:.3f} - {high:.3f}",
         f"{min(ratios):.3f} - {max(ratios):.3f}",

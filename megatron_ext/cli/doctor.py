@@ -124,9 +124,7 @@ def examine() -> Report:
     problem = version_problem("megatron-core", MEGATRON_VERSIONS)
     if report.packages["megatron-core"] is None:
         problem = f"not installed; pip install 'megatron-core{MEGATRON_VERSIONS}'"
-    report.checks.append(
-        Check(name="Megatron", works=problem is None, detail=problem or f"inside {MEGATRON_VERSIONS}")
-    )
+    report.checks.append(Check(name="Megatron", works=problem is None, detail=problem or f"inside {MEGATRON_VERSIONS}"))
     _examine_torch(report)
     if problem is None:
         _examine_megatron(report)
@@ -174,22 +172,14 @@ def _examine_megatron(report: Report) -> None:
     why_not_cpu = (
         torch_problem
         or (None if report.gloo else "torch was built without gloo")
-        or (
-            "Transformer Engine or Apex is installed: Megatron would call their CUDA kernels"
-            if fused
-            else None
-        )
+        or ("Transformer Engine or Apex is installed: Megatron would call their CUDA kernels" if fused else None)
     )
     on_gpu = cpu.available_device_is_cuda()
     report.backend = "cuda" if on_gpu else "cpu" if why_not_cpu is None else None
     report.checks += [
-        Check(
-            name="CPU + gloo", works=why_not_cpu is None, detail=why_not_cpu or "dense and MoE GPT, toy sizes"
-        ),
+        Check(name="CPU + gloo", works=why_not_cpu is None, detail=why_not_cpu or "dense and MoE GPT, toy sizes"),
         _transformer_engine(report),
-        _importable(
-            "checkpoints", "psutil", "torch_dist can be written and read", "Megatron's writer needs psutil"
-        ),
+        _importable("checkpoints", "psutil", "torch_dist can be written and read", "Megatron's writer needs psutil"),
         _dataset_helpers(),
     ]
     statuses = registry().explain(known_patches())

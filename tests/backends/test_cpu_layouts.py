@@ -49,8 +49,15 @@ def assert_same(options, layout, world_size, start):
     folder, expected, norms = start
     ranks = stock(toy_gpt(options, layout, load=folder, ckpt_step=1), world_size)
     assert len(losses(ranks)) == len(expected) == 3
-    assert losses(ranks) == pytest.approx(expected, rel=2e-5)
-    assert ranks[0].grad_norms == pytest.approx(norms, rel=1e-3)
+    assert losses(ranks) == pytest.approx(expected, rel=1e-5)
+    assert ranks[0].grad_norms == pytest.approx(norms, rel=1e-4)
+    if "tensor_model_parallel_size" in layout:
+        assert norm_weights(ranks[0]) == norm_weights(ranks[1]) != {}
+
+
+def norm_weights(rank):
+    """Digests of the parameters that both tensor-parallel ranks hold whole."""
+    return {name: digest for name, digest in rank.parameters[0].items() if "layernorm" in name}
 
 
 @pytest.mark.parametrize(
@@ -86,6 +93,4 @@ def test_recompute_changes_no_bit_and_replicated_weights_stay_equal_under_dropou
         assert [rank.losses for rank in ranks] == [rank.losses for rank in kept]
         assert [rank.parameters for rank in ranks] == [rank.parameters for rank in kept]
     # Where activations are replicated, dropout must draw the same mask on both ranks.
-    norms = [{name: digest for name, digest in rank.parameters[0].items() if "layernorm" in name} for rank in kept]
-    assert len(norms[0]) == 10
-    assert norms[0] == norms[1]
+    assert norm_weights(kept[0]) == norm_weights(kept[1]) != {}

@@ -80,6 +80,7 @@ def test_multi_token_prediction():
     assert not any("mtp." in name for name in ranks[0].parameters[0])
 
 
+@pytest.mark.slow
 def test_non_persistent_checkpoints_replace_each_other(tmp_path):
     """Also: the example script under torchrun, without a word about the backend."""
     options = {

@@ -125,7 +125,8 @@ def _no_stream(original: Callable[..., Any]) -> Callable[..., Any]:
 def _unpinned(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs["pin_memory"] = False
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         original(self, *args, **kwargs)
 
     return init
