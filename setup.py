@@ -18,6 +18,8 @@ REQUIRES = [
     "packaging>=24.2",
     # Other releases are refused at run time until they are tested.
     "megatron-core>=0.19,<0.20",
+    # Megatron writes torch_dist checkpoints through it and does not declare it.
+    "psutil>=5.9",
 ]
 
 PLOTS = ["matplotlib>=3.8"]
