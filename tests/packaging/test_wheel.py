@@ -71,7 +71,7 @@ def test_the_metadata_is_what_the_documentation_says(wheel: BuiltWheel, metadata
     assert metadata["Requires-Python"] == ">=3.12"
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     base = {req.name: req for req in requirements if req.marker is None}
-    assert set(base) == {"torch", "numpy", "packaging", "megatron-core"}
+    assert set(base) == {"torch", "numpy", "packaging", "megatron-core", "psutil"}
     releases = ("0.18.9", "0.19.0", "0.19.2", "0.20.0")
     assert [base["megatron-core"].specifier.contains(r) for r in releases] == [False, True, True, False]
     extras = {"spes", "te", "plots", "data", "docs", "tests", "dev"}
