@@ -121,7 +121,7 @@ def rank_timings(setting: Setting) -> Measured:
     import torch.distributed as dist
 
     from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
-    from megatron_ext.local_sgd.engine import LocalSGD
+    from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -130,8 +130,8 @@ def rank_timings(setting: Setting) -> Measured:
     torch.manual_seed(0)
     values = [torch.randn(shape).mul_(0.02) for shape in setting.shapes]
     engine = LocalSGD(
-        values,
-        [True] * len(values),
+        [SyncedTensor(tensor=value, name=str(index), unit="all") for index, value in enumerate(values)],
+        units=["all"],
         config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=world),
         outer=OuterOptimizerConfig(),
         across=dist.group.WORLD,

@@ -17,6 +17,8 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext
 from megatron_ext.local_sgd.engine import LocalSGD
+from megatron_ext.params import ParameterView
+from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.seams.sharded_state import (
@@ -30,7 +32,7 @@ from megatron_ext.seams.sharded_state import (
 
 __all__ = ["LoadPlan", "assemble", "plan_load", "request", "restore"]
 
-_FORMAT = 1
+_FORMAT = 2
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
 _OUTER_PREFIX = "local_sgd/outer/"
 _PER_WORKER = ("optimizer", "rng_state")
@@ -108,6 +110,7 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
         "synced": engine.synced,
         "outer_optimizer": engine.outer.outer_optimizer,
         "tensors": list(tensors),
+        "parameters": _shapes(values.view),
         **engine.scalar_state(),
     }
     for key in model:
@@ -169,12 +172,17 @@ def request(
     """Turn the request that Megatron generated into this worker's, in place.
 
     `engine` and `values` are None when the optimizers' states are not wanted.
+
+    Raises:
+        UserError: the checkpoint is one of another model.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     state, worker = context.state, groups.worker
     model = {key: state[key] for key in state if is_model_key(key)}
     plan.metadata = context.metadata
+    if plan.summary is not None and values is not None:
+        _check_model(plan, values.view)
     if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
         anchors = engine.allocate_anchors()
         plan.outer = {
@@ -217,6 +225,32 @@ def restore(
         load_beside_optimizer(values, plan.outer, outer, plan.metadata)
     engine.load(plan.outer, summary)
     return True
+
+
+def _shapes(view: ParameterView) -> dict[str, list[int]]:
+    """Return the global shape of every parameter of the model by global name, without the vocabulary's rows.
+
+    How far a vocabulary is padded depends on the layout.
+    """
+    return {
+        tensor.name: list(tensor.shape[1:] if tensor.name in (WORD_EMBEDDING, OUTPUT_WEIGHT) else tensor.shape)
+        for tensor in view.placement.tensors
+    }
+
+
+def _check_model(plan: LoadPlan, view: ParameterView) -> None:
+    """Refuse a checkpoint of another model by the name of a parameter, before anything is read."""
+    assert plan.summary is not None
+    saved, now = plan.summary["parameters"], _shapes(view)
+    where = f"--load {plan.directory}: it was saved by another model:"
+    way_out = "give the options of the run that saved it, or load another checkpoint"
+    for name in [*now, *saved]:
+        if name not in saved:
+            raise UserError(f"{where} it has no parameter {name}, which this model has; {way_out}")
+        if name not in now:
+            raise UserError(f"{where} this model has no parameter {name}, which it has; {way_out}")
+        if saved[name] != now[name]:
+            raise UserError(f"{where} {name} has the shape {saved[name]} there and {now[name]} here; {way_out}")
 
 
 def _check_layout(context: LoadContext, where: str) -> None:

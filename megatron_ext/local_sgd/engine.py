@@ -30,11 +30,28 @@ from megatron_ext.local_sgd.outer_optimizer import (
 )
 from megatron_ext.transport.collectives import ordered_means
 
-__all__ = ["LocalSGD", "RoundReport", "partition"]
+__all__ = ["LocalSGD", "RoundReport", "SyncedTensor", "partition"]
 
 # Elements of one bucket: large enough for bandwidth, small enough that the outer step of one bucket overlaps the
 # exchange of the next.
 BUCKET_NUMEL = 1 << 21
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncedTensor:
+    """One tensor that the workers agree on in every round."""
+
+    tensor: torch.Tensor
+    """fp32, any shape, updated in place."""
+
+    name: str
+    """Its global name, for messages."""
+
+    unit: str
+    """The unit it belongs to: one of those that the engine was told of."""
+
+    counted: bool = True
+    """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +63,9 @@ class RoundReport:
 
     pseudo_gradient_norm: float
     """L2 norm of the mean pseudo-gradient over the whole model."""
+
+    unit_norms: dict[str, float]
+    """The same over each unit, in model order."""
 
     bytes_exchanged: int
     """Bytes of pseudo-gradient that this rank gave to the reduction."""
@@ -80,9 +100,9 @@ class LocalSGD:
 
     def __init__(
         self,
-        values: list[torch.Tensor],
-        counted: list[bool],
+        synced: Sequence[SyncedTensor],
         *,
+        units: Sequence[str],
         config: LocalSGDConfig,
         outer: OuterOptimizerConfig,
         across: Any,
@@ -92,9 +112,9 @@ class LocalSGD:
         """Prepare; no memory is taken before the anchor is.
 
         Args:
-            values: authoritative fp32 tensors of this rank, any shapes, updated in place; the same list of
-                shapes on all ranks of `across`.
-            counted: for each value whether it counts in norms over `inside` (False for replicas).
+            synced: authoritative fp32 tensors of this rank; the same names and shapes on all ranks of `across`.
+            units: every unit of the model in model order; the same on all ranks, also where a rank holds no
+                tensor of a unit.
             config: schedule and workers.
             outer: the outer optimizer.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
@@ -104,8 +124,9 @@ class LocalSGD:
         """
         self.config = config
         self.outer = outer
-        self.values = values
-        self.counted = counted
+        self.synced_tensors = tuple(synced)
+        self.values = [entry.tensor for entry in synced]
+        self.units = tuple(units)
         self.across = across
         self.inside = inside
         self._copies_cut_differently = copies_cut_differently
@@ -113,8 +134,9 @@ class LocalSGD:
         self.optimizer: torch.optim.Optimizer | None = None
         self.rounds = 0
         self.steps_since_sync = 0
-        self._buckets = partition([value.numel() for value in values], BUCKET_NUMEL)
-        self._device = values[0].device if values else _collective_device(inside)
+        self._unit_of = [self.units.index(entry.unit) for entry in synced]
+        self._buckets = partition([value.numel() for value in self.values], BUCKET_NUMEL)
+        self._device = self.values[0].device if self.values else _collective_device(inside)
 
     @property
     def synced(self) -> bool:
@@ -145,8 +167,14 @@ class LocalSGD:
             RuntimeError: they are not equal, so that there is nothing for the workers to agree on.
         """
         if not equal_across(self.values, self.across, self._device):
+            differs = (
+                entry.name
+                for entry in self.synced_tensors
+                if not equal_across([entry.tensor], self.across, self._device)
+            )
             raise RuntimeError(
-                "the workers' weights differ where the anchor is to be taken; they must start equal "
+                f"the workers' weights differ where the anchor is to be taken, first in {next(differs)}; they must "
+                "start equal "
                 "(check --data-parallel-random-init and any code of your own that changes weights per rank)"
             )
         for anchor, value in zip(self.allocate_anchors(), self.values, strict=True):
@@ -168,36 +196,44 @@ class LocalSGD:
         assert self.anchors is not None, "a round needs an anchor"
         start = time.perf_counter()
         self._guard()
-        square = torch.zeros(1, dtype=torch.float64, device=self._device)
+        squares = torch.zeros(len(self.units), dtype=torch.float64, device=self._device)
         means = ordered_means(map(self._collect, self._buckets), self.across)
         for bucket, mean in zip(self._buckets, means, strict=True):
-            square += self._apply(bucket, mean)
+            self._apply(bucket, mean, squares)
         self.rounds += 1
         self.steps_since_sync = 0
-        dist.all_reduce(square, group=self.inside)
+        dist.all_reduce(squares, group=self.inside)
+        by_unit = squares.tolist()
         return RoundReport(
             round=self.rounds,
-            pseudo_gradient_norm=math.sqrt(float(square)),
+            pseudo_gradient_norm=math.sqrt(math.fsum(by_unit)),
+            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, by_unit, strict=True)},
             bytes_exchanged=sum(value.numel() * value.element_size() for value in self.values),
             seconds=time.perf_counter() - start,
         )
 
     def _guard(self) -> None:
         """Refuse a round in which any worker brings values that are not finite."""
-        # The sum is finite unless a value is not, or the values are too large to be weights.
-        bad = torch.zeros(1, device=self._device)
-        for value in self.values:
-            bad += (~torch.isfinite(value.sum(dtype=torch.float32))).float()
+        bad = torch.zeros(len(self.units), device=self._device)
+        for unit, value in zip(self._unit_of, self.values, strict=True):
+            # The sum is finite unless a value is not, or the values are too large to be weights.
+            bad[unit] += (~torch.isfinite(value.sum(dtype=torch.float32))).float()
         dist.all_reduce(bad, group=self.inside)
         verdicts = [torch.zeros_like(bad) for _ in range(dist.get_world_size(self.across))]
         dist.all_gather(verdicts, bad, group=self.across)
-        broken = [str(worker) for worker, verdict in enumerate(verdicts) if float(verdict) > 0]
+        broken = [
+            f"worker {worker} has weights that are not finite in {_listed(self._units_above_zero(verdict))}"
+            for worker, verdict in enumerate(verdicts)
+            if float(verdict.sum()) > 0
+        ]
         if broken:
             raise RuntimeError(
-                f"outer round {self.rounds + 1}: worker {', '.join(broken)} has weights that are not finite; the "
-                "round was not applied. Resume from the last checkpoint, with a lower learning rate or with the "
-                "cause removed"
+                f"outer round {self.rounds + 1}: {'; '.join(broken)}. The round was not applied. Resume from the "
+                "last checkpoint, with a lower learning rate or with the cause removed"
             )
+
+    def _units_above_zero(self, verdict: torch.Tensor) -> list[str]:
+        return [unit for unit, count in zip(self.units, verdict.tolist(), strict=True) if count > 0]
 
     def _collect(self, bucket: list[int]) -> torch.Tensor:
         """Return one flat buffer with the bucket's pseudo-gradients.
@@ -215,18 +251,19 @@ class LocalSGD:
             torch.sub(self.anchors[index], self.values[index], out=piece)
         return buffer
 
-    def _apply(self, bucket: list[int], mean: torch.Tensor) -> torch.Tensor:
+    def _apply(self, bucket: list[int], mean: torch.Tensor, squares: torch.Tensor) -> None:
         """Move the bucket's anchors by the mean pseudo-gradient, and go on from there.
 
-        Returns:
-            The squared norm of the mean over the values that count.
+        Args:
+            bucket: indices of values.
+            mean: their mean pseudo-gradients, one after the other.
+            squares: for each unit, to which the squared norm of the mean over the values that count is added.
         """
         assert self.anchors is not None
-        square = torch.zeros(1, dtype=torch.float64, device=self._device)
         for index, piece in self._pieces(bucket, mean):
             anchor = self.anchors[index]
-            if self.counted[index]:
-                square += piece.reshape(-1).dot(piece.reshape(-1))
+            if self.synced_tensors[index].counted:
+                squares[self._unit_of[index]] += piece.reshape(-1).dot(piece.reshape(-1))
             if self.optimizer is None:
                 anchor.sub_(piece)
             else:
@@ -237,7 +274,6 @@ class LocalSGD:
             anchor = self.anchors[index]
             anchor.grad = None
             self.values[index].copy_(anchor)
-        return square
 
     def _pieces(self, bucket: list[int], buffer: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return (index, the part of `buffer` that belongs to it in its shape) for every value of a bucket."""
@@ -280,6 +316,12 @@ class LocalSGD:
                 anchor.copy_(loaded)
         states = {name: values for name, values in tensors.items() if name != "anchor"}
         load_state(self.optimizer, anchors, states, scalars["outer_scalars"])
+
+
+def _listed(names: Sequence[str], limit: int = 5) -> str:
+    """Return names for a message, the first few of them when there are many."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")
 
 
 def _collective_device(group: Any) -> torch.device:

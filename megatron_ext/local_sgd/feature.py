@@ -22,8 +22,9 @@ from megatron_ext.hooks import (
 )
 from megatron_ext.local_sgd import checkpoint
 from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.local_sgd.engine import LocalSGD, RoundReport
+from megatron_ext.local_sgd.engine import LocalSGD, RoundReport, SyncedTensor
 from megatron_ext.local_sgd.outer_optimizer import resolve_class
+from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import gradients, logging, process_groups, training
@@ -142,7 +143,7 @@ class LocalSGDFeature(Feature):
     def on_train_start(self, context: TrainContext) -> None:
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
-        engine = self._build_engine(context.args, context.optimizer)
+        engine = self._build_engine(context.args, context.model, context.optimizer)
         if not self._restored:
             self._make_equal()
         if context.args.iteration < config.local_sgd_warmup_steps:
@@ -270,7 +271,7 @@ class LocalSGDFeature(Feature):
             )
         elif self._plan is not None:
             if context.optimizer is not None:
-                self._build_engine(context.args, context.optimizer)
+                self._build_engine(context.args, context.model, context.optimizer)
             checkpoint.request(context, self._plan, self._require_groups(), self._engine, self._values)
 
     def on_load(self, context: LoadContext) -> None:
@@ -284,13 +285,22 @@ class LocalSGDFeature(Feature):
 
     # Parts.
 
-    def _build_engine(self, args: Any, optimizer: Any) -> LocalSGD:
+    def _build_engine(self, args: Any, model: Sequence[Any], optimizer: Any) -> LocalSGD:
         if self._engine is None:
             groups = self._require_groups()
-            self._values = InnerValues(optimizer)
+            view = ParameterView.from_model(model)
+            self._values = InnerValues(optimizer, view)
             self._engine = LocalSGD(
-                self._values.tensors,
-                [value.counted for value in self._values.values],
+                [
+                    SyncedTensor(
+                        tensor=value.tensor,
+                        name=value.entry.tensor.name,
+                        unit=value.entry.unit,
+                        counted=value.entry.is_primary,
+                    )
+                    for value in self._values.values
+                ],
+                units=view.units(),
                 config=LocalSGDConfig.from_args(args),
                 outer=OuterOptimizerConfig.from_args(args),
                 across=groups.across,

@@ -27,6 +27,9 @@ class DpShard:
     entry: LocalParameter
     """The parameter."""
 
+    member: int
+    """Index of its optimizer in ``optimizer_members``."""
+
     start: int
     """First owned element of the flattened local parameter."""
 
@@ -65,7 +68,7 @@ def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
             the view or in two optimizers.
     """
     shards: dict[int, DpShard] = {}
-    for member in _members(optimizer):
+    for index, member in enumerate(optimizer_members(optimizer)):
         for parameter, start, stop, main in _owned(member):
             try:
                 entry = view.by_parameter(parameter)
@@ -76,15 +79,16 @@ def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
                 ) from None
             if id(parameter) in shards:
                 raise ParamsError(f"{entry.tensor.name} is in two optimizers")
-            shards[id(parameter)] = DpShard(entry=entry, start=start, stop=stop, main=main)
+            shards[id(parameter)] = DpShard(entry=entry, member=index, start=start, stop=stop, main=main)
     return tuple(shards[id(entry.parameter)] for entry in view.entries if id(entry.parameter) in shards)
 
 
-def _members(optimizer: Any) -> Iterator[Any]:
+def optimizer_members(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that a (perhaps chained) ``MegatronOptimizer`` consists of, without the empty ones."""
     # A layer-wise optimizer is a ChainedOptimizer too, but gives whole parameters to ranks by its own rule.
     if isinstance(optimizer, ChainedOptimizer) and not isinstance(optimizer, LayerWiseDistributedOptimizer):
         for member in optimizer.chained_optimizers:
-            yield from _members(member)
+            yield from optimizer_members(member)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         yield optimizer
 

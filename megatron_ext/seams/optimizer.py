@@ -7,11 +7,12 @@ fp16), or this rank's shard of that copy (distributed optimizer). Nothing here i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from megatron_ext.params import LocalParameter, ParameterView
 
 __all__ = ["InnerValues", "Value", "is_distributed"]
 
@@ -24,35 +25,38 @@ class Value:
     """fp32; 1-D for a shard of the distributed optimizer, else in the shape of the parameter. Detached, and
     sharing memory with what the inner optimizer updates."""
 
-    parameter: torch.nn.Parameter
-    """The model parameter that it stands for."""
+    entry: LocalParameter
+    """The model parameter that it stands for, and its place in the model."""
 
     member: int
     """Index of its optimizer in `InnerValues.members`."""
-
-    counted: bool
-    """Whether it counts in norms over the worker: not a tensor-parallel replica, not a tied copy."""
 
 
 class InnerValues:
     """The values of one rank, in an order that is the same on all ranks with the same shard."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, view: ParameterView) -> None:
         """Find the values.
 
         Args:
             optimizer: the `MegatronOptimizer` of this rank.
+            view: the global parameter view of this rank's model.
 
         Raises:
-            TypeError: one of its members is of a kind whose authoritative values are not known.
+            ParamsError: the optimizer is of a kind whose authoritative values are not known, or holds a
+                parameter that the view does not know.
         """
-        chained = getattr(optimizer, "chained_optimizers", [optimizer])
-        self.members = [member for member in chained if not getattr(member, "is_stub_optimizer", False)]
-        self.values = [
-            Value(tensor=main.detach(), parameter=parameter, member=index, counted=_counts(parameter))
-            for index, member in enumerate(self.members)
-            for parameter, main in _pairs(member)
-        ]
+        # Imported here because it imports Megatron, whose import the command line tools can do without.
+        from megatron_ext.params.optimizers import dp_shards, optimizer_members
+
+        self.view = view
+        self.members = list(optimizer_members(optimizer))
+        self.values = []
+        for shard in dp_shards(optimizer, view):
+            if shard.main is not None:
+                whole = not is_distributed(self.members[shard.member])
+                tensor = shard.main.view(shard.entry.parameter.shape) if whole else shard.main
+                self.values.append(Value(tensor=tensor, entry=shard.entry, member=shard.member))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -84,31 +88,3 @@ def is_distributed(member: Any) -> bool:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     return isinstance(member, DistributedOptimizer)
-
-
-def _pairs(member: Any) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
-    """Yield (model parameter, authoritative tensor) of one optimizer."""
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
-
-    groups = member.optimizer.param_groups
-    if is_distributed(member):
-        for parameter, (group, order) in member.model_param_group_index_map.items():
-            yield parameter, groups[group]["params"][order]
-    elif isinstance(member, Float16OptimizerWithFloat16Params):
-        halves = zip(member.float16_groups, member.fp32_from_float16_groups, strict=True)
-        for parameters, mains in halves:
-            yield from zip(parameters, mains, strict=True)
-        for parameters in member.fp32_from_fp32_groups:
-            yield from zip(parameters, parameters, strict=True)
-    elif isinstance(member, FP32Optimizer):
-        for group in groups:
-            yield from zip(group["params"], group["params"], strict=True)
-    else:
-        raise TypeError(f"the authoritative fp32 values of a {type(member).__name__} are not known")
-
-
-def _counts(parameter: torch.nn.Parameter) -> bool:
-    from megatron.core.tensor_parallel.layers import param_is_not_tensor_parallel_duplicate
-    from megatron.core.transformer.module import param_is_not_shared
-
-    return bool(param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter))

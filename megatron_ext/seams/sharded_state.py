@@ -139,7 +139,7 @@ def _in_model_space(
     by_parameter = {id(item.data): item for item in _sharded(model_state)}
     entry: dict[str, dict[int, Any]] = {name: {} for name in tensors}
     for name, tensor, position in _of_member(values, tensors, index):
-        parameter = values.values[position].parameter
+        parameter = values.values[position].entry.parameter
         entry[name][position] = make_sharded_optimizer_tensor(
             by_parameter[id(parameter)], tensor, prefix=name
         )
@@ -171,6 +171,6 @@ def _view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor
     names = ["param" if name == "anchor" else name for name in tensors]
     contents: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor, position in _of_member(values, tensors, index):
-        parameter = values.values[position].parameter
+        parameter = values.values[position].entry.parameter
         contents.setdefault(parameter, {})["param" if name == "anchor" else name] = tensor
     return BesideView()

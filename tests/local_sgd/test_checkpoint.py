@@ -184,7 +184,9 @@ def norms(model, optimizer, args):
     found = {}
     for name, tensors in {"weights": engine.values, **engine.tensor_state()}.items():
         square = sum(
-            tensor.double().square().sum() for tensor, counts in zip(tensors, engine.counted, strict=True) if counts
+            tensor.double().square().sum()
+            for tensor, entry in zip(tensors, engine.synced_tensors, strict=True)
+            if entry.counted
         )
         dist.all_reduce(square, group=current_groups().inside)
         found[name] = float(square.sqrt())
@@ -202,6 +204,26 @@ def test_another_layout_loads_what_was_saved_reshardable(tmp_path, iteration):
     assert [rank.probe for rank in after] == [pytest.approx(rank.probe, rel=1e-12) for rank in before]
     assert set(after[0].probe) == {"weights", "anchor"} | ({"momentum_buffer"} if iteration == 5 else set())
     assert (after[0].probe != after[2].probe) == (iteration == 4)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            {"ffn_hidden_size": 96},
+            "decoder.layers.0.mlp.linear_fc1.weight has the shape [128, 32] there and [96, 32] here",
+        ),
+        ({"untie_embeddings_and_output_weights": True}, "it has no parameter output_layer.weight"),
+        ({"num_layers": 1}, "this model has no parameter decoder.layers.1."),
+    ],
+    ids=["shape", "more", "fewer"],
+)
+def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_parameter(saved, other, message):
+    exits = run_failing_pretrain(
+        arguments("dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=5, **SCHEDULE, **other), 4
+    )
+    assert message in exits[0].stderr
+    assert "give the options of the run that saved it" in exits[0].stderr
 
 
 def test_a_truncated_checkpoint_gives_one_clear_error(saved, tmp_path):

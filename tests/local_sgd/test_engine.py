@@ -5,33 +5,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+from tests.local_sgd.engines import engine_of, moved, start_groups
 from tests.support.distributed import RankFailure, run_ranks
-
-
-def engine_of(values, workers, interval=1, **outer):
-    """Return an engine on this rank alone in its worker."""
-    from megatron_ext.local_sgd.engine import LocalSGD
-
-    dist.init_process_group("gloo")
-    own = [dist.new_group([rank]) for rank in range(workers)][dist.get_rank()]
-    return LocalSGD(
-        values,
-        [True] * len(values),
-        config=LocalSGDConfig(
-            use_local_sgd=True, local_sgd_workers=workers, local_sgd_sync_interval=interval
-        ),
-        outer=OuterOptimizerConfig(**outer),
-        across=dist.group.WORLD,
-        inside=own,
-    )
 
 
 def diloco_trace(outer, progress_by_worker, rounds):
     """Return the synced value after each round when worker i moves by progress[i] per interval."""
     torch.set_num_threads(1)
     value = torch.full((3,), 0.5)
-    engine = engine_of([value], len(progress_by_worker), **outer)
+    engine = engine_of([value], **outer)
     engine.take_anchor()
     trace = []
     for _ in range(rounds):
@@ -56,12 +38,12 @@ def test_rounds_follow_the_golden_values(outer, expected):
     assert traces[0] == traces[1] == pytest.approx(expected, rel=1e-6)
 
 
-def offsets_trace(workers):
+def offsets_trace():
     """Return the bits of one tensor kept twice, at two offsets of the exchanged buffer, after some rounds."""
     torch.manual_seed(0)
     shared = torch.randn(1000)
     values = [torch.randn(7), shared.clone(), torch.randn(13), shared.clone()]
-    engine = engine_of(values, workers)
+    engine = engine_of(values)
     engine.take_anchor()
     noise = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
@@ -74,7 +56,7 @@ def offsets_trace(workers):
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
 def test_copies_at_different_offsets_stay_equal_bit_for_bit(workers):
-    results = run_ranks(offsets_trace, workers, workers)
+    results = run_ranks(offsets_trace, workers)
     assert results[0][1] == results[0][3]
     assert all(result == results[0] for result in results)
 
@@ -84,7 +66,7 @@ def cut_differently():
     torch.manual_seed(0)
     whole = torch.randn(1003)
     values = [whole, whole[:3].clone(), whole[3:].clone()]
-    engine = engine_of(values, 2)
+    engine = engine_of(values)
     engine.take_anchor()
     noise = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(4):
@@ -100,63 +82,61 @@ def test_parts_of_one_tensor_that_are_cut_differently_stay_equal_bit_for_bit():
         assert whole == parts
 
 
-def small_buckets(workers, limit):
+def small_buckets(limit):
     """Return the values after one round with buckets of `limit` elements."""
     from megatron_ext.local_sgd import engine as module
 
     module.BUCKET_NUMEL = limit
     torch.manual_seed(0)
     values = [torch.randn(size) for size in (5, 1, 17, 0, 4, 32, 3)]
-    engine = engine_of(values, workers)
+    engine = engine_of(values)
     engine.take_anchor()
-    for value in values:
-        value += dist.get_rank() + 1
+    moved(values, 1)
     engine.sync()
     return [value.tolist() for value in values]
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_the_bucket_size_changes_no_bit(workers):
-    results = [run_ranks(small_buckets, workers, workers, limit)[0] for limit in (1, 7, 1 << 20)]
+    results = [run_ranks(small_buckets, workers, limit)[0] for limit in (1, 7, 1 << 20)]
     assert results[0] == results[1] == results[2]
 
 
 def sync_with_a_bad_worker(bad):
     """Bring a value that is not finite from worker 1; return the error, the anchor and the value of worker 0."""
-    value = torch.ones(8)
-    engine = engine_of([value], 2)
+    values = [torch.ones(8), torch.ones(8), torch.ones(8)]
+    engine = engine_of(values, units=["embedding", "layer.0", "layer.1"])
     engine.take_anchor()
-    value += 1
+    for value in values:
+        value += 1
     if dist.get_rank() == 1:
-        value[3] = bad
+        values[1][3] = bad
     try:
         engine.sync()
     except RuntimeError as error:
-        return str(error), engine.anchors[0].tolist(), value.tolist()
+        return str(error), engine.anchors[1].tolist(), values[1].tolist()
     return None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_worker_that_is_not_finite_stops_the_round_before_anything_is_applied(bad):
     for message, anchor, _ in (results := run_ranks(sync_with_a_bad_worker, 2, bad)):
-        assert "worker 1 has weights that are not finite" in message
+        assert "outer round 1: worker 1 has weights that are not finite in layer.0. The round" in message
         assert anchor == [1.0] * 8
     assert results[0][2] == [2.0] * 8
 
 
 def anchor_of_unequal_workers():
     """Take the anchor where the workers differ in one bit."""
-    value = torch.ones(1000)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    engine = engine_of([value], 2)
+    values = [torch.ones(10), torch.ones(1000)]
+    engine = engine_of(values)
     if dist.get_rank() == 1:
-        value[777] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
+        values[1][777] = torch.nextafter(torch.tensor(1.0), torch.tensor(2.0))
     engine.take_anchor()
 
 
 def test_unequal_workers_are_refused_where_the_anchor_is_taken():
-    with pytest.raises(RankFailure, match="weights differ where the anchor"):
+    with pytest.raises(RankFailure, match=r"weights differ where the anchor .* first in layer\.0\.tensor\.1;"):
         run_ranks(anchor_of_unequal_workers, 2)
 
 
@@ -167,30 +147,21 @@ def saved_and_continued(outer):
         torch.manual_seed(1)
         return [torch.randn(6), torch.randn(4)]
 
-    def interval(values, number):
-        for value in values:
-            value += 0.1 * (dist.get_rank() + 1) * (number + 1)
-
-    straight = start()
-    engine = engine_of(straight, 2, interval=2, **outer)
+    straight, groups = start(), start_groups()
+    engine = engine_of(straight, interval=2, groups=groups, **outer)
     engine.take_anchor()
-    config, groups = engine.config, (engine.across, engine.inside)
     for number in range(3):
-        interval(straight, number)
+        moved(straight, 0.1 * (number + 1))
         engine.sync()
-
-    from megatron_ext.local_sgd.engine import LocalSGD
 
     values, state = start(), None
     for number in range(3):
-        other = LocalSGD(
-            values, [True, True], config=config, outer=engine.outer, across=groups[0], inside=groups[1]
-        )
+        other = engine_of(values, interval=2, groups=groups, **outer)
         if state is None:
             other.take_anchor()
         else:
             other.load(*state)
-        interval(values, number)
+        moved(values, 0.1 * (number + 1))
         other.sync()
         tensors = {
             name: [tensor.clone() for tensor in tensors] for name, tensors in other.tensor_state().items()
@@ -206,3 +177,20 @@ def test_a_saved_state_continues_bit_for_bit(outer):
     for straight, continued, rounds in run_ranks(saved_and_continued, 2, outer):
         assert straight == continued
         assert rounds == 3
+
+
+def norms_of_a_round():
+    """Return the report of a round in which worker i moved each unit by a known amount."""
+    values = [torch.zeros(4), torch.zeros(9), torch.zeros(16)]
+    engine = engine_of(values, units=["embedding", "layer.0", "layer.0"])
+    engine.take_anchor()
+    for scale, value in zip((1.0, 2.0, 3.0), values, strict=True):
+        value += scale * (dist.get_rank() + 1)
+    return engine.sync()
+
+
+def test_a_round_reports_the_norm_of_the_mean_pseudo_gradient_per_unit():
+    for report in run_ranks(norms_of_a_round, 2):
+        # Mean progress 1.5, 3 and 4.5 per element.
+        assert report.unit_norms == pytest.approx({"embedding": 3.0, "layer.0": (9 * 9 + 16 * 20.25) ** 0.5})
+        assert report.pseudo_gradient_norm == pytest.approx((9 + 81 + 324) ** 0.5)

@@ -5,25 +5,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.local_sgd.engines import engine_of
 from tests.support.distributed import run_ranks
 
 
 def trace(values, limit, *, rounds=3, **outer):
     """Return the values after some rounds between two workers, with buckets of `limit` elements."""
-    from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
     from megatron_ext.local_sgd import engine as module
 
     module.BUCKET_NUMEL = limit
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    engine = module.LocalSGD(
-        values,
-        [True] * len(values),
-        config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2),
-        outer=OuterOptimizerConfig(**outer),
-        across=dist.group.WORLD,
-        inside=[dist.new_group([rank]) for rank in range(2)][dist.get_rank()],
-    )
+    engine = engine_of(values, **outer)
     engine.take_anchor()
     for _ in range(rounds):
         for value in values:

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines on plain tensors over gloo, without Megatron: every rank is a worker."""
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+
+
+def start_groups():
+    """Start gloo when needed; return the group of all workers and the group of this rank alone."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return dist.group.WORLD, alone[dist.get_rank()]
+
+
+def engine_of(values, *, interval=1, units=None, groups=None, **outer):
+    """Return an engine whose workers are the ranks.
+
+    Args:
+        values: fp32 tensors, updated in place.
+        interval: H.
+        units: the unit of every value; by default all belong to one.
+        groups: what `start_groups` returned, where it was called already.
+        outer: fields of `OuterOptimizerConfig`.
+    """
+    from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+
+    across, inside = groups or start_groups()
+    units = units or ["layer.0"] * len(values)
+    return LocalSGD(
+        [
+            SyncedTensor(tensor=value, name=f"{unit}.tensor.{index}", unit=unit)
+            for index, (value, unit) in enumerate(zip(values, units, strict=True))
+        ],
+        units=list(dict.fromkeys(units)),
+        config=LocalSGDConfig(
+            use_local_sgd=True,
+            local_sgd_workers=dist.get_world_size(across),
+            local_sgd_sync_interval=interval,
+        ),
+        outer=OuterOptimizerConfig(**outer),
+        across=across,
+        inside=inside,
+    )
+
+
+def moved(values, step):
+    """Change the values as an interval of inner steps might: every worker by another amount."""
+    with torch.no_grad():
+        for value in values:
+            value += step * (dist.get_rank() + 1)
