@@ -53,9 +53,6 @@ class Measured:
     rounds: list[Timing]
     """The outer rounds, pair by pair."""
 
-    local: list[Timing]
-    """Rounds of every rank with itself: all of a round's work but the exchange."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -85,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases.append(case)
         rows.append(row)
     print_table(
-        ("workers", "all-reduce ms (CPU)", "round ms (CPU)", "of that local", "ratio", "95 % interval", "range"), rows
+        ("workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range"), rows
     )
     report(cases, options.json)
     return 0
@@ -116,7 +113,7 @@ def numel(tensors: list[tuple[int, ...]]) -> int:
 
 
 def rank_timings(setting: Setting) -> Measured:
-    """Run on one rank: measure all pairs, then the rounds' work on memory alone."""
+    """Run on one rank: measure all pairs."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +133,6 @@ def rank_timings(setting: Setting) -> Measured:
         outer=OuterOptimizerConfig(),
         across=dist.group.WORLD,
         inside=alone,
-        copies_cut_differently=False,
     )
     engine.take_anchor()
     flat = torch.empty(numel(setting.shapes))
@@ -161,9 +157,7 @@ def rank_timings(setting: Setting) -> Measured:
         reduces.append(reduced)
         rounds.append(synced)
     require_equal(values)
-    engine.across = alone
-    local = [round_() for _ in range(setting.pairs)]
-    return Measured(reduces=reduces[setting.warmup :], rounds=rounds[setting.warmup :], local=local)
+    return Measured(reduces=reduces[setting.warmup :], rounds=rounds[setting.warmup :])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -183,7 +177,6 @@ def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
     by_rank = run_ranks(rank_timings, workers, setting, timeout=900)
     reduces = _slowest([measured.reduces for measured in by_rank])
     rounds = _slowest([measured.rounds for measured in by_rank])
-    local = _slowest([measured.local for measured in by_rank])
     ratios = [sync.wall / bare.wall for bare, sync in zip(reduces, rounds, strict=True)]
     ratio = statistics.median(ratios)
     low, high = bootstrap_interval(ratios)
@@ -192,7 +185,6 @@ def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
         str(workers),
         _milliseconds(reduces),
         _milliseconds(rounds),
-        _milliseconds(local),
         f"{ratio:.3f}",
         f"{low:.3f} - {high:.3f}",
         f"{min(ratios):.3f} - {max(ratios):.3f}",

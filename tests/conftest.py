@@ -8,6 +8,7 @@ import time
 import uuid
 
 import pytest
+from hypothesis import settings
 
 from tests.support.processes import SESSION_MARK, session_processes
 
@@ -18,8 +19,10 @@ _empty_collectors: list[str] = []
 
 
 def pytest_configure() -> None:
-    """Mark this session's environment."""
+    """Mark this session's environment, and ask nothing of the clock: machines that run tests are busy."""
     os.environ[SESSION_MARK] = uuid.uuid4().hex
+    settings.register_profile("untimed", deadline=None)
+    settings.load_profile("untimed")
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -184,9 +184,8 @@ def request(
     if plan.summary is not None and values is not None:
         _check_model(plan, values.view)
     if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
-        anchors = engine.allocate_anchors()
         plan.outer = {
-            name: anchors if name == "anchor" else [torch.empty_like(anchor) for anchor in anchors]
+            name: [torch.empty_like(value, requires_grad=False) for value in engine.values]
             for name in plan.summary["tensors"]
         }
         state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
@@ -224,6 +223,7 @@ def restore(
     if outer is not None:
         load_beside_optimizer(values, plan.outer, outer, plan.metadata)
     engine.load(plan.outer, summary)
+    plan.outer = {}
     return True
 
 

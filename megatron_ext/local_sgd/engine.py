@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD on a list of fp32 tensors: the anchor, the schedule, and the outer round.
 
-The engine knows tensors and a process group, not Megatron: it is given the authoritative fp32 values that this
-rank owns (with the distributed optimizer its shard, so anchor, outer state and traffic are sharded too).
+The engine knows tensors and a process group, not Megatron: it is given the authoritative fp32 values of this rank
+(with the distributed optimizer its shard, so anchor, outer state and traffic are sharded too).
 
 One round, as in DiLoCo (arXiv 2311.08105, Algorithm 1): the pseudo-gradient of worker i is anchor - theta_i; its
 mean over the workers is the gradient of the outer optimizer, which moves the anchor; every worker goes on from
 the new anchor.
+
+The outer step is sharded over the workers as well. Every element has an owner among them: the others send it their
+theta_i, it alone keeps the anchor and the outer state, makes the step, and sends the new anchor back. So a round
+costs the traffic of one all-reduce, and anchor and momentum together take 8 / W bytes per element of the shard.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,19 +26,23 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.digest import equal_across
-from megatron_ext.local_sgd.outer_optimizer import (
-    build_outer_optimizer,
-    load_state,
-    scalar_state,
-    tensor_state,
+from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer, build_outer_optimizer
+from megatron_ext.local_sgd.packing import flattened, packed, put_back, unpack
+from megatron_ext.local_sgd.segments import Run, Segment, plan_segments
+from megatron_ext.transport.collectives import (
+    CACHED_NUMEL,
+    SEGMENT_NUMEL,
+    Buffer,
+    from_owners,
+    part_bounds,
+    runs_within,
+    through_owners,
 )
-from megatron_ext.transport.collectives import ordered_means
 
-__all__ = ["LocalSGD", "RoundReport", "SyncedTensor", "partition"]
+__all__ = ["LocalSGD", "RoundReport", "SyncedTensor"]
 
-# Elements of one bucket: large enough for bandwidth, small enough that the outer step of one bucket overlaps the
-# exchange of the next.
-BUCKET_NUMEL = 1 << 21
+# Tensors below this many elements are packed: a message of their own would cost more than the copy.
+SMALL_NUMEL = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,32 +75,14 @@ class RoundReport:
     unit_norms: dict[str, float]
     """The same over each unit, in model order."""
 
-    bytes_exchanged: int
-    """Bytes of pseudo-gradient that this rank gave to the reduction."""
+    worker_norms: list[float]
+    """L2 norm of each worker's own pseudo-gradient over the whole model."""
+
+    bytes_sent: int
+    """Bytes that this rank sent to other workers."""
 
     seconds: float
     """Wall time of the round on this rank, waiting included."""
-
-
-def partition(sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Return the indices of `sizes` cut into runs whose sum is at most `limit`.
-
-    An entry larger than the limit gets a run of its own, so every index occurs exactly once for any sizes and
-    any limit.
-
-    Args:
-        sizes: numbers of elements, 0 or more.
-        limit: at least 1.
-    """
-    runs: list[list[int]] = []
-    room = 0
-    for index, size in enumerate(sizes):
-        if not runs or size > room:
-            runs.append([])
-            room = limit
-        runs[-1].append(index)
-        room -= size
-    return runs
 
 
 class LocalSGD:
@@ -107,7 +97,6 @@ class LocalSGD:
         outer: OuterOptimizerConfig,
         across: Any,
         inside: Any,
-        copies_cut_differently: bool = True,
     ) -> None:
         """Prepare; no memory is taken before the anchor is.
 
@@ -119,8 +108,6 @@ class LocalSGD:
             outer: the outer optimizer.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
             inside: process group of all ranks of this worker.
-            copies_cut_differently: whether two ranks may hold overlapping parts of one tensor that begin at
-                different elements, as shards of tied embeddings on two pipeline stages do. The same on all ranks.
         """
         self.config = config
         self.outer = outer
@@ -129,35 +116,35 @@ class LocalSGD:
         self.units = tuple(units)
         self.across = across
         self.inside = inside
-        self._copies_cut_differently = copies_cut_differently
-        self.anchors: list[torch.Tensor] | None = None
-        self.optimizer: torch.optim.Optimizer | None = None
         self.rounds = 0
         self.steps_since_sync = 0
-        self._unit_of = [self.units.index(entry.unit) for entry in synced]
-        self._buckets = partition([value.numel() for value in self.values], BUCKET_NUMEL)
+        self._anchors: list[torch.Tensor] | None = None
+        self._optimizer: OuterOptimizer | None = None
+        self._segments = plan_segments(
+            [value.numel() for value in self.values],
+            [self.units.index(entry.unit) for entry in synced],
+            limit=SEGMENT_NUMEL,
+            small=SMALL_NUMEL,
+        )
+        # The runs of elements that this rank owns, in the order in which they are exchanged, and where each is found.
+        owned = [
+            (index, run)
+            for index, segment in enumerate(self._segments)
+            for run in segment.runs(*self._own_bounds(segment))
+        ]
+        self._number = {(index, run.start): number for number, (index, run) in enumerate(owned)}
+        self._counted = [self._counted_ranges(run) for _, run in owned]
         self._device = self.values[0].device if self.values else _collective_device(inside)
+
+    @property
+    def in_warmup(self) -> bool:
+        """Whether no anchor was taken yet."""
+        return self._anchors is None
 
     @property
     def synced(self) -> bool:
         """Whether all workers hold the same values now: in warm-up, or right after a round."""
-        return self.anchors is None or self.steps_since_sync == 0
-
-    def allocate_anchors(self) -> list[torch.Tensor]:
-        """Make the anchors and the outer optimizer over them, with undefined contents, and return the anchors."""
-        if self.anchors is None:
-            # Contiguous like the pseudo-gradients: fused optimizers take for granted that both are laid out alike.
-            self.anchors = [
-                torch.empty_like(value, requires_grad=False, memory_format=torch.contiguous_format)
-                for value in self.values
-            ]
-            self.optimizer = build_outer_optimizer(self.outer, self.anchors)
-            if type(self.optimizer) is torch.optim.SGD and not self._copies_cut_differently:
-                # One pass over memory instead of four; on a processor the passes are what a round costs. Its last
-                # few elements are rounded otherwise than those before them, so parts of one tensor that are cut
-                # differently would drift apart.
-                self.optimizer.param_groups[0]["fused"] = True
-        return self.anchors
+        return self.in_warmup or self.steps_since_sync == 0
 
     @torch.no_grad()
     def take_anchor(self) -> None:
@@ -174,12 +161,10 @@ class LocalSGD:
             )
             raise RuntimeError(
                 f"the workers' weights differ where the anchor is to be taken, first in {next(differs)}; they must "
-                "start equal "
-                "(check --data-parallel-random-init and any code of your own that changes weights per rank)"
+                "start equal (check --data-parallel-random-init and any code of your own that changes weights per "
+                "rank)"
             )
-        for anchor, value in zip(self.allocate_anchors(), self.values, strict=True):
-            anchor.copy_(value)
-        self.steps_since_sync = 0
+        self._start(self._own_parts(self.values))
 
     def count_step(self) -> bool:
         """Count one inner step of all workers, skipped updates included; return whether a round is due."""
@@ -188,134 +173,195 @@ class LocalSGD:
 
     @torch.no_grad()
     def sync(self) -> RoundReport:
-        """Run one outer round: collect, guard, reduce, outer step, apply.
+        """Run one outer round: collect, reduce, outer step, apply.
 
         Raises:
-            RuntimeError: a worker's weights are not finite; nothing was applied anywhere.
+            RuntimeError: a worker brought weights that are not finite. They have spread by then; the run must
+                end without saving.
         """
-        assert self.anchors is not None, "a round needs an anchor"
+        assert self._anchors is not None, "a round needs an anchor"
         start = time.perf_counter()
-        self._guard()
-        squares = torch.zeros(len(self.units), dtype=torch.float64, device=self._device)
-        means = ordered_means(map(self._collect, self._buckets), self.across)
-        for bucket, mean in zip(self._buckets, means, strict=True):
-            self._apply(bucket, mean, squares)
+        workers = dist.get_world_size(self.across)
+        # Squared norms per unit: of every worker's pseudo-gradient, and in the last row of their mean.
+        squares = torch.zeros(workers + 1, len(self.units), dtype=torch.float64, device=self._device)
+        flats = flattened(self.values)
+
+        scratch = self._scratch()
+
+        def combine(index: int, start: int, terms: list[torch.Tensor]) -> None:
+            run = self._number[index, start]
+            self._step(run, terms, squares[:, self._segments[index].unit], scratch)
+
+        buffers = (packed(segment, flats) for segment in self._segments)
+        for segment, buffer in zip(self._segments, through_owners(buffers, self.across, combine), strict=True):
+            unpack(segment, buffer, flats)
+        put_back(flats, self.values)
         self.rounds += 1
         self.steps_since_sync = 0
+        dist.all_reduce(squares, group=self.across)
         dist.all_reduce(squares, group=self.inside)
-        by_unit = squares.tolist()
-        return RoundReport(
-            round=self.rounds,
-            pseudo_gradient_norm=math.sqrt(math.fsum(by_unit)),
-            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, by_unit, strict=True)},
-            bytes_exchanged=sum(value.numel() * value.element_size() for value in self.values),
-            seconds=time.perf_counter() - start,
-        )
+        return self._report(squares, time.perf_counter() - start)
 
-    def _guard(self) -> None:
-        """Refuse a round in which any worker brings values that are not finite."""
-        bad = torch.zeros(len(self.units), device=self._device)
-        for unit, value in zip(self._unit_of, self.values, strict=True):
-            # The sum is finite unless a value is not, or the values are too large to be weights.
-            bad[unit] += (~torch.isfinite(value.sum(dtype=torch.float32))).float()
-        dist.all_reduce(bad, group=self.inside)
-        verdicts = [torch.zeros_like(bad) for _ in range(dist.get_world_size(self.across))]
-        dist.all_gather(verdicts, bad, group=self.across)
-        broken = [
-            f"worker {worker} has weights that are not finite in {_listed(self._units_above_zero(verdict))}"
-            for worker, verdict in enumerate(verdicts)
-            if float(verdict.sum()) > 0
-        ]
-        if broken:
-            raise RuntimeError(
-                f"outer round {self.rounds + 1}: {'; '.join(broken)}. The round was not applied. Resume from the "
-                "last checkpoint, with a lower learning rate or with the cause removed"
-            )
+    def _scratch(self) -> torch.Tensor:
+        """Return two rows of memory, as long as what the outer step works on at a time."""
+        assert self._anchors is not None and self._optimizer is not None
+        longest = max((anchor.numel() for anchor in self._anchors), default=1)
+        if self._optimizer.elementwise and self._device.type == "cpu":
+            longest = min(longest, CACHED_NUMEL)
+        return torch.empty(2, longest, device=self._device)
 
-    def _units_above_zero(self, verdict: torch.Tensor) -> list[str]:
-        return [unit for unit, count in zip(self.units, verdict.tolist(), strict=True) if count > 0]
-
-    def _collect(self, bucket: list[int]) -> torch.Tensor:
-        """Return one flat buffer with the bucket's pseudo-gradients.
-
-        For a bucket of one value it is that value's own memory, so that no size of tensor asks for extra memory;
-        until `_apply` the value then holds its pseudo-gradient.
-        """
-        assert self.anchors is not None
-        first = self.values[bucket[0]]
-        if len(bucket) == 1 and first.is_contiguous():
-            return torch.sub(self.anchors[bucket[0]], first, out=first).view(-1)
-        numel = sum(self.values[index].numel() for index in bucket)
-        buffer = torch.empty(numel, dtype=torch.float32, device=self._device)
-        for index, piece in self._pieces(bucket, buffer):
-            torch.sub(self.anchors[index], self.values[index], out=piece)
-        return buffer
-
-    def _apply(self, bucket: list[int], mean: torch.Tensor, squares: torch.Tensor) -> None:
-        """Move the bucket's anchors by the mean pseudo-gradient, and go on from there.
+    def _step(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Make the outer step on a run of elements that this rank owns.
 
         Args:
-            bucket: indices of values.
-            mean: their mean pseudo-gradients, one after the other.
-            squares: for each unit, to which the squared norm of the mean over the values that count is added.
+            run: its number.
+            terms: the workers' values of the run, in worker order; this rank's own become the new anchor.
+            squares: to which the squared norms are added, of each worker's pseudo-gradient and of their mean.
+            scratch: from `_scratch`.
         """
-        assert self.anchors is not None
-        for index, piece in self._pieces(bucket, mean):
-            anchor = self.anchors[index]
-            if self.synced_tensors[index].counted:
-                squares[self._unit_of[index]] += piece.reshape(-1).dot(piece.reshape(-1))
-            if self.optimizer is None:
-                anchor.sub_(piece)
-            else:
-                anchor.grad = piece
-        if self.optimizer is not None:
-            self.optimizer.step()
-        for index in bucket:
-            anchor = self.anchors[index]
-            anchor.grad = None
-            self.values[index].copy_(anchor)
+        assert self._anchors is not None and self._optimizer is not None
+        own = terms[dist.get_rank(self.across)]
+        for start in range(0, own.numel(), scratch.shape[1]):
+            part = slice(start, min(start + scratch.shape[1], own.numel()))
+            anchor = self._anchors[run][part]
+            total, other = scratch[0, : anchor.numel()], scratch[1, : anchor.numel()]
+            torch.sub(anchor, terms[0][part], out=total)
+            self._add_square(squares[0], total, run, start)
+            for worker, term in enumerate(terms[1:], start=1):
+                torch.sub(anchor, term[part], out=other)
+                self._add_square(squares[worker], other, run, start)
+                total.add_(other)
+            mean = total.div_(len(terms))
+            self._add_square(squares[-1], mean, run, start)
+            self._optimizer.step(run, part, mean)
+            own[part] = anchor
 
-    def _pieces(self, bucket: list[int], buffer: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return (index, the part of `buffer` that belongs to it in its shape) for every value of a bucket."""
-        pieces = []
+    def _add_square(self, total: torch.Tensor, part: torch.Tensor, run: int, start: int) -> None:
+        """Add to `total` the squared norm of those elements of `part` that count; it is at `start` of the run."""
+        for first, last in self._counted[run]:
+            within = part[max(first - start, 0) : max(last - start, 0)]
+            total += within.dot(within)
+
+    def _counted_ranges(self, run: Run) -> list[tuple[int, int]]:
+        """Return the ranges of a run that count in norms."""
+        ranges = []
         offset = 0
-        for index in bucket:
-            value = self.values[index]
-            pieces.append((index, buffer[offset : offset + value.numel()].view(value.shape)))
-            offset += value.numel()
-        return pieces
+        for piece in run.pieces:
+            if self.synced_tensors[piece.index].counted:
+                ranges.append((offset, offset + piece.numel))
+            offset += piece.numel
+        return ranges
 
+    def _report(self, squares: torch.Tensor, seconds: float) -> RoundReport:
+        """Return the report of the round that has just ended, whose squared norms these are.
+
+        Raises:
+            RuntimeError: some are not finite.
+        """
+        *by_worker, mean = squares.tolist()
+        broken = []
+        for worker, norms in enumerate(by_worker):
+            units = [unit for unit, square in zip(self.units, norms, strict=True) if not math.isfinite(square)]
+            if units:
+                broken.append(f"worker {worker} had weights that are not finite in {_listed(units)}")
+        if broken:
+            raise RuntimeError(
+                f"outer round {self.rounds}: {'; '.join(broken)}. The run ends here and saves nothing. Resume from the "
+                "last checkpoint, with a lower learning rate or with the cause removed"
+            )
+        sent = 0
+        for segment in self._segments:
+            first, last = self._own_bounds(segment)
+            sent += segment.numel - (last - first) + (len(by_worker) - 1) * (last - first)
+        return RoundReport(
+            round=self.rounds,
+            pseudo_gradient_norm=math.sqrt(math.fsum(mean)),
+            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, mean, strict=True)},
+            worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
+            bytes_sent=4 * sent,
+            seconds=seconds,
+        )
+
+    # State.
+
+    @torch.no_grad()
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
-        """Return anchor and outer optimizer tensors by name, in the order of the values; empty in warm-up."""
-        if self.anchors is None:
+        """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.
+
+        Returns:
+            Lists by name, in the order and shapes of the values; empty in warm-up.
+        """
+        if self._anchors is None or self._optimizer is None:
             return {}
-        return {"anchor": self.anchors, **tensor_state(self.optimizer, self.anchors)}
+        parts = {"anchor": self._anchors, **self._optimizer.tensor_state()}
+        return {name: self._gathered(owned) for name, owned in parts.items()}
+
+    def gather_anchor(self) -> list[torch.Tensor]:
+        """Return the anchor in the order and shapes of the values; all ranks of `across` must call it."""
+        assert self._anchors is not None, "there is no anchor in warm-up"
+        return self._gathered(self._anchors)
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the counters, equal on all ranks."""
         return {
             "rounds": self.rounds,
             "steps_since_sync": self.steps_since_sync,
-            "outer_scalars": scalar_state(self.optimizer, self.anchors or []),
+            "outer_scalars": {} if self._optimizer is None else self._optimizer.scalar_state(),
         }
 
+    @torch.no_grad()
     def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, Any]) -> None:
         """Take over a saved state.
 
         Args:
-            tensors: as `tensor_state` returned them; `anchor` may be the list that `allocate_anchors` gave out.
+            tensors: as `tensor_state` returned them, perhaps with another number of workers.
             scalars: as `scalar_state` returned them.
         """
+        if tensors:
+            parts = {name: self._own_parts(values) for name, values in tensors.items()}
+            self._start(parts.pop("anchor"))
+            assert self._optimizer is not None
+            self._optimizer.load(parts, scalars["outer_scalars"])
         self.rounds = int(scalars["rounds"])
         self.steps_since_sync = int(scalars["steps_since_sync"])
-        if not tensors:
-            return
-        anchors = self.allocate_anchors()
-        for anchor, loaded in zip(anchors, tensors["anchor"], strict=True):
-            if anchor is not loaded:
-                anchor.copy_(loaded)
-        states = {name: values for name, values in tensors.items() if name != "anchor"}
-        load_state(self.optimizer, anchors, states, scalars["outer_scalars"])
+
+    def _start(self, anchors: list[torch.Tensor]) -> None:
+        """Begin an interval at these parts of the anchor."""
+        self._anchors = anchors
+        self._optimizer = build_outer_optimizer(self.outer, anchors)
+        self.steps_since_sync = 0
+
+    def _own_bounds(self, segment: Segment) -> tuple[int, int]:
+        """Return which elements of a segment this rank owns."""
+        rank = dist.get_rank(self.across)
+        bounds = part_bounds(segment.numel, dist.get_world_size(self.across))
+        return bounds[rank], bounds[rank + 1]
+
+    def _own_parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of this rank's runs of `tensors`, which are like the values."""
+        flats = flattened(tensors)
+        return [
+            run.clone()
+            for segment in self._segments
+            for run in runs_within(packed(segment, flats), *self._own_bounds(segment))
+        ]
+
+    def _gathered(self, owned: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors like the values, put together from the runs that the workers own."""
+        tensors = [torch.empty(value.shape, dtype=torch.float32, device=value.device) for value in self.values]
+        flats = flattened(tensors)
+
+        def buffers() -> Iterator[Buffer]:
+            rest = iter(owned)
+            for segment in self._segments:
+                buffer = packed(segment, flats)
+                for run in runs_within(buffer, *self._own_bounds(segment)):
+                    run.copy_(next(rest))
+                yield buffer
+
+        for segment, buffer in zip(self._segments, from_owners(buffers(), self.across), strict=True):
+            unpack(segment, buffer, flats)
+        return tensors
 
 
 def _listed(names: Sequence[str], limit: int = 5) -> str:

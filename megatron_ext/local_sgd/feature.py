@@ -153,7 +153,7 @@ class LocalSGDFeature(Feature):
         if self._restored:
             say(
                 f"local SGD: resumed after round {engine.rounds}, {engine.steps_since_sync} steps into the interval"
-                if engine.anchors is not None
+                if not engine.in_warmup
                 else "local SGD: resumed during warm-up"
             )
 
@@ -161,7 +161,7 @@ class LocalSGDFeature(Feature):
         """Decide whether this step is synchronous; take the anchor before the first one that is not."""
         engine = self._require_engine()
         self._in_warmup = context.iteration < engine.config.local_sgd_warmup_steps
-        if not self._in_warmup and engine.anchors is None:
+        if not self._in_warmup and engine.in_warmup:
             engine.take_anchor()
 
     def after_step(self, context: StepContext) -> None:
@@ -200,10 +200,9 @@ class LocalSGDFeature(Feature):
         elif engine.config.local_sgd_evaluation == "workers":
             say("local SGD: evaluating each worker's own weights")
         else:
-            assert engine.anchors is not None
             say(f"local SGD: evaluating the synced weights of round {engine.rounds}")
             self._own = [value.clone() for value in engine.values]
-            self._put(engine.anchors)
+            self._put(engine.gather_anchor())
 
     def after_evaluation(self, context: EvaluationContext) -> None:
         """Put the worker's own weights back."""
@@ -229,7 +228,7 @@ class LocalSGDFeature(Feature):
                 {
                     "local-sgd/round": report.round,
                     "local-sgd/pseudo-grad-norm": report.pseudo_gradient_norm,
-                    "local-sgd/bytes": report.bytes_exchanged,
+                    "local-sgd/bytes": report.bytes_sent,
                     "local-sgd/sync-seconds": report.seconds,
                 }
             )
@@ -305,7 +304,6 @@ class LocalSGDFeature(Feature):
                 outer=OuterOptimizerConfig.from_args(args),
                 across=groups.across,
                 inside=groups.inside,
-                copies_cut_differently=_copies_cut_differently(args),
             )
         return self._engine
 
@@ -336,12 +334,6 @@ class LocalSGDFeature(Feature):
     def _require_values(self) -> InnerValues:
         assert self._values is not None, "local SGD: training has not started"
         return self._values
-
-
-def _copies_cut_differently(args: Any) -> bool:
-    """Return whether tied embeddings stand on two pipeline stages, each cut into its own optimizer's shards."""
-    tied = not args.untie_embeddings_and_output_weights
-    return bool(tied and args.pipeline_model_parallel_size > 1 and args.use_distributed_optimizer)
 
 
 def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:

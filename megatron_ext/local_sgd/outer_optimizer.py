@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Building the outer optimizer, and reading and writing its state in a form that a checkpoint can hold."""
+"""The outer optimizer: moving the anchors, and its state in a form that a checkpoint can hold."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import OuterOptimizerConfig
 
-__all__ = ["build_outer_optimizer", "load_state", "resolve_class", "scalar_state", "tensor_state"]
+__all__ = ["OuterOptimizer", "OuterSGD", "TorchOuter", "build_outer_optimizer", "resolve_class"]
 
 _BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -43,89 +44,154 @@ def resolve_class(name: str) -> type[torch.optim.Optimizer] | None:
     return found
 
 
-def build_outer_optimizer(
-    config: OuterOptimizerConfig, anchors: list[torch.Tensor]
-) -> torch.optim.Optimizer | None:
-    """Return the outer optimizer over `anchors`, or None for plain averaging.
+class OuterOptimizer(Protocol):
+    """What moves the anchors that a rank owns by their pseudo-gradients."""
+
+    elementwise: bool
+    """Whether `step` may be given an anchor range by range."""
+
+    def step(self, index: int, part: slice, gradient: torch.Tensor) -> None:
+        """Move elements `part` of anchor `index`.
+
+        Args:
+            index: which anchor.
+            part: of its elements; all of them unless `elementwise`.
+            gradient: fp32, as long as the part; may be used up.
+        """
+
+    def tensor_state(self) -> dict[str, list[torch.Tensor]]:
+        """Return the states that have the shape of their anchor, by name, each list in the order of the anchors."""
+
+    def scalar_state(self) -> dict[str, float]:
+        """Return the states that all anchors share, such as Adam's step."""
+
+    def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, float]) -> None:
+        """Take over what `tensor_state` and `scalar_state` returned, into memory of its own."""
+
+
+class OuterSGD:
+    """Stochastic gradient descent with (Nesterov) momentum, in place and element by element.
+
+    The same operations in the same order as `torch.optim.SGD`, bit for bit, but on any range of an anchor: on a
+    processor the outer step is bound by memory, and works on what is in the cache.
+    """
+
+    elementwise = True
+
+    def __init__(
+        self, anchors: Sequence[torch.Tensor], *, lr: float, momentum: float = 0.0, nesterov: bool = False
+    ) -> None:
+        self._anchors = anchors
+        self._lr = lr
+        self._momentum = momentum
+        self._nesterov = nesterov
+        self._buffers = [torch.zeros_like(anchor) for anchor in anchors] if momentum else []
+
+    def step(self, index: int, part: slice, gradient: torch.Tensor) -> None:
+        """Do v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or - lr v without Nesterov."""
+        if self._momentum:
+            buffer = self._buffers[index][part].mul_(self._momentum).add_(gradient)
+            gradient = gradient.add_(buffer, alpha=self._momentum) if self._nesterov else buffer
+        self._anchors[index][part].add_(gradient, alpha=-self._lr)
+
+    def tensor_state(self) -> dict[str, list[torch.Tensor]]:
+        """Return the momentum under torch's name for it."""
+        return {"momentum_buffer": self._buffers} if self._momentum else {}
+
+    def scalar_state(self) -> dict[str, float]:
+        """Return nothing."""
+        return {}
+
+    def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, float]) -> None:
+        """Take over the momentum; without one, start from rest."""
+        if self._momentum and "momentum_buffer" in tensors:
+            for buffer, loaded in zip(self._buffers, tensors["momentum_buffer"], strict=True):
+                buffer.copy_(loaded)
+
+
+class TorchOuter:
+    """A torch optimizer, which is given each anchor as a parameter of its own."""
+
+    elementwise = False
+
+    def __init__(self, anchors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self._anchors = anchors
+        self._optimizer = optimizer
+
+    def step(self, index: int, part: slice, gradient: torch.Tensor) -> None:
+        """Let the optimizer see a gradient for this anchor alone."""
+        anchor = self._anchors[index]
+        anchor.grad = gradient
+        self._optimizer.step()
+        anchor.grad = None
+
+    def tensor_state(self) -> dict[str, list[torch.Tensor]]:
+        """Return the optimizer's states of more than one element.
+
+        Raises:
+            UserError: a state has another shape than its anchor, so that no checkpoint format can hold it.
+        """
+        found: dict[str, list[torch.Tensor]] = {}
+        for anchor in self._anchors:
+            for name, value in self._optimizer.state.get(anchor, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                if value.shape != anchor.shape:
+                    raise UserError(
+                        f"--outer-optimizer {type(self._optimizer).__name__} keeps a state {name!r} of shape "
+                        f"{tuple(value.shape)} for a parameter of shape {tuple(anchor.shape)}, which checkpoints "
+                        "cannot hold; choose an optimizer whose states have the shape of their parameter"
+                    )
+                found.setdefault(name, []).append(value)
+        return found
+
+    def scalar_state(self) -> dict[str, float]:
+        """Return the optimizer's other states, of the first anchor: they are the same for all."""
+        state = self._optimizer.state.get(self._anchors[0], {}) if self._anchors else {}
+        return {
+            name: float(value)
+            for name, value in state.items()
+            if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+        }
+
+    def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, float]) -> None:
+        """Give the optimizer copies of the states."""
+        for index, anchor in enumerate(self._anchors):
+            state = self._optimizer.state[anchor]
+            for name, values in tensors.items():
+                state[name] = values[index].clone()
+            for name, value in scalars.items():
+                state[name] = torch.tensor(value, dtype=torch.float32)
+
+
+def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.Tensor]) -> OuterOptimizer:
+    """Return the outer optimizer over `anchors`.
 
     Args:
         config: which optimizer and its hyperparameters. sgd gets learning rate, momentum and Nesterov, every
             other class the learning rate and its own defaults; adam and adamw decay no weights.
-        anchors: fp32 tensors of any shapes, without gradients.
+        anchors: 1-D fp32 tensors without gradients.
 
     Raises:
         UserError: the class cannot be found, or refuses its arguments.
     """
     chosen = resolve_class(config.outer_optimizer)
     if chosen is None:
-        return None
-    arguments: dict[str, Any] = {"lr": config.outer_optimizer_lr}
+        return OuterSGD(anchors, lr=1.0)
     if chosen is torch.optim.SGD:
-        arguments["momentum"] = config.outer_optimizer_momentum
-        arguments["nesterov"] = config.outer_optimizer_nesterov and config.outer_optimizer_momentum > 0
-    elif chosen in _BUILT_IN.values():
+        return OuterSGD(
+            anchors,
+            lr=config.outer_optimizer_lr,
+            momentum=config.outer_optimizer_momentum,
+            nesterov=config.outer_optimizer_nesterov,
+        )
+    arguments: dict[str, Any] = {"lr": config.outer_optimizer_lr}
+    if chosen in _BUILT_IN.values():
         # The inner optimizer decays the weights already; decaying the anchor again would count it twice.
         arguments["weight_decay"] = 0.0
-    if not anchors:
-        # A rank without parameters of its own (its shard is empty) takes part in rounds and steps nothing.
-        return None
+    # A rank whose shard is empty owns nothing; torch's optimizers insist on a parameter.
+    parameters = list(anchors) or [torch.empty(0)]
     try:
-        return chosen(anchors, **arguments)
+        return TorchOuter(anchors, chosen(parameters, **arguments))
     except (TypeError, ValueError) as error:
-        raise UserError(
-            f"--outer-optimizer {config.outer_optimizer!r} refused {arguments}: {error}"
-        ) from error
-
-
-def tensor_state(
-    optimizer: torch.optim.Optimizer | None, anchors: list[torch.Tensor]
-) -> dict[str, list[torch.Tensor]]:
-    """Return the optimizer's per-anchor tensors by name, each list in the order of `anchors`.
-
-    Raises:
-        UserError: a state tensor has another shape than its anchor, so that no checkpoint format can hold it.
-    """
-    found: dict[str, list[torch.Tensor]] = {}
-    if optimizer is None:
-        return found
-    for anchor in anchors:
-        for name, value in optimizer.state.get(anchor, {}).items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                continue
-            if value.shape != anchor.shape:
-                raise UserError(
-                    f"--outer-optimizer {type(optimizer).__name__} keeps a state {name!r} of shape "
-                    f"{tuple(value.shape)} for a parameter of shape {tuple(anchor.shape)}, which checkpoints "
-                    "cannot hold; choose an optimizer whose states have the shape of their parameter"
-                )
-            found.setdefault(name, []).append(value)
-    return found
-
-
-def scalar_state(optimizer: torch.optim.Optimizer | None, anchors: list[torch.Tensor]) -> dict[str, float]:
-    """Return the optimizer's scalar states (such as Adam's step), which all anchors share."""
-    if optimizer is None or not anchors:
-        return {}
-    state = optimizer.state.get(anchors[0], {})
-    return {
-        name: float(value)
-        for name, value in state.items()
-        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-    }
-
-
-def load_state(
-    optimizer: torch.optim.Optimizer | None,
-    anchors: list[torch.Tensor],
-    tensors: dict[str, list[torch.Tensor]],
-    scalars: dict[str, float],
-) -> None:
-    """Give the optimizer the states that `tensor_state` and `scalar_state` returned earlier."""
-    if optimizer is None:
-        return
-    for index, anchor in enumerate(anchors):
-        state = optimizer.state[anchor]
-        for name, values in tensors.items():
-            state[name] = values[index]
-        for name, value in scalars.items():
-            state[name] = torch.tensor(value, dtype=torch.float32)
+        raise UserError(f"--outer-optimizer {config.outer_optimizer!r} refused {arguments}: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ext.seams.process_groups import WorkerGroups
-from megatron_ext.transport.collectives import padded_numel, start_ordered_sum
+from megatron_ext.transport.collectives import ordered_sum
 
 __all__ = ["install_synchronous_warmup", "reduced_gradients"]
 
@@ -70,15 +70,7 @@ def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:
 @torch.no_grad()
 def _sum_over_workers(model: list[Any], groups: WorkerGroups, average: bool) -> None:
     for gradient in reduced_gradients(model):
-        numel = gradient.numel()
-        padded = padded_numel(numel, groups.num_workers)
-        buffer = gradient
-        if groups.num_workers > 2 and padded != numel:
-            buffer = gradient.new_zeros(padded)
-            buffer[:numel] = gradient
-        start_ordered_sum(buffer, groups.across).wait()
-        if buffer is not gradient:
-            gradient.copy_(buffer[:numel])
+        ordered_sum(gradient, groups.across)
         if average:
             gradient.div_(groups.num_workers)
 

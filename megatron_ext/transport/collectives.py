@@ -1,163 +1,239 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums over workers whose bits depend on nothing but the values and the order of the workers.
+"""Reductions over workers whose bits depend on nothing but the values and the order of the workers.
 
 A ring all-reduce adds the workers in an order that depends on the element's place in the buffer, so with three
 or more workers two copies of one tensor at different offsets (tied embeddings on the first and the last pipeline
-stage) would drift apart. Here every element is summed by one rank, its owner, from worker 0 upwards, and sent from
-there to the others; the traffic is that of a ring.
+stage) would drift apart. Here every element has an owner, one of the workers: all send it their value, it combines
+them in worker order, and sends the result to the others. The traffic is that of a ring.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Pending", "ordered_means", "padded_numel", "start_ordered_sum"]
+__all__ = [
+    "CACHED_NUMEL",
+    "SEGMENT_NUMEL",
+    "Buffer",
+    "Combine",
+    "from_owners",
+    "ordered_sum",
+    "part_bounds",
+    "runs_within",
+    "through_owners",
+]
 
-# Elements exchanged at a time: enough for bandwidth, few enough that the work on one segment overlaps the exchange
-# of the next.
-SEGMENT_NUMEL = 1 << 21
-# Segments on their way to their owners at a time, and as many on their way back: bounds the extra memory.
-SEGMENTS_IN_FLIGHT = 2
+# Elements of one segment: enough for bandwidth, few enough that the work on one overlaps the exchange of the next.
+SEGMENT_NUMEL = 1 << 23
+# Elements on their way to their owners at a time, and as many on their way back: bounds the extra memory.
+IN_FLIGHT_NUMEL = SEGMENT_NUMEL
 # Elements that a processor works on at a time, so that an operation finds in the cache what the last one wrote.
-_CACHED_NUMEL = 1 << 16
+CACHED_NUMEL = 1 << 16
+
+Combine = Callable[[int, int, list[torch.Tensor]], None]
+"""`combine(index, start, terms)`: put what everybody gets in place of this rank's own term.
+
+`terms` are all workers' values, 1-D and in worker order, of a run of elements that begins at element `start` of the
+part of buffer `index` that this rank owns. `terms[rank]` is the rank's own memory; the others may be used up.
+"""
+
+Buffer = Sequence[torch.Tensor]
+"""Contiguous 1-D tensors that stand for their concatenation."""
 
 
-class Pending(Protocol):
-    """A sum on its way."""
-
-    def wait(self) -> None:
-        """Return when the buffer holds the sum."""
+def part_bounds(numel: int, workers: int) -> list[int]:
+    """Return the bounds of the parts that `workers` own of a buffer: their lengths differ by at most one."""
+    return [numel * worker // workers for worker in range(workers + 1)]
 
 
-def padded_numel(numel: int, num_workers: int) -> int:
-    """Return `numel` rounded up to a multiple of the number of workers."""
-    return -(-numel // num_workers) * num_workers
+def runs_within(buffer: Buffer, start: int, stop: int) -> list[torch.Tensor]:
+    """Return elements `start` to `stop` of a buffer, tensor by tensor."""
+    runs = []
+    offset = 0
+    for tensor in buffer:
+        first, last = max(start - offset, 0), min(stop - offset, tensor.numel())
+        if first < last:
+            runs.append(tensor[first:last])
+        offset += tensor.numel()
+    return runs
 
 
-def start_ordered_sum(buffer: torch.Tensor, group: Any) -> Pending:
-    """Start replacing `buffer` by its sum over `group`, added in rank order.
-
-    Args:
-        buffer: contiguous 1-D tensor, of one length on all ranks; changed in place.
-        group: process group, one rank per worker in worker order.
-    """
-    return _Exchange(buffer, group, divisor=1)
-
-
-def ordered_means(buffers: Iterable[torch.Tensor], group: Any) -> Iterator[torch.Tensor]:
-    """Yield every buffer, in order, once it holds its mean over `group`: the sum in rank order, divided.
+def through_owners(
+    buffers: Iterable[Buffer], group: Any, combine: Combine
+) -> Iterator[Buffer]:
+    """Yield every buffer, in order, once its owners' results have replaced its contents.
 
     The next buffer is taken from the iterable only when there is room for it on the way. So preparing a buffer,
     exchanging others, and what the caller does with a finished one overlap, in bounded memory.
 
     Args:
-        buffers: contiguous 1-D tensors, of the same lengths on all ranks; changed in place.
+        buffers: of the same lengths on all ranks; changed in place. The extra memory is a few times the largest.
         group: process group, one rank per worker in worker order.
+        combine: makes the results of this rank's parts, called buffer by buffer and run by run.
     """
-    workers = dist.get_world_size(group)
-    outward: deque[_Flight] = deque()
-    homeward: deque[_Flight] = deque()
-    for buffer in buffers:
-        segments = torch.split(buffer, SEGMENT_NUMEL)
-        for number, segment in enumerate(segments, start=1):
-            exchange = _Exchange(segment, group, divisor=workers)
-            outward.append((exchange, buffer if number == len(segments) else None))
-            if len(outward) > SEGMENTS_IN_FLIGHT:
-                homeward.append(_turned(outward.popleft()))
-            if len(homeward) > SEGMENTS_IN_FLIGHT:
-                yield from _landed(homeward.popleft())
+    outward, homeward, memory = _Way(), _Way(), _Memory()
+    for index, buffer in enumerate(buffers):
+        outward.append(_Exchange(index, buffer, group, memory).start())
+        while outward.full:
+            homeward.append(outward.popleft().turn(combine))
+        while homeward.full:
+            yield homeward.popleft().finish()
     while outward or homeward:
         if outward:
-            homeward.append(_turned(outward.popleft()))
-        yield from _landed(homeward.popleft())
+            homeward.append(outward.popleft().turn(combine))
+        yield homeward.popleft().finish()
+
+
+def from_owners(buffers: Iterable[Buffer], group: Any) -> Iterator[Buffer]:
+    """Yield every buffer, in order, once every part of it holds what its owner has there.
+
+    Args:
+        buffers: of the same lengths on all ranks; changed in place.
+        group: process group, one rank per worker in worker order.
+    """
+    homeward = _Way()
+    for index, buffer in enumerate(buffers):
+        homeward.append(_Exchange(index, buffer, group, _Memory()).return_own())
+        while homeward.full:
+            yield homeward.popleft().finish()
+    while homeward:
+        yield homeward.popleft().finish()
+
+
+def ordered_sum(buffer: torch.Tensor, group: Any) -> None:
+    """Replace `buffer` by its sum over `group`, added in rank order.
+
+    Args:
+        buffer: contiguous 1-D tensor, of one length on all ranks; changed in place.
+        group: process group, one rank per worker in worker order.
+    """
+    rank = dist.get_rank(group)
+
+    def add(index: int, start: int, terms: list[torch.Tensor]) -> None:
+        own = terms[rank]
+        step = CACHED_NUMEL if own.device.type == "cpu" else own.numel()
+        for first in range(0, own.numel(), step):
+            part = slice(first, first + step)
+            total = terms[0][part]
+            for term in terms[1:]:
+                total = torch.add(total, term[part])
+            own[part] = total
+
+    for _ in through_owners(((segment,) for segment in torch.split(buffer, SEGMENT_NUMEL)), group, add):
+        pass
+
+
+class _Memory:
+    """Buffers that are used again and again: on a processor, fresh memory costs more than what arrives in it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `like` with undefined contents."""
+        free = self._free.get(like.numel())
+        return free.pop() if free else torch.empty_like(like)
+
+    def give(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Take back what `take` gave out."""
+        for tensor in tensors:
+            self._free.setdefault(tensor.numel(), []).append(tensor)
+
+
+class _Way:
+    """Exchanges on their way in one direction, in order."""
+
+    def __init__(self) -> None:
+        self._exchanges: deque[_Exchange] = deque()
+        self._numel = 0
+
+    def __bool__(self) -> bool:
+        """Return whether any is on its way."""
+        return bool(self._exchanges)
+
+    @property
+    def full(self) -> bool:
+        """Whether the first must arrive before another may start."""
+        return self._numel > IN_FLIGHT_NUMEL
+
+    def append(self, exchange: _Exchange) -> None:
+        """Add the last one."""
+        self._exchanges.append(exchange)
+        self._numel += exchange.numel
+
+    def popleft(self) -> _Exchange:
+        """Remove the first one."""
+        exchange = self._exchanges.popleft()
+        self._numel -= exchange.numel
+        return exchange
 
 
 class _Exchange:
-    """One segment on its way: its parts to their owners, who sum them, and the sums back to everyone."""
+    """One buffer on its way: its parts to their owners, and the owners' results back to everyone."""
 
-    def __init__(self, segment: torch.Tensor, group: Any, divisor: int) -> None:
+    def __init__(self, index: int, buffer: Buffer, group: Any, memory: _Memory) -> None:
+        self.numel = sum(tensor.numel() for tensor in buffer)
+        self._index = index
+        self._buffer = buffer
         self._group = group
-        self._divisor = divisor
+        self._memory = memory
         self._rank = dist.get_rank(group)
-        self._parts = _split(segment, dist.get_world_size(group))
+        # For every owner the runs of elements that are contiguous in memory.
+        bounds = part_bounds(self.numel, dist.get_world_size(group))
+        self._parts = [runs_within(buffer, start, stop) for start, stop in pairwise(bounds)]
+        self._terms: list[list[torch.Tensor]] = []
+        self._works: list[dist.Work] = []
+
+    def start(self) -> _Exchange:
+        """Start to send every owner this rank's values of its part."""
         own = self._parts[self._rank]
-        self._terms = [own if rank == self._rank else torch.empty_like(own) for rank in range(len(self._parts))]
+        self._terms = [own if part is own else [self._memory.take(run) for run in own] for part in self._parts]
         self._works = self._swap(self._parts, self._terms)
-        self._turned = False
+        return self
 
-    def turn(self) -> None:
-        """Wait for the others' share of this rank's part, sum it, and start to send the sum to everyone."""
-        self._finish()
-        own = self._parts[self._rank]
-        _sum_in_order(self._terms, own, self._divisor)
+    def turn(self, combine: Combine) -> _Exchange:
+        """Wait for the others' values of this rank's part, combine them, and start to send the result back."""
+        self._wait()
+        start = 0
+        for terms in zip(*self._terms, strict=True):
+            combine(self._index, start, list(terms))
+            start += terms[0].numel()
+        for part in self._terms:
+            if part is not self._parts[self._rank]:
+                self._memory.give(part)
         self._terms = []
-        self._works = self._swap([own] * len(self._parts), self._parts)
-        self._turned = True
+        return self.return_own()
 
-    def wait(self) -> None:
-        """Return when the segment holds the sum, divided."""
-        if not self._turned:
-            self.turn()
-        self._finish()
+    def return_own(self) -> _Exchange:
+        """Start to send this rank's part to everyone, and to receive theirs."""
+        self._works = self._swap([self._parts[self._rank]] * len(self._parts), self._parts)
+        return self
 
-    def _swap(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor]) -> list[dist.Work]:
+    def finish(self) -> Buffer:
+        """Wait for the others' results and return the buffer."""
+        self._wait()
+        return self._buffer
+
+    def _swap(self, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]) -> list[dist.Work]:
         """Start to send `outgoing[rank]` to every other rank and to receive `incoming[rank]` from it."""
         size = len(self._parts)
         operations = []
         for distance in range(1, size):
             # Every rank starts with another peer, so that they do not all send to the same one at once.
             source, target = (self._rank - distance) % size, (self._rank + distance) % size
-            if incoming[source].numel():
-                operations.append(dist.P2POp(dist.irecv, incoming[source], group=self._group, group_peer=source))
-            if outgoing[target].numel():
-                operations.append(dist.P2POp(dist.isend, outgoing[target], group=self._group, group_peer=target))
+            operations += [self._operation(dist.irecv, run, source) for run in incoming[source]]
+            operations += [self._operation(dist.isend, run, target) for run in outgoing[target]]
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _finish(self) -> None:
+    def _operation(self, kind: Any, run: torch.Tensor, peer: int) -> dist.P2POp:
+        return dist.P2POp(kind, run, group=self._group, group_peer=peer)
+
+    def _wait(self) -> None:
         for work in self._works:
             work.wait()
-
-
-# An exchange, and the buffer that is complete when it is (None while more segments of that buffer follow).
-_Flight = tuple[_Exchange, torch.Tensor | None]
-
-
-def _turned(flight: _Flight) -> _Flight:
-    flight[0].turn()
-    return flight
-
-
-def _landed(flight: _Flight) -> Iterator[torch.Tensor]:
-    exchange, complete = flight
-    exchange.wait()
-    if complete is not None:
-        yield complete
-
-
-def _split(segment: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Cut a segment into `count` parts whose lengths differ by at most one."""
-    bounds = [segment.numel() * index // count for index in range(count + 1)]
-    return [segment[start:end] for start, end in pairwise(bounds)]
-
-
-def _sum_in_order(terms: list[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
-    """Set `out`, which is one of the terms, to their sum from the first to the last, divided by `divisor`.
-
-    The other terms are used up.
-    """
-    step = _CACHED_NUMEL if out.device.type == "cpu" else max(out.numel(), 1)
-    for start in range(0, out.numel(), step):
-        end = start + step
-        total = terms[0][start:end]
-        for term in terms[1:-1]:
-            total.add_(term[start:end])
-        if len(terms) > 1:
-            total = torch.add(total, terms[-1][start:end], out=out[start:end])
-        if divisor > 1:
-            total.div_(divisor)

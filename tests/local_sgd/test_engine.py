@@ -82,13 +82,13 @@ def test_parts_of_one_tensor_that_are_cut_differently_stay_equal_bit_for_bit():
         assert whole == parts
 
 
-def small_buckets(limit):
-    """Return the values after one round with buckets of `limit` elements."""
+def small_segments(limit, small):
+    """Return the values after one round with segments of `limit` elements."""
     from megatron_ext.local_sgd import engine as module
 
-    module.BUCKET_NUMEL = limit
+    module.SEGMENT_NUMEL, module.SMALL_NUMEL = limit, small
     torch.manual_seed(0)
-    values = [torch.randn(size) for size in (5, 1, 17, 0, 4, 32, 3)]
+    values = [torch.randn(size) for size in (5, 1, 17, 0, 4, 320, 3)]
     engine = engine_of(values)
     engine.take_anchor()
     moved(values, 1)
@@ -97,33 +97,32 @@ def small_buckets(limit):
 
 
 @pytest.mark.parametrize("workers", [2, 3])
-def test_the_bucket_size_changes_no_bit(workers):
-    results = [run_ranks(small_buckets, workers, limit)[0] for limit in (1, 7, 1 << 20)]
-    assert results[0] == results[1] == results[2]
+def test_the_segment_size_changes_no_bit(workers):
+    cuts = [(1, 0), (7, 10), (100, 5), (1 << 20, 0), (1 << 20, 1 << 14)]
+    results = [run_ranks(small_segments, workers, limit, small)[0] for limit, small in cuts]
+    assert all(result == results[0] for result in results)
 
 
 def sync_with_a_bad_worker(bad):
-    """Bring a value that is not finite from worker 1; return the error, the anchor and the value of worker 0."""
+    """Bring a value that is not finite from worker 1; return the error."""
     values = [torch.ones(8), torch.ones(8), torch.ones(8)]
     engine = engine_of(values, units=["embedding", "layer.0", "layer.1"])
     engine.take_anchor()
-    for value in values:
-        value += 1
+    moved(values, 1)
     if dist.get_rank() == 1:
         values[1][3] = bad
     try:
         engine.sync()
     except RuntimeError as error:
-        return str(error), engine.anchors[1].tolist(), values[1].tolist()
+        return str(error)
     return None
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_worker_that_is_not_finite_stops_the_round_before_anything_is_applied(bad):
-    for message, anchor, _ in (results := run_ranks(sync_with_a_bad_worker, 2, bad)):
-        assert "outer round 1: worker 1 has weights that are not finite in layer.0. The round" in message
-        assert anchor == [1.0] * 8
-    assert results[0][2] == [2.0] * 8
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_worker_that_is_not_finite_ends_the_run_on_all_workers_and_is_named(workers, bad):
+    for message in run_ranks(sync_with_a_bad_worker, workers, bad):
+        assert "outer round 1: worker 1 had weights that are not finite in layer.0. The run ends here" in message
 
 
 def anchor_of_unequal_workers():
@@ -194,3 +193,33 @@ def test_a_round_reports_the_norm_of_the_mean_pseudo_gradient_per_unit():
         # Mean progress 1.5, 3 and 4.5 per element.
         assert report.unit_norms == pytest.approx({"embedding": 3.0, "layer.0": (9 * 9 + 16 * 20.25) ** 0.5})
         assert report.pseudo_gradient_norm == pytest.approx((9 + 81 + 324) ** 0.5)
+
+
+def worker_norms_and_bytes():
+    """Return the report of a round, and the bytes that this rank really gave to sends."""
+    values = [torch.zeros(1000), torch.zeros(25)]
+    engine = engine_of(values, units=["embedding", "layer.0"])
+    engine.take_anchor()
+    moved(values, 1.0)
+    sent = []
+    original = dist.P2POp
+
+    class Recorded(original):
+        def __init__(self, op, tensor, *args, **kwargs):
+            super().__init__(op, tensor, *args, **kwargs)
+            if op is dist.isend:
+                sent.append(tensor.numel() * tensor.element_size())
+
+    dist.P2POp = Recorded
+    report = engine.sync()
+    return report, sum(sent)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_round_reports_each_worker_s_norm_and_the_bytes_it_sent(workers):
+    results = run_ranks(worker_norms_and_bytes, workers)
+    for report, sent in results:
+        assert report.worker_norms == pytest.approx([1025**0.5 * (worker + 1) for worker in range(workers)])
+        assert report.bytes_sent == sent
+    # The traffic of a ring all-reduce: 2 (W - 1) / W of the bytes, per rank.
+    assert sum(sent for _, sent in results) == 2 * (workers - 1) * 4 * 1025

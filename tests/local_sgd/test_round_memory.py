@@ -10,10 +10,10 @@ from tests.support.distributed import run_ranks
 
 
 def trace(values, limit, *, rounds=3, **outer):
-    """Return the values after some rounds between two workers, with buckets of `limit` elements."""
+    """Return the values after some rounds between two workers, with segments of `limit` elements."""
     from megatron_ext.local_sgd import engine as module
 
-    module.BUCKET_NUMEL = limit
+    module.SEGMENT_NUMEL = limit
     engine = engine_of(values, **outer)
     engine.take_anchor()
     for _ in range(rounds):
@@ -53,16 +53,47 @@ def test_a_value_that_is_not_contiguous_is_synchronised_like_any_other(limit):
         assert transposed == copied
 
 
-def where_it_is_collected():
-    """Return whether a large value and a small one are collected into their own memory."""
-    large, small, smaller = torch.ones(100), torch.ones(3), torch.ones(3)
-    engine = trace([large, small, smaller], 50, rounds=0)
-    found = {}
-    for bucket in engine._buckets:
-        buffer = engine._collect(bucket)
-        found[tuple(bucket)] = buffer.data_ptr() in [engine.values[index].data_ptr() for index in bucket]
+def exchanged_memory(sizes, limit):
+    """Return for every buffer of a round whether it lies in the memory of a value."""
+    from megatron_ext.local_sgd import engine as module
+
+    values = [torch.ones(size) for size in sizes]
+    module.SMALL_NUMEL = 10
+    engine = trace(values, limit, rounds=0)
+    found = []
+    through_owners = module.through_owners
+
+    def spied(buffers, group, combine):
+        def spy():
+            for buffer in buffers:
+                for tensor in buffer:
+                    inside = [
+                        value.data_ptr() <= tensor.data_ptr() < value.data_ptr() + 4 * value.numel()
+                        for value in values
+                    ]
+                    found.append((tensor.numel(), any(inside)))
+                yield buffer
+
+        return through_owners(spy(), group, combine)
+
+    module.through_owners = spied
+    engine.sync()
     return found
 
 
 def test_a_value_of_any_size_asks_for_no_buffer_of_its_size():
-    assert run_ranks(where_it_is_collected, 2) == [{(0,): True, (1, 2): False}] * 2
+    # A value of 100 goes in two segments from its own memory, the two of 3 are packed.
+    assert run_ranks(exchanged_memory, 2, (100, 3, 3), 53) == [[(53, True), (47, True), (6, False)]] * 2
+
+
+def held(outer):
+    """Return how many elements the engine holds between rounds."""
+    engine = trace([torch.ones(1000), torch.ones(24)], 100, **outer)
+    owned = [engine._anchors, *engine._optimizer.tensor_state().values()]
+    return sum(tensor.numel() for tensors in owned for tensor in tensors)
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_anchor_and_momentum_are_sharded_over_the_workers(workers):
+    assert sum(run_ranks(held, workers, {})) == 2 * 1024
+    assert sum(run_ranks(held, workers, {"outer_optimizer": "adam"})) == 3 * 1024

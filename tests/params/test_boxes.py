@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.params import ParamsError, Split, flat_boxes, global_views, overlaps, put, take
@@ -37,7 +37,6 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(math.prod(shape)).reshape(shape)
 
 
-@settings(deadline=None)
 @given(flat_ranges())
 def test_flat_boxes_are_the_range_in_order(case: tuple[tuple[int, ...], int, int]) -> None:
     shape, start, stop = case
@@ -50,7 +49,6 @@ def test_flat_boxes_are_the_range_in_order(case: tuple[tuple[int, ...], int, int
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
 
 
-@settings(deadline=None)
 @given(splits())
 def test_the_ranks_of_a_split_hold_every_element_exactly_once(
     case: tuple[tuple[int, ...], Split, int, int],
@@ -66,7 +64,6 @@ def test_the_ranks_of_a_split_hold_every_element_exactly_once(
     assert torch.equal(count, torch.ones_like(count))
 
 
-@settings(deadline=None)
 @given(splits())
 def test_each_block_is_cut_by_itself_and_stored_in_block_order(
     case: tuple[tuple[int, ...], Split, int, int],
@@ -85,7 +82,6 @@ def test_each_block_is_cut_by_itself_and_stored_in_block_order(
         assert torch.equal(take(value, cut("x", shape, split, index, parts)), expected)
 
 
-@settings(deadline=None)
 @given(splits())
 def test_moving_the_overlaps_turns_one_split_into_another(
     case: tuple[tuple[int, ...], Split, int, int],
@@ -108,7 +104,6 @@ def test_moving_the_overlaps_turns_one_split_into_another(
         assert torch.equal(received, take(value, target))
 
 
-@settings(deadline=None)
 @given(splits(), st.data())
 def test_the_flat_shards_of_all_ranks_put_the_full_tensor_together(
     case: tuple[tuple[int, ...], Split, int, int], data: st.DataObject

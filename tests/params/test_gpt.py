@@ -88,7 +88,7 @@ def models(draw: st.DrawFn, layout_count: int = 1) -> tuple[GptShape, tuple[Layo
     return shape, tuple(draw(layouts(layers, experts or 0)) for _ in range(layout_count))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(models())
 def test_primary_elements_of_every_replica_are_the_whole_model_exactly_once(
     case: tuple[GptShape, tuple[Layout, ...]],
@@ -109,7 +109,7 @@ def test_primary_elements_of_every_replica_are_the_whole_model_exactly_once(
         assert torch.equal(count, torch.ones_like(count)), key
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(models())
 def test_a_rank_holds_a_tensor_once_and_local_elements_are_all_accounted_for(
     case: tuple[GptShape, tuple[Layout, ...]],
@@ -126,7 +126,7 @@ def test_a_rank_holds_a_tensor_once_and_local_elements_are_all_accounted_for(
             )
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(models())
 def test_gather_puts_together_what_scatter_cut(case: tuple[GptShape, tuple[Layout, ...]]) -> None:
     shape, (layout,) = case
@@ -139,7 +139,7 @@ def test_gather_puts_together_what_scatter_cut(case: tuple[GptShape, tuple[Layou
         assert torch.equal(gathered[name], value), name
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(models(layout_count=2))
 def test_any_layout_can_be_filled_from_the_primaries_of_any_other(
     case: tuple[GptShape, tuple[Layout, ...]],
@@ -164,7 +164,7 @@ def test_any_layout_can_be_filled_from_the_primaries_of_any_other(
         assert torch.equal(received, take(values[placed.tensor.name], placed.slice).float()), placed.name
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(models())
 def test_names_are_unique_and_units_follow_the_model(case: tuple[GptShape, tuple[Layout, ...]]) -> None:
     shape, (layout,) = case

@@ -3,7 +3,7 @@
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.params import Coordinates, Layout, ParamsError, shard_range, uneven_layers
@@ -22,7 +22,6 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(tp=tp, pp=pp, vpp=vpp, cp=cp, dp=dp, ep=ep, etp=etp)
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_every_rank_has_its_own_place_on_both_grids(layout: Layout) -> None:
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
@@ -30,7 +29,6 @@ def test_every_rank_has_its_own_place_on_both_grids(layout: Layout) -> None:
     assert len({(p.etp, p.ep, p.edp, p.pp) for p in places}) == layout.world_size
 
 
-@settings(deadline=None)
 @given(layouts())
 def test_replicas_of_a_place_are_numbered_without_gaps(layout: Layout) -> None:
     for is_expert, replicas in ((False, layout.replicas), (True, layout.expert_dp)):
@@ -79,7 +77,6 @@ def test_coordinates_are_those_of_megatrons_rank_generator_in_any_order() -> Non
     assert run_ranks(_compare_with_megatron, 1)[0] > 1000
 
 
-@settings(deadline=None)
 @given(layouts(), st.integers(0, 3))
 def test_the_chunks_of_an_even_split_follow_each_other(layout: Layout, layers_per_chunk: int) -> None:
     chunks = layout.pp * layout.vpp
@@ -146,7 +143,6 @@ def test_uneven_pipelines_are_cut_as_megatron_cuts_them() -> None:
     assert run_ranks(_uneven_cases_of_megatron, 1)[0] > 300
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_the_shards_of_a_bucket_own_every_element_exactly_once(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 6))

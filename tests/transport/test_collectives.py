@@ -1,27 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sums over workers do not depend on where a value lies, and the meter counts what really crosses."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.transport.collectives import padded_numel
+from megatron_ext.transport.collectives import part_bounds
 from tests.support.distributed import run_ranks
 
 
 @given(st.integers(0, 10_000), st.integers(1, 64))
-def test_padding_is_the_least_that_splits_evenly(numel, workers):
-    padded = padded_numel(numel, workers)
-    assert padded % workers == 0
-    assert 0 <= padded - numel < workers
+def test_parts_cover_a_buffer_and_differ_by_at_most_one(numel, workers):
+    bounds = part_bounds(numel, workers)
+    lengths = [stop - start for start, stop in pairwise(bounds)]
+    assert len(lengths) == workers
+    assert sum(lengths) == bounds[-1] == numel
+    assert max(lengths) - min(lengths) <= 1
 
 
-def ordered_sum(numel):
+def ordered_sum(numel, segment):
     """Return this rank's sum and what adding the workers in order gives."""
-    from megatron_ext.transport.collectives import start_ordered_sum
+    from megatron_ext.transport import collectives
 
+    collectives.SEGMENT_NUMEL = segment
     dist.init_process_group("gloo")
     size = dist.get_world_size()
     buffers = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(size)]
@@ -29,13 +34,14 @@ def ordered_sum(numel):
     for buffer in buffers[1:]:
         expected += buffer
     mine = buffers[dist.get_rank()]
-    start_ordered_sum(mine, dist.group.WORLD).wait()
+    collectives.ordered_sum(mine, dist.group.WORLD)
     return mine.tolist(), expected.tolist()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_the_sum_adds_workers_in_order_for_every_element(workers):
-    for mine, expected in run_ranks(ordered_sum, workers, 12 * 5):
+@pytest.mark.parametrize(("numel", "segment"), [(61, 1), (61, 7), (61, 1 << 20), (200_003, 1 << 20)])
+def test_the_sum_adds_workers_in_order_for_every_element(workers, numel, segment):
+    for mine, expected in run_ranks(ordered_sum, workers, numel, segment):
         assert mine == expected
 
 

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer optimizers on plain tensors: torch's own results, range by range, and their state."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.local_sgd import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_optimizer import OuterSGD, build_outer_optimizer
+
+
+@given(
+    sizes=st.lists(st.integers(0, 70), min_size=1, max_size=4),
+    rounds=st.integers(1, 4),
+    chunk=st.integers(1, 40),
+    lr=st.floats(0.01, 2),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    nesterov=st.booleans(),
+)
+def test_sgd_is_torch_s_bit_for_bit_on_any_ranges(sizes, rounds, chunk, lr, momentum, nesterov):
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(size, generator=generator) for size in sizes]
+    ours, theirs = [value.clone() for value in start], [value.clone().requires_grad_() for value in start]
+    nesterov = nesterov and momentum > 0
+    mine = OuterSGD(ours, lr=lr, momentum=momentum, nesterov=nesterov)
+    reference = torch.optim.SGD(theirs, lr=lr, momentum=momentum, nesterov=nesterov, foreach=False)
+    for _ in range(rounds):
+        gradients = [torch.randn(size, generator=generator) for size in sizes]
+        for index, gradient in enumerate(gradients):
+            theirs[index].grad = gradient.clone()
+            for first in range(0, sizes[index], chunk):
+                part = slice(first, min(first + chunk, sizes[index]))
+                mine.step(index, part, gradient[part].clone())
+        reference.step()
+    for left, right in zip(ours, theirs, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("config", "states"),
+    [
+        ({}, {"momentum_buffer"}),
+        ({"outer_optimizer_momentum": 0.0}, set()),
+        ({"outer_optimizer": "none"}, set()),
+        ({"outer_optimizer": "adamw"}, {"exp_avg", "exp_avg_sq"}),
+        ({"outer_optimizer": "torch.optim.Adagrad"}, {"sum"}),
+    ],
+)
+def test_a_state_continues_in_another_optimizer_without_sharing_memory(config, states):
+    def run(optimizer, anchors, numbers):
+        for number in numbers:
+            for index, anchor in enumerate(anchors):
+                optimizer.step(index, slice(0, anchor.numel()), torch.full_like(anchor, 0.1 * number))
+
+    outer = OuterOptimizerConfig(**config)
+    anchors = [torch.ones(5), torch.ones(3)]
+    first = build_outer_optimizer(outer, anchors)
+    run(first, anchors, [1, 2])
+    assert set(first.tensor_state()) == states
+    copies = [anchor.clone() for anchor in anchors]
+    second = build_outer_optimizer(outer, copies)
+    second.load(first.tensor_state(), first.scalar_state())
+    run(first, anchors, [3])
+    run(second, copies, [3])
+    for left, right in zip(anchors, copies, strict=True):
+        assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("name", ["sgd", "none", "adam", "adamw", "torch.optim.RMSprop"])
+def test_a_rank_that_owns_nothing_has_an_outer_optimizer_too(name):
+    optimizer = build_outer_optimizer(OuterOptimizerConfig(outer_optimizer=name), [])
+    assert all(tensors == [] for tensors in optimizer.tensor_state().values())
+    assert optimizer.scalar_state() == {}
