@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Telling which workers' pseudo-gradients are anomalous, from how large they have been (EDiT, arXiv 2412.07210).
+
+One detector follows the norms of every worker and every unit: exponentially weighted mean and variance, and how
+widely the latest deviations have scattered. Only norms that are too large are anomalous; those that are not finite
+always are. It learns from accepted norms only, so that an anomaly cannot make the next one look normal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["AnomalyDetector"]
+
+_TENSORS = ("mean", "spread", "weight", "weight_of_squares", "count", "window")
+
+
+class AnomalyDetector:
+    """Detects outliers among norms, for every worker and unit by itself. All arithmetic is in fp64."""
+
+    def __init__(
+        self, workers: int, units: int, *, alpha: float, warmup: int, threshold: float, bias_correction: bool = True
+    ) -> None:
+        """Start without experience.
+
+        Args:
+            workers: number of workers.
+            units: number of units.
+            alpha: weight of the newest norm, in (0, 1].
+            warmup: accepted norms before anything finite is flagged, and length of the window of deviations;
+                at least 2.
+            threshold: standard deviations above the mean at which a norm is anomalous; above 0.
+            bias_correction: estimate mean and variance from the norms seen so far alone. Without it they start at
+                zero, as in the official implementation, whose 'standard deviation' is start-up bias for a long while.
+        """
+        shape = (workers, units)
+        self.alpha = alpha
+        self.warmup = warmup
+        self.threshold = threshold
+        self.bias_correction = bias_correction
+        self.mean = torch.zeros(shape, dtype=torch.float64)
+        self.spread = torch.zeros(shape, dtype=torch.float64)
+        self.weight = torch.zeros(shape, dtype=torch.float64)
+        self.weight_of_squares = torch.zeros(shape, dtype=torch.float64)
+        self.count = torch.zeros(shape, dtype=torch.int64)
+        self.window = torch.zeros((warmup, *shape), dtype=torch.float64)
+
+    def verdicts(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return which norms are anomalous.
+
+        Args:
+            norms: fp64, (workers, units).
+
+        Returns:
+            bool, (workers, units).
+        """
+        limit = self.threshold * self._scatter().clamp(min=1.0)
+        return ~torch.isfinite(norms) | (self._deviation(norms) > limit)
+
+    def learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
+        """Take in the norms that were accepted.
+
+        Args:
+            norms: fp64, (workers, units).
+            accepted: bool, of the same shape; the other norms change nothing.
+        """
+        norms = torch.where(accepted, norms, self.mean)
+        alpha = self.alpha
+        weight = (1 - alpha) * self.weight + alpha
+        gain = alpha / weight if self.bias_correction else torch.full_like(weight, alpha)
+        before = norms - self.mean
+        mean = self.mean + gain * before
+        if self.bias_correction:
+            spread = (1 - alpha) * self.spread + alpha * before * (norms - mean)
+        else:
+            spread = (1 - alpha) * (self.spread + alpha * before * (norms - mean))
+        squares = (1 - alpha) ** 2 * self.weight_of_squares + alpha**2
+        for name, value in (
+            ("mean", mean),
+            ("spread", spread),
+            ("weight", weight),
+            ("weight_of_squares", squares),
+            ("count", self.count + 1),
+        ):
+            setattr(self, name, torch.where(accepted, value, getattr(self, name)))
+        place = (self.count - 1).clamp(min=0) % self.warmup
+        newest = torch.where(accepted, self._deviation(norms), self.window.gather(0, place[None])[0])
+        self.window.scatter_(0, place[None], newest[None])
+
+    def state(self) -> dict[str, Any]:
+        """Return everything learned, for a checkpoint; `load` takes it."""
+        return {name: getattr(self, name).clone() for name in _TENSORS}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a saved state. Worker i goes on from the experience of worker i mod the saved number of workers.
+
+        Raises:
+            ValueError: it was saved with another length of the window or for other units.
+        """
+        saved = {name: torch.as_tensor(state[name]) for name in _TENSORS}
+        if saved["window"].shape[0] != self.warmup or saved["mean"].shape[1] != self.mean.shape[1]:
+            raise ValueError(
+                f"a detector of {saved['window'].shape[0]} warm-up rounds and {saved['mean'].shape[1]} units cannot go "
+                f"on as one of {self.warmup} and {self.mean.shape[1]}"
+            )
+        workers = torch.arange(self.mean.shape[0]) % saved["mean"].shape[0]
+        for name, value in saved.items():
+            setattr(self, name, value.index_select(value.dim() - 2, workers).clone())
+
+    def _deviation(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return how many standard deviations norms lie above the mean; 0 where too little is known."""
+        if self.bias_correction:
+            # Of weights that sum up to 1: the unbiased variance of a sample with unequal weights.
+            freedom = 1 - self.weight_of_squares / self.weight.square()
+            variance = self.spread / self.weight / freedom
+        else:
+            variance = self.spread
+        std = variance.clamp(min=0).sqrt()
+        known = (self.count >= max(self.warmup, 2)) & (std > 0)
+        return torch.where(known, (norms - self.mean) / std, torch.zeros_like(norms))
+
+    def _scatter(self) -> torch.Tensor:
+        """Return the standard deviation of the latest deviations; 1 where too little is known."""
+        return torch.where(self.count >= self.warmup, self.window.std(dim=0), torch.ones_like(self.mean))

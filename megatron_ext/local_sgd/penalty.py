@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pseudo-gradient penalty of EDiT (arXiv 2412.07210): which workers count in a round, how much, and how far.
+
+Everything is decided per unit from the norms of all workers' pseudo-gradients, each taken over all shards of the
+worker, in this order: anomalous workers are excluded, the rest weighted, and their common pseudo-gradient clipped.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.detector import AnomalyDetector
+
+__all__ = ["Penalty", "Verdict", "clip_coefficient"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was decided for one unit."""
+
+    accepted: tuple[int, ...]
+    """The workers that count, in order; empty when the unit goes back to its anchor."""
+
+    weights: tuple[float, ...]
+    """Their weights, which sum up to 1."""
+
+
+class Penalty:
+    """Decides over the workers of every round. The same on all ranks, given the same norms."""
+
+    def __init__(self, config: LocalSGDConfig, *, workers: int, units: int) -> None:
+        self._config = config
+        self._detector: AnomalyDetector | None = None
+        if config.local_sgd_skip_anomaly:
+            self._detector = AnomalyDetector(
+                workers,
+                units,
+                alpha=config.local_sgd_ewma_alpha,
+                warmup=config.local_sgd_ewma_warmup_steps,
+                threshold=config.local_sgd_ewma_threshold,
+                bias_correction=not config.local_sgd_ewma_official_start,
+            )
+
+    @property
+    def tolerates_broken_workers(self) -> bool:
+        """Whether a worker whose weights are not finite is excluded instead of ending the run."""
+        return self._detector is not None
+
+    def decide(self, norms: torch.Tensor) -> list[Verdict]:
+        """Decide over a round, and learn from what was accepted.
+
+        Args:
+            norms: L2 norms of the pseudo-gradients, fp64, (workers, units), on the CPU.
+
+        Returns:
+            One verdict per unit.
+        """
+        accepted = torch.ones_like(norms, dtype=torch.bool)
+        if self._detector is not None:
+            accepted = ~self._detector.verdicts(norms)
+            self._detector.learn(norms, accepted)
+        return [self._verdict(norms[:, unit], accepted[:, unit]) for unit in range(norms.shape[1])]
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold."""
+        return {} if self._detector is None else {"detector": self._detector.state()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over a saved state; without one, start without experience."""
+        if self._detector is not None and "detector" in state:
+            self._detector.load(state["detector"])
+
+    def _verdict(self, norms: torch.Tensor, accepted: torch.Tensor) -> Verdict:
+        workers = accepted.nonzero().view(-1).tolist()
+        if not workers:
+            return Verdict(accepted=(), weights=())
+        weights = torch.full((len(workers),), 1 / len(workers), dtype=torch.float64)
+        if self._config.local_sgd_pseudo_gradnorm_reduce:
+            scale = self._temperature
+            if self._config.local_sgd_weight_scale_free:
+                scale *= float(norms[workers].mean())
+            if scale > 0:
+                weights = torch.softmax(-norms[workers] / scale, dim=0)
+        return Verdict(accepted=tuple(workers), weights=tuple(weights.tolist()))
+
+    @property
+    def _temperature(self) -> float:
+        temperature = self._config.local_sgd_weight_softmax_temperature
+        return 1.0 if temperature is None else temperature
+
+
+def clip_coefficient(norm: float, limit: float | None) -> float:
+    """Return by what to multiply a pseudo-gradient of this norm so that it does not exceed `limit`."""
+    if limit is None or not math.isfinite(norm):
+        return 1.0
+    return min(1.0, limit / (norm + 1e-6))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the workers' pseudo-gradients become one: weighted means, and generalized task arithmetic.
+
+Every reducer is a function of all workers' pseudo-gradients of the same elements, called by the elements' owner.
+Sign consensus and normalisation therefore cost no further exchange.
+
+Generalized task arithmetic (GTA, in EDiT's implementation): every element keeps only the workers whose weighted
+pseudo-gradient points where the majority's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+
+__all__ = ["Gta", "Linear", "Reducer", "sparsify"]
+
+_TINY = 1e-8
+Sparsification = Literal["magnitude", "random", "rescaled_random"]
+
+
+class Reducer(Protocol):
+    """Makes one pseudo-gradient of several."""
+
+    def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        """Return the common pseudo-gradient.
+
+        Args:
+            terms: the accepted workers' pseudo-gradients, fp32 of one shape, in worker order, at least one; may be
+                used up.
+            weights: one per term, 0 or more.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """The weighted sum of the pseudo-gradients."""
+
+    normalize: bool = True
+    """Divide by the sum of the weights."""
+
+    def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        """Return sum_i w_i t_i, divided by sum_i w_i when normalising."""
+        total = _weighted_sum(terms, weights)
+        return total.div_(_divisor(sum(weights))) if self.normalize else total
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gta:
+    """Sums only what points where the majority does."""
+
+    consensus: Literal["sum", "count"] | None
+    """What decides an element's sign: the sum of the weighted pseudo-gradients, the number of workers on either side,
+    or nothing."""
+
+    normalize: bool = True
+    """Divide every element by the weights of the workers that were summed."""
+
+    int8_mask: bool = False
+    """Compare signs as 8-bit integers, which takes a quarter of the memory."""
+
+    def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+        """Return sum_i m_i w_i t_i with m_i = [sign of w_i t_i = the majority's], divided by sum_i m_i w_i."""
+        if self.consensus is None:
+            return Linear(normalize=self.normalize)(terms, weights)
+        weighted = [term.mul_(weight) for term, weight in zip(terms, weights, strict=True)]
+        signs = [term.sign().to(torch.int8) if self.int8_mask else term.sign() for term in weighted]
+        balance = _in_order(weighted) if self.consensus == "sum" else _in_order([sign.float() for sign in signs])
+        majority = torch.where(balance >= 0, 1, -1).to(signs[0].dtype)
+        total, divisor = torch.zeros_like(balance), torch.zeros_like(balance)
+        for term, sign, weight in zip(weighted, signs, weights, strict=True):
+            agrees = sign == majority
+            total += term * agrees
+            divisor += agrees * weight
+        if self.normalize:
+            total /= torch.where(divisor.abs() < _TINY, 1.0, divisor)
+        return total
+
+
+def sparsify(
+    tensor: torch.Tensor, density: float, method: Sparsification, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Return `tensor` with only a part of its elements.
+
+    Args:
+        tensor: any shape.
+        density: fraction of elements to keep, in (0, 1]; 1 returns the tensor itself.
+        method: 'magnitude' keeps the largest (at least one), 'random' each with probability `density`,
+            'rescaled_random' the same, divided by `density`, so that the expectation stays.
+        generator: of the random numbers.
+    """
+    if density >= 1:
+        return tensor
+    if method == "magnitude":
+        kept = max(int(density * tensor.numel()), 1)
+        places = tensor.reshape(-1).abs().topk(kept).indices
+        sparse = torch.zeros_like(tensor).reshape(-1)
+        sparse[places] = tensor.reshape(-1)[places]
+        return sparse.view(tensor.shape)
+    mask = torch.bernoulli(torch.full_like(tensor, density), generator=generator)
+    return tensor * mask / density if method == "rescaled_random" else tensor * mask
+
+
+def _weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    return _in_order([term.mul_(weight) for term, weight in zip(terms, weights, strict=True)])
+
+
+def _in_order(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the terms, added in their order."""
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
+def _divisor(weight: float) -> float:
+    return weight if abs(weight) >= _TINY else 1.0
