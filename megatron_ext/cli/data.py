@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -226,5 +227,18 @@ def _print_summary(result: Any) -> None:
             print(f"    ... more in {result.prefix}.json")
     if facts["settings"]["shuffle_seed"] is None:
         print("  documents are in input order: --split takes validation and test from the end")
+    if not all(_parts_of(facts["documents"])):
+        # Megatron looks for samples in an empty part for ever.
+        rest = f"{facts['documents'] - 1},1,0" if facts["documents"] > 1 else "1,0,0"
+        print(
+            "  warning: too few documents for Megatron's default --split 969,30,1, whose empty part makes it hang; "
+            f"use --split {rest}, or fewer and larger parts"
+        )
     print("use with:")
     print(f"  {shlex.join(result.megatron_args())}")
+
+
+def _parts_of(documents: int) -> list[int]:
+    """Return how many documents Megatron's default split gives to training, validation and test."""
+    bounds = [round(documents * share) for share in (0, 0.969, 0.999, 1)]
+    return [stop - start for start, stop in pairwise(bounds)]

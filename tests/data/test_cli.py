@@ -35,6 +35,8 @@ def test_the_summary_ends_with_the_flags_for_megatron(
         "  left out: 1 unusable:",
         f"    {folder}/b.txt:1: not valid UTF-8: byte 0xff at offset 0 of the file",
         "  documents are in input order: --split takes validation and test from the end",
+        "  warning: too few documents for Megatron's default --split 969,30,1, whose empty part makes it hang; "
+        "use --split 1,0,0, or fewer and larger parts",
     ]
     assert lines[-2] == "use with:"
     assert shlex.split(lines[-1]) == [
@@ -86,6 +88,17 @@ def test_stdlib_needs_nothing_but_a_prefix(tmp_path: Path, capsys: pytest.Captur
     assert "site-packages" in facts["settings"]["excludes"]
     assert facts["documents"] > 5
     assert "documents are in input order" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("documents", "advice"), [(2, "--split 1,1,0"), (400, "--split 399,1,0"), (600, None)])
+def test_a_split_that_would_make_megatron_hang_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], documents: int, advice: str | None
+) -> None:
+    write_json_lines(tmp_path / "in.jsonl", [f"text {n}" for n in range(documents)])
+    assert main(["data", "prepare", str(tmp_path / "in.jsonl"), "--output-prefix", str(tmp_path / "corpus")]) == 0
+    printed = capsys.readouterr().out
+    assert ("makes it hang" in printed) == (advice is not None)
+    assert advice is None or advice in printed
 
 
 @pytest.mark.parametrize(
