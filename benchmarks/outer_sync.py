@@ -117,7 +117,7 @@ def rank_timings(setting: Setting) -> Measured:
     import torch
     import torch.distributed as dist
 
-    from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+    from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
     from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 
     torch.set_num_threads(1)
@@ -131,6 +131,7 @@ def rank_timings(setting: Setting) -> Measured:
         units=["all"],
         config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=world),
         outer=OuterOptimizerConfig(),
+        gta=GTAConfig(),
         across=dist.group.WORLD,
         inside=alone,
     )

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD: workers that train apart and meet through an outer optimizer."""
 
-from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 
-__all__ = ["LocalSGDConfig", "OuterOptimizerConfig"]
+__all__ = ["GTAConfig", "LocalSGDConfig", "OuterOptimizerConfig"]

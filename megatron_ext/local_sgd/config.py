@@ -5,15 +5,52 @@
 
 import argparse
 import math
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field
 from typing import Any, Literal, Self
 
-__all__ = ["LocalSGDConfig", "OuterOptimizerConfig"]
+__all__ = ["GTAConfig", "LocalSGDConfig", "OuterOptimizerConfig"]
+
+
+def _flag(name: str, default: Any, **argparse_meta: Any) -> Any:
+    """Return a field whose command-line flag is not simply its name."""
+    # Megatron's namespace is flat, and a bare `normalize` or `density` would be anybody's.
+    dest = name.removeprefix("--").replace("-", "_")
+    return field(default=default, metadata={"argparse_meta": {"arg_names": [name], "dest": dest, **argparse_meta}})
+
+
+def _on_off(name: str, default: bool) -> Any:
+    """Return a field whose flag has a `--no-` form."""
+    return _flag(name, default, action=argparse.BooleanOptionalAction)
+
+
+def _flag_of(entry: "Field[Any]") -> str:
+    """Return the command-line flag of a config field."""
+    meta = entry.metadata.get("argparse_meta", {})
+    return str(meta["arg_names"][0]) if "arg_names" in meta else "--" + entry.name.replace("_", "-")
+
+
+class _FromArgs:
+    """Reading a config from Megatron's arguments."""
+
+    @classmethod
+    def from_args(cls, args: Any) -> Self:
+        """Read the fields from Megatron's argument namespace."""
+        fields: dict[str, Field[Any]] = getattr(cls, "__dataclass_fields__")  # noqa: B009  # every subclass is one
+        return cls(
+            **{
+                name: getattr(args, _flag_of(entry).removeprefix("--").replace("-", "_"))
+                for name, entry in fields.items()
+            }
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGDConfig:
-    """Data-parallel workers train apart and meet every few steps through an outer optimizer."""
+class LocalSGDConfig(_FromArgs):
+    """Data-parallel workers train apart and meet every few steps through an outer optimizer.
+
+    The pseudo-gradient penalty is EDiT's (arXiv 2412.07210). A unit is a decoder layer, the embedding, the final norm
+    or the output layer; norms are taken per unit over all shards of a worker.
+    """
 
     use_local_sgd: bool = False
     """Cut the data-parallel dimension into workers that train apart and meet only in outer rounds."""
@@ -34,35 +71,147 @@ class LocalSGDConfig:
     """What validation runs on: 'synced' = the anchor, the weights that all workers agreed on at the last
     round; 'workers' = each worker's own current weights, the reported loss being the mean over workers."""
 
-    @classmethod
-    def from_args(cls, args: Any) -> Self:
-        """Read the fields from Megatron's argument namespace."""
-        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
+    skip_anomaly: bool = _flag("--local-sgd-skip-anomaly", False)
+    """Leave workers whose pseudo-gradient is anomalously large out of a round, unit by unit, and those that are
+    not finite. When all are, the unit goes back to the anchor. Without it, weights that are not finite end the run."""
+
+    ewma_alpha: float = _flag("--local-sgd-ewma-alpha", 0.02)
+    """Weight of the newest norm in the anomaly detector's moving mean and variance."""
+
+    ewma_warmup_steps: int = _flag("--local-sgd-ewma-warmup-steps", 120)
+    """Rounds, not steps, before the anomaly detector flags anything that is finite."""
+
+    ewma_threshold: float = _flag("--local-sgd-ewma-threshold", 3.0)
+    """Standard deviations above the mean at which a norm is anomalous."""
+
+    ewma_official_start: bool = _flag("--local-sgd-ewma-official-start", False)
+    """Start the moving mean and variance at zero without bias correction, as the official implementation does."""
+
+    pseudo_gradnorm_reduce: bool = _flag("--local-sgd-pseudo-gradnorm-reduce", False)
+    """Weight the workers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
+
+    weight_softmax_temperature: float | None = _flag("--local-sgd-weight-softmax-temperature", None, type=float)
+    """Temperature of those weights, 1.0 unless given; needs --local-sgd-pseudo-gradnorm-reduce."""
+
+    weight_scale_free: bool = _flag("--local-sgd-weight-scale-free", False)
+    """Divide the norms by their mean over the workers before the softmax, so that large layers do not make it
+    winner-take-all."""
+
+    clip_pseudo_grad: float | None = _flag("--local-sgd-clip-pseudo-grad", None, type=float)
+    """Clip the common pseudo-gradient of each unit to this norm; usually 1 or 10."""
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether a round has to know all norms before it can reduce."""
+        return self.skip_anomaly or self.pseudo_gradnorm_reduce or self.clip_pseudo_grad is not None
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values by themselves, one sentence each."""
         if not self.use_local_sgd:
-            if self.local_sgd_workers is not None:
-                return [
-                    "--local-sgd-workers has no effect without --use-local-sgd; add it or drop the option"
-                ]
-            return []
+            changed = [
+                _flag_of(entry)
+                for name, entry in self.__dataclass_fields__.items()
+                if getattr(self, name) != entry.default
+            ]
+            return [f"{flag} has no effect without --use-local-sgd; add it or drop the option" for flag in changed]
         found = []
         if self.local_sgd_workers is None:
             found.append("--use-local-sgd needs --local-sgd-workers W, the number of workers")
         elif self.local_sgd_workers < 1:
             found.append(f"--local-sgd-workers is {self.local_sgd_workers}; it must be at least 1")
         if self.local_sgd_sync_interval < 1:
-            found.append(
-                f"--local-sgd-sync-interval is {self.local_sgd_sync_interval}; it must be at least 1 step"
-            )
+            found.append(f"--local-sgd-sync-interval is {self.local_sgd_sync_interval}; it must be at least 1 step")
         if self.local_sgd_warmup_steps < 0:
             found.append(f"--local-sgd-warmup-steps is {self.local_sgd_warmup_steps}; it must be 0 or more")
+        return found + self._penalty_problems()
+
+    def _penalty_problems(self) -> list[str]:
+        found = []
+        for name, allowed, rule in (
+            ("ewma_alpha", 0 < self.ewma_alpha <= 1, "it must be above 0 and at most 1"),
+            ("ewma_warmup_steps", self.ewma_warmup_steps >= 2, "it must be at least 2 rounds"),
+            ("ewma_threshold", 0 < self.ewma_threshold < math.inf, "it must be a finite number above 0"),
+            ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be above 0"),
+            ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be above 0"),
+        ):
+            if not allowed:
+                found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
+        for names, needed in (
+            (("ewma_alpha", "ewma_warmup_steps", "ewma_threshold", "ewma_official_start"), "skip_anomaly"),
+            (("weight_softmax_temperature", "weight_scale_free"), "pseudo_gradnorm_reduce"),
+        ):
+            for name in names:
+                if getattr(self, name) != self.__dataclass_fields__[name].default and not getattr(self, needed):
+                    found.append(f"{self._flag(name)} has no effect without {self._flag(needed)}; add it or drop this")
         return found
+
+    def _flag(self, name: str) -> str:
+        return _flag_of(self.__dataclass_fields__[name])
 
 
 @dataclass(frozen=True, kw_only=True)
-class OuterOptimizerConfig:
+class GTAConfig(_FromArgs):
+    """How the workers' pseudo-gradients become one (generalized task arithmetic)."""
+
+    reducer: Literal["linear", "gta"] | None = _flag(
+        "--local-sgd-pseudo-grad-reducer", None, type=str, choices=["linear", "gta"]
+    )
+    """'linear' = the weighted mean, which is the default as well; 'gta' = generalized task arithmetic: sign
+    consensus, sparsification."""
+
+    consensus_method: Literal["sum", "count"] | None = _flag(
+        "--local-sgd-pseudo-grad-consensus", None, type=str, choices=["sum", "count"]
+    )
+    """With gta: every element keeps only the workers on the majority's side, decided by the 'sum' of the
+    pseudo-gradients or by the 'count' of their signs."""
+
+    sparsification_method: Literal["magnitude", "random", "rescaled_random"] | None = _flag(
+        "--local-sgd-pseudo-grad-sparsification", None, type=str, choices=["magnitude", "random", "rescaled_random"]
+    )
+    """With gta: keep only a part of each worker's pseudo-gradient: its largest elements, or random ones (divided
+    by the density when rescaled)."""
+
+    normalize: bool = _on_off("--local-sgd-pseudo-grad-normalize", True)
+    """Divide by the weights that were summed."""
+
+    density: float = _flag("--local-sgd-pseudo-grad-density", 1.0)
+    """Fraction of the elements that sparsification keeps, in (0, 1]."""
+
+    int8_mask: bool = _flag("--local-sgd-pseudo-grad-int8-mask", False)
+    """Compare signs as 8-bit integers, to save memory."""
+
+    def problems(self, local_sgd: LocalSGDConfig) -> list[str]:
+        """Return what is wrong with the values, one sentence each."""
+        found = []
+        names = {name: _flag_of(entry) for name, entry in self.__dataclass_fields__.items()}
+        if not 0 < self.density <= 1:
+            found.append(f"{names['density']} is {self.density}; it must be above 0 and at most 1")
+        if self.reducer != "gta":
+            for name in ("consensus_method", "sparsification_method", "int8_mask"):
+                if getattr(self, name):
+                    found.append(f"{names[name]} needs {names['reducer']} gta; add it or drop the option")
+        if self.density != 1 and self.sparsification_method is None:
+            found.append(f"{names['density']} needs {names['sparsification_method']}; add it or drop the option")
+        if self.sparsification_method is not None and self.density == 1:
+            found.append(f"{names['sparsification_method']} keeps everything at density 1; lower {names['density']}")
+        if self.int8_mask and self.consensus_method is None:
+            found.append(f"{names['int8_mask']} needs {names['consensus_method']}; add it or drop the option")
+        if not self.normalize and self.reducer is None:
+            found.append(f"--no-local-sgd-pseudo-grad-normalize needs {names['reducer']}; add it or drop the option")
+        elif not self.normalize and not local_sgd.pseudo_gradnorm_reduce:
+            found.append(
+                "--no-local-sgd-pseudo-grad-normalize sums the workers' pseudo-gradients, which makes every outer step "
+                "W times too large; normalise, or weight the workers with --local-sgd-pseudo-gradnorm-reduce"
+            )
+        return found
+
+
+def _positive(value: float | None) -> bool:
+    return value is None or 0 < value < math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterOptimizerConfig(_FromArgs):
     """The optimizer that applies the workers' averaged pseudo-gradient (DiLoCo, arXiv 2311.08105)."""
 
     outer_optimizer: str = "sgd"
@@ -75,21 +224,8 @@ class OuterOptimizerConfig:
     outer_optimizer_momentum: float = 0.9
     """Momentum of the outer sgd."""
 
-    outer_optimizer_nesterov: bool = field(
-        default=True,
-        metadata={
-            "argparse_meta": {
-                "arg_names": ["--outer-optimizer-nesterov"],
-                "action": argparse.BooleanOptionalAction,
-            }
-        },
-    )
+    outer_optimizer_nesterov: bool = _on_off("--outer-optimizer-nesterov", True)
     """Nesterov momentum in the outer sgd; no effect when the momentum is 0."""
-
-    @classmethod
-    def from_args(cls, args: Any) -> Self:
-        """Read the fields from Megatron's argument namespace."""
-        return cls(**{name: getattr(args, name) for name in cls.__dataclass_fields__})
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values by themselves, one sentence each."""

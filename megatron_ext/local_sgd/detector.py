@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.errors import UserError
+
 __all__ = ["AnomalyDetector"]
 
 _TENSORS = ("mean", "spread", "weight", "weight_of_squares", "count", "window")
@@ -97,13 +99,14 @@ class AnomalyDetector:
         """Take over a saved state. Worker i goes on from the experience of worker i mod the saved number of workers.
 
         Raises:
-            ValueError: it was saved with another length of the window or for other units.
+            UserError: it was saved with another length of the window or for other units.
         """
         saved = {name: torch.as_tensor(state[name]) for name in _TENSORS}
         if saved["window"].shape[0] != self.warmup or saved["mean"].shape[1] != self.mean.shape[1]:
-            raise ValueError(
-                f"a detector of {saved['window'].shape[0]} warm-up rounds and {saved['mean'].shape[1]} units cannot go "
-                f"on as one of {self.warmup} and {self.mean.shape[1]}"
+            raise UserError(
+                f"the checkpoint's anomaly detector has {saved['window'].shape[0]} warm-up rounds and "
+                f"{saved['mean'].shape[1]} units, this run's {self.warmup} and {self.mean.shape[1]}; resume with "
+                f"--local-sgd-ewma-warmup-steps {saved['window'].shape[0]}, or from a sync point with --no-load-optim"
             )
         workers = torch.arange(self.mean.shape[0]) % saved["mean"].shape[0]
         for name, value in saved.items():

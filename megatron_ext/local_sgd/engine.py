@@ -24,15 +24,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.digest import equal_across
-from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer, build_outer_optimizer
+from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.packing import flattened, packed, put_back, unpack
+from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
+from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
 from megatron_ext.local_sgd.segments import Run, Segment, plan_segments
+from megatron_ext.local_sgd.shard import OuterShard
 from megatron_ext.transport.collectives import (
-    CACHED_NUMEL,
     SEGMENT_NUMEL,
     Buffer,
+    Exchange,
+    Memory,
     from_owners,
     part_bounds,
     runs_within,
@@ -78,6 +82,9 @@ class RoundReport:
     worker_norms: list[float]
     """L2 norm of each worker's own pseudo-gradient over the whole model."""
 
+    rejected: dict[str, list[int]]
+    """The workers that were left out, for every unit in which any was."""
+
     bytes_sent: int
     """Bytes that this rank sent to other workers."""
 
@@ -95,6 +102,7 @@ class LocalSGD:
         units: Sequence[str],
         config: LocalSGDConfig,
         outer: OuterOptimizerConfig,
+        gta: GTAConfig,
         across: Any,
         inside: Any,
     ) -> None:
@@ -104,13 +112,15 @@ class LocalSGD:
             synced: authoritative fp32 tensors of this rank; the same names and shapes on all ranks of `across`.
             units: every unit of the model in model order; the same on all ranks, also where a rank holds no
                 tensor of a unit.
-            config: schedule and workers.
+            config: schedule, workers and penalty.
             outer: the outer optimizer.
+            gta: how pseudo-gradients become one.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
             inside: process group of all ranks of this worker.
         """
         self.config = config
         self.outer = outer
+        self.gta = gta
         self.synced_tensors = tuple(synced)
         self.values = [entry.tensor for entry in synced]
         self.units = tuple(units)
@@ -118,8 +128,8 @@ class LocalSGD:
         self.inside = inside
         self.rounds = 0
         self.steps_since_sync = 0
-        self._anchors: list[torch.Tensor] | None = None
-        self._optimizer: OuterOptimizer | None = None
+        self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
+        self._shard: OuterShard | None = None
         self._segments = plan_segments(
             [value.numel() for value in self.values],
             [self.units.index(entry.unit) for entry in synced],
@@ -139,7 +149,7 @@ class LocalSGD:
     @property
     def in_warmup(self) -> bool:
         """Whether no anchor was taken yet."""
-        return self._anchors is None
+        return self._shard is None
 
     @property
     def synced(self) -> bool:
@@ -173,74 +183,114 @@ class LocalSGD:
 
     @torch.no_grad()
     def sync(self) -> RoundReport:
-        """Run one outer round: collect, reduce, outer step, apply.
+        """Run one outer round: collect, guard, reduce, outer step, apply.
 
         Raises:
-            RuntimeError: a worker brought weights that are not finite. They have spread by then; the run must
-                end without saving.
+            RuntimeError: a worker brought weights that are not finite, and nothing was asked for that could leave it
+                out. They have spread by then; the run must end without saving.
         """
-        assert self._anchors is not None, "a round needs an anchor"
+        shard = self._shard
+        assert shard is not None, "a round needs an anchor"
         start = time.perf_counter()
+        # Squared norms per unit: of every worker's pseudo-gradient, and in the last row of the common one.
         workers = dist.get_world_size(self.across)
-        # Squared norms per unit: of every worker's pseudo-gradient, and in the last row of their mean.
         squares = torch.zeros(workers + 1, len(self.units), dtype=torch.float64, device=self._device)
         flats = flattened(self.values)
+        shard.prepare()
+        verdicts = None
+        if self.config.has_penalty or self.gta != GTAConfig():
+            verdicts = self._guarded_round(shard, flats, squares)
+        else:
+            self._plain_round(shard, flats, squares)
+            self._sum_over_ranks(squares)
+            self._refuse_broken(squares[:-1])
+        shard.release()
+        put_back(flats, self.values)
+        self.rounds += 1
+        self.steps_since_sync = 0
+        return self._report(squares, verdicts, time.perf_counter() - start)
 
-        scratch = self._scratch()
+    def _plain_round(self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor) -> None:
+        """Step by the mean of all workers, segment by segment."""
 
         def combine(index: int, start: int, terms: list[torch.Tensor]) -> None:
-            run = self._number[index, start]
-            self._step(run, terms, squares[:, self._segments[index].unit], scratch)
+            shard.mean_step(self._number[index, start], terms, squares[:, self._segments[index].unit])
 
         buffers = (packed(segment, flats) for segment in self._segments)
         for segment, buffer in zip(self._segments, through_owners(buffers, self.across, combine), strict=True):
             unpack(segment, buffer, flats)
-        put_back(flats, self.values)
-        self.rounds += 1
-        self.steps_since_sync = 0
+
+    def _guarded_round(
+        self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor
+    ) -> list[Verdict]:
+        """Decide over every unit from all workers' norms, then reduce, clip and step.
+
+        The owners keep what they received until the norms over the whole model are known.
+        """
+        memory = Memory()
+        exchanges = [
+            Exchange(index, packed(segment, flats), self.across, memory).start()
+            for index, segment in enumerate(self._segments)
+        ]
+        arrived = [exchange.arrived() for exchange in exchanges]
+        for run, unit, terms in self._owned(arrived):
+            shard.measure(run, terms, squares[:-1, unit])
+        self._sum_over_ranks(squares)
+        self._refuse_broken(squares[:-1])
+        verdicts = self._penalty.decide(squares[:-1].sqrt().cpu())
+
+        for run, unit, terms in self._owned(arrived):
+            shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (self.rounds, run))
+        self._sum_over_ranks(squares[-1])
+        norms = squares[-1].sqrt().tolist()
+        coefficients = [
+            clip_coefficient(norm, self.config.clip_pseudo_grad) if verdict.accepted else None
+            for norm, verdict in zip(norms, verdicts, strict=True)
+        ]
+
+        worker = dist.get_rank(self.across)
+        for run, unit, terms in self._owned(arrived):
+            shard.step(run, terms[worker], coefficients[unit])
+        for exchange in exchanges:
+            exchange.return_own()
+        for segment, exchange in zip(self._segments, exchanges, strict=True):
+            unpack(segment, exchange.finish(), flats)
+        return verdicts
+
+    def _owned(
+        self, arrived: list[list[tuple[int, list[torch.Tensor]]]]
+    ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+        """Yield (run, unit, terms) for every run that this rank owns."""
+        for index, runs in enumerate(arrived):
+            for start, terms in runs:
+                yield self._number[index, start], self._segments[index].unit, terms
+
+    def _sum_over_ranks(self, squares: torch.Tensor) -> None:
+        """Add up squared norms over all owners and all ranks of a worker; the same bits everywhere."""
         dist.all_reduce(squares, group=self.across)
         dist.all_reduce(squares, group=self.inside)
-        return self._report(squares, time.perf_counter() - start)
+        # Workers may have added in another order; what is decided by these numbers must not differ.
+        dist.broadcast(squares, group=self.across, group_src=0)
 
-    def _scratch(self) -> torch.Tensor:
-        """Return two rows of memory, as long as what the outer step works on at a time."""
-        assert self._anchors is not None and self._optimizer is not None
-        longest = max((anchor.numel() for anchor in self._anchors), default=1)
-        if self._optimizer.elementwise and self._device.type == "cpu":
-            longest = min(longest, CACHED_NUMEL)
-        return torch.empty(2, longest, device=self._device)
+    def _refuse_broken(self, squares: torch.Tensor) -> None:
+        """Refuse workers whose weights are not finite, unless they are left out.
 
-    def _step(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Make the outer step on a run of elements that this rank owns.
-
-        Args:
-            run: its number.
-            terms: the workers' values of the run, in worker order; this rank's own become the new anchor.
-            squares: to which the squared norms are added, of each worker's pseudo-gradient and of their mean.
-            scratch: from `_scratch`.
+        Raises:
+            RuntimeError: naming them and the units.
         """
-        assert self._anchors is not None and self._optimizer is not None
-        own = terms[dist.get_rank(self.across)]
-        for start in range(0, own.numel(), scratch.shape[1]):
-            part = slice(start, min(start + scratch.shape[1], own.numel()))
-            anchor = self._anchors[run][part]
-            total, other = scratch[0, : anchor.numel()], scratch[1, : anchor.numel()]
-            torch.sub(anchor, terms[0][part], out=total)
-            self._add_square(squares[0], total, run, start)
-            for worker, term in enumerate(terms[1:], start=1):
-                torch.sub(anchor, term[part], out=other)
-                self._add_square(squares[worker], other, run, start)
-                total.add_(other)
-            mean = total.div_(len(terms))
-            self._add_square(squares[-1], mean, run, start)
-            self._optimizer.step(run, part, mean)
-            own[part] = anchor
-
-    def _add_square(self, total: torch.Tensor, part: torch.Tensor, run: int, start: int) -> None:
-        """Add to `total` the squared norm of those elements of `part` that count; it is at `start` of the run."""
-        for first, last in self._counted[run]:
-            within = part[max(first - start, 0) : max(last - start, 0)]
-            total += within.dot(within)
+        if self._penalty.tolerates_broken_workers:
+            return
+        broken = []
+        for worker, by_unit in enumerate(squares.tolist()):
+            units = [unit for unit, square in zip(self.units, by_unit, strict=True) if not math.isfinite(square)]
+            if units:
+                broken.append(f"worker {worker} had weights that are not finite in {_listed(units)}")
+        if broken:
+            raise RuntimeError(
+                f"outer round {self.rounds + 1}: {'; '.join(broken)}. The run ends here and saves nothing. Resume from "
+                "the last checkpoint, with a lower learning rate or with the cause removed, or with "
+                "--local-sgd-skip-anomaly to leave such workers out"
+            )
 
     def _counted_ranges(self, run: Run) -> list[tuple[int, int]]:
         """Return the ranges of a run that count in norms."""
@@ -252,32 +302,25 @@ class LocalSGD:
             offset += piece.numel
         return ranges
 
-    def _report(self, squares: torch.Tensor, seconds: float) -> RoundReport:
-        """Return the report of the round that has just ended, whose squared norms these are.
-
-        Raises:
-            RuntimeError: some are not finite.
-        """
-        *by_worker, mean = squares.tolist()
-        broken = []
-        for worker, norms in enumerate(by_worker):
-            units = [unit for unit, square in zip(self.units, norms, strict=True) if not math.isfinite(square)]
-            if units:
-                broken.append(f"worker {worker} had weights that are not finite in {_listed(units)}")
-        if broken:
-            raise RuntimeError(
-                f"outer round {self.rounds}: {'; '.join(broken)}. The run ends here and saves nothing. Resume from the "
-                "last checkpoint, with a lower learning rate or with the cause removed"
-            )
+    def _report(self, squares: torch.Tensor, verdicts: list[Verdict] | None, seconds: float) -> RoundReport:
+        """Return the report of the round that has just ended, whose squared norms these are."""
+        *by_worker, common = squares.tolist()
         sent = 0
         for segment in self._segments:
             first, last = self._own_bounds(segment)
             sent += segment.numel - (last - first) + (len(by_worker) - 1) * (last - first)
+        everyone = set(range(len(by_worker)))
+        verdicts = verdicts or []
         return RoundReport(
             round=self.rounds,
-            pseudo_gradient_norm=math.sqrt(math.fsum(mean)),
-            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, mean, strict=True)},
+            pseudo_gradient_norm=math.sqrt(math.fsum(common)),
+            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, common, strict=True)},
             worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
+            rejected={
+                unit: sorted(everyone - set(verdict.accepted))
+                for unit, verdict in zip(self.units, verdicts, strict=False)
+                if len(verdict.accepted) < len(everyone)
+            },
             bytes_sent=4 * sent,
             seconds=seconds,
         )
@@ -291,22 +334,23 @@ class LocalSGD:
         Returns:
             Lists by name, in the order and shapes of the values; empty in warm-up.
         """
-        if self._anchors is None or self._optimizer is None:
+        if self._shard is None:
             return {}
-        parts = {"anchor": self._anchors, **self._optimizer.tensor_state()}
+        parts = {"anchor": self._shard.anchors, **self._shard.optimizer.tensor_state()}
         return {name: self._gathered(owned) for name, owned in parts.items()}
 
     def gather_anchor(self) -> list[torch.Tensor]:
         """Return the anchor in the order and shapes of the values; all ranks of `across` must call it."""
-        assert self._anchors is not None, "there is no anchor in warm-up"
-        return self._gathered(self._anchors)
+        assert self._shard is not None, "there is no anchor in warm-up"
+        return self._gathered(self._shard.anchors)
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the counters, equal on all ranks."""
         return {
             "rounds": self.rounds,
             "steps_since_sync": self.steps_since_sync,
-            "outer_scalars": {} if self._optimizer is None else self._optimizer.scalar_state(),
+            "outer_scalars": {} if self._shard is None else self._shard.optimizer.scalar_state(),
+            "penalty": self._penalty.state(),
         }
 
     @torch.no_grad()
@@ -319,17 +363,23 @@ class LocalSGD:
         """
         if tensors:
             parts = {name: self._own_parts(values) for name, values in tensors.items()}
-            self._start(parts.pop("anchor"))
-            assert self._optimizer is not None
-            self._optimizer.load(parts, scalars["outer_scalars"])
+            self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer_scalars"])
+            self._penalty.load(scalars["penalty"])
         self.rounds = int(scalars["rounds"])
         self.steps_since_sync = int(scalars["steps_since_sync"])
 
-    def _start(self, anchors: list[torch.Tensor]) -> None:
+    def _start(self, anchors: list[torch.Tensor]) -> OuterShard:
         """Begin an interval at these parts of the anchor."""
-        self._anchors = anchors
-        self._optimizer = build_outer_optimizer(self.outer, anchors)
         self.steps_since_sync = 0
+        self._shard = OuterShard(
+            anchors,
+            self._counted,
+            optimizer=build_outer_optimizer(self.outer, anchors),
+            reducer=build_reducer(self.gta),
+            sparsifier=build_sparsifier(self.gta),
+            worker=dist.get_rank(self.across),
+        )
+        return self._shard
 
     def _own_bounds(self, segment: Segment) -> tuple[int, int]:
         """Return which elements of a segment this rank owns."""

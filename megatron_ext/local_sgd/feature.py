@@ -21,7 +21,7 @@ from megatron_ext.hooks import (
     TrainContext,
 )
 from megatron_ext.local_sgd import checkpoint
-from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD, RoundReport, SyncedTensor
 from megatron_ext.local_sgd.outer_optimizer import resolve_class
 from megatron_ext.params import ParameterView
@@ -63,6 +63,7 @@ class LocalSGDFeature(Feature):
         """Add the groups of local SGD and of its outer optimizer."""
         add_config_group(parser, LocalSGDConfig, "local SGD")
         add_config_group(parser, OuterOptimizerConfig, "outer optimizer")
+        add_config_group(parser, GTAConfig, "pseudo-gradient reduction")
 
     def enabled(self, args: Any) -> bool:
         """Return whether there are workers to train apart; one worker is an ordinary Megatron run."""
@@ -71,10 +72,11 @@ class LocalSGDFeature(Feature):
     def validate(self, args: Any) -> list[str]:
         """Check the options by themselves, against the run's shape, and against the support table."""
         config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
+        gta = GTAConfig.from_args(args)
         problems = config.problems()
         if not config.use_local_sgd:
             return problems
-        problems += outer.problems()
+        problems += outer.problems() + gta.problems(config)
         try:
             resolve_class(outer.outer_optimizer)
         except UserError as error:
@@ -302,6 +304,7 @@ class LocalSGDFeature(Feature):
                 units=view.units(),
                 config=LocalSGDConfig.from_args(args),
                 outer=OuterOptimizerConfig.from_args(args),
+                gta=GTAConfig.from_args(args),
                 across=groups.across,
                 inside=groups.inside,
             )

@@ -36,14 +36,14 @@ class Penalty:
     def __init__(self, config: LocalSGDConfig, *, workers: int, units: int) -> None:
         self._config = config
         self._detector: AnomalyDetector | None = None
-        if config.local_sgd_skip_anomaly:
+        if config.skip_anomaly:
             self._detector = AnomalyDetector(
                 workers,
                 units,
-                alpha=config.local_sgd_ewma_alpha,
-                warmup=config.local_sgd_ewma_warmup_steps,
-                threshold=config.local_sgd_ewma_threshold,
-                bias_correction=not config.local_sgd_ewma_official_start,
+                alpha=config.ewma_alpha,
+                warmup=config.ewma_warmup_steps,
+                threshold=config.ewma_threshold,
+                bias_correction=not config.ewma_official_start,
             )
 
     @property
@@ -80,9 +80,9 @@ class Penalty:
         if not workers:
             return Verdict(accepted=(), weights=())
         weights = torch.full((len(workers),), 1 / len(workers), dtype=torch.float64)
-        if self._config.local_sgd_pseudo_gradnorm_reduce:
+        if self._config.pseudo_gradnorm_reduce:
             scale = self._temperature
-            if self._config.local_sgd_weight_scale_free:
+            if self._config.weight_scale_free:
                 scale *= float(norms[workers].mean())
             if scale > 0:
                 weights = torch.softmax(-norms[workers] / scale, dim=0)
@@ -90,7 +90,7 @@ class Penalty:
 
     @property
     def _temperature(self) -> float:
-        temperature = self._config.local_sgd_weight_softmax_temperature
+        temperature = self._config.weight_softmax_temperature
         return 1.0 if temperature is None else temperature
 
 

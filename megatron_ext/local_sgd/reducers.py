@@ -10,13 +10,16 @@ pseudo-gradient points where the majority's does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Gta", "Linear", "Reducer", "sparsify"]
+from megatron_ext.local_sgd.config import GTAConfig
+
+__all__ = ["Gta", "Linear", "Reducer", "build_reducer", "build_sparsifier", "sparsify"]
 
 _TINY = 1e-8
 Sparsification = Literal["magnitude", "random", "rescaled_random"]
@@ -102,6 +105,28 @@ def sparsify(
         return sparse.view(tensor.shape)
     mask = torch.bernoulli(torch.full_like(tensor, density), generator=generator)
     return tensor * mask / density if method == "rescaled_random" else tensor * mask
+
+
+def build_reducer(config: GTAConfig) -> Reducer:
+    """Return the reducer that a configuration asks for."""
+    if config.reducer == "gta":
+        return Gta(consensus=config.consensus_method, normalize=config.normalize, int8_mask=config.int8_mask)
+    return Linear(normalize=config.normalize)
+
+
+def build_sparsifier(config: GTAConfig) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None:
+    """Return what thins out a pseudo-gradient, given the seed of its random numbers; None for nothing."""
+    method = config.sparsification_method
+    if method is None:
+        return None
+
+    def thin(tensor: torch.Tensor, seed: tuple[int, ...]) -> torch.Tensor:
+        # A digest, because torch's generator wants one number and neighbouring seeds should differ in many bits.
+        digest = hashlib.blake2b(repr(seed).encode(), digest_size=7).digest()
+        generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest))
+        return sparsify(tensor, config.density, method, generator)
+
+    return thin
 
 
 def _weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:

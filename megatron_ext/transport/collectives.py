@@ -22,6 +22,8 @@ __all__ = [
     "SEGMENT_NUMEL",
     "Buffer",
     "Combine",
+    "Exchange",
+    "Memory",
     "from_owners",
     "ordered_sum",
     "part_bounds",
@@ -77,9 +79,9 @@ def through_owners(
         group: process group, one rank per worker in worker order.
         combine: makes the results of this rank's parts, called buffer by buffer and run by run.
     """
-    outward, homeward, memory = _Way(), _Way(), _Memory()
+    outward, homeward, memory = _Way(), _Way(), Memory()
     for index, buffer in enumerate(buffers):
-        outward.append(_Exchange(index, buffer, group, memory).start())
+        outward.append(Exchange(index, buffer, group, memory).start())
         while outward.full:
             homeward.append(outward.popleft().turn(combine))
         while homeward.full:
@@ -99,7 +101,7 @@ def from_owners(buffers: Iterable[Buffer], group: Any) -> Iterator[Buffer]:
     """
     homeward = _Way()
     for index, buffer in enumerate(buffers):
-        homeward.append(_Exchange(index, buffer, group, _Memory()).return_own())
+        homeward.append(Exchange(index, buffer, group, Memory()).return_own())
         while homeward.full:
             yield homeward.popleft().finish()
     while homeward:
@@ -129,7 +131,7 @@ def ordered_sum(buffer: torch.Tensor, group: Any) -> None:
         pass
 
 
-class _Memory:
+class Memory:
     """Buffers that are used again and again: on a processor, fresh memory costs more than what arrives in it."""
 
     def __init__(self) -> None:
@@ -150,7 +152,7 @@ class _Way:
     """Exchanges on their way in one direction, in order."""
 
     def __init__(self) -> None:
-        self._exchanges: deque[_Exchange] = deque()
+        self._exchanges: deque[Exchange] = deque()
         self._numel = 0
 
     def __bool__(self) -> bool:
@@ -162,22 +164,22 @@ class _Way:
         """Whether the first must arrive before another may start."""
         return self._numel > IN_FLIGHT_NUMEL
 
-    def append(self, exchange: _Exchange) -> None:
+    def append(self, exchange: Exchange) -> None:
         """Add the last one."""
         self._exchanges.append(exchange)
         self._numel += exchange.numel
 
-    def popleft(self) -> _Exchange:
+    def popleft(self) -> Exchange:
         """Remove the first one."""
         exchange = self._exchanges.popleft()
         self._numel -= exchange.numel
         return exchange
 
 
-class _Exchange:
+class Exchange:
     """One buffer on its way: its parts to their owners, and the owners' results back to everyone."""
 
-    def __init__(self, index: int, buffer: Buffer, group: Any, memory: _Memory) -> None:
+    def __init__(self, index: int, buffer: Buffer, group: Any, memory: Memory) -> None:
         self.numel = sum(tensor.numel() for tensor in buffer)
         self._index = index
         self._buffer = buffer
@@ -190,28 +192,35 @@ class _Exchange:
         self._terms: list[list[torch.Tensor]] = []
         self._works: list[dist.Work] = []
 
-    def start(self) -> _Exchange:
+    def start(self) -> Exchange:
         """Start to send every owner this rank's values of its part."""
         own = self._parts[self._rank]
         self._terms = [own if part is own else [self._memory.take(run) for run in own] for part in self._parts]
         self._works = self._swap(self._parts, self._terms)
         return self
 
-    def turn(self, combine: Combine) -> _Exchange:
+    def turn(self, combine: Combine) -> Exchange:
         """Wait for the others' values of this rank's part, combine them, and start to send the result back."""
+        for start, terms in self.arrived():
+            combine(self._index, start, terms)
+        return self.return_own()
+
+    def arrived(self) -> list[tuple[int, list[torch.Tensor]]]:
+        """Wait for the others' values of this rank's part; return (start, terms) of every run, as `Combine` has it."""
         self._wait()
+        found = []
         start = 0
         for terms in zip(*self._terms, strict=True):
-            combine(self._index, start, list(terms))
+            found.append((start, list(terms)))
             start += terms[0].numel()
+        return found
+
+    def return_own(self) -> Exchange:
+        """Start to send this rank's part to everyone, and to receive theirs."""
         for part in self._terms:
             if part is not self._parts[self._rank]:
                 self._memory.give(part)
         self._terms = []
-        return self.return_own()
-
-    def return_own(self) -> _Exchange:
-        """Start to send this rank's part to everyone, and to receive theirs."""
         self._works = self._swap([self._parts[self._rank]] * len(self._parts), self._parts)
         return self
 

@@ -4,7 +4,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 
 
 def start_groups():
@@ -15,7 +15,7 @@ def start_groups():
     return dist.group.WORLD, alone[dist.get_rank()]
 
 
-def engine_of(values, *, interval=1, units=None, groups=None, **outer):
+def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=None, **outer):
     """Return an engine whose workers are the ranks.
 
     Args:
@@ -23,6 +23,8 @@ def engine_of(values, *, interval=1, units=None, groups=None, **outer):
         interval: H.
         units: the unit of every value; by default all belong to one.
         groups: what `start_groups` returned, where it was called already.
+        penalty: further fields of `LocalSGDConfig`.
+        gta: fields of `GTAConfig`.
         outer: fields of `OuterOptimizerConfig`.
     """
     from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
@@ -39,8 +41,10 @@ def engine_of(values, *, interval=1, units=None, groups=None, **outer):
             use_local_sgd=True,
             local_sgd_workers=dist.get_world_size(across),
             local_sgd_sync_interval=interval,
+            **(penalty or {}),
         ),
         outer=OuterOptimizerConfig(**outer),
+        gta=GTAConfig(**(gta or {})),
         across=across,
         inside=inside,
     )

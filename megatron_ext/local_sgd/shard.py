@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of a round that an owner does: anchor, outer state and outer step of the elements that a rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer
+from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.local_sgd.reducers import Reducer
+from megatron_ext.transport.collectives import CACHED_NUMEL
+
+__all__ = ["Counted", "OuterShard", "Sparsifier"]
+
+Sparsifier = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
+"""`sparsifier(tensor, seed)`: the tensor with only a part of its elements."""
+
+Counted = Sequence[tuple[int, int]]
+"""Ranges of a run's elements that count in norms."""
+
+
+class OuterShard:
+    """What a rank owns, as runs of elements that are contiguous while they are exchanged.
+
+    A run's `terms` are all workers' values of it, 1-D and in worker order; `terms[worker]` is this rank's own memory,
+    in which everything ends. Norms are added up as squares, fp64, without a word to other ranks.
+    """
+
+    def __init__(
+        self,
+        anchors: list[torch.Tensor],
+        counted: Sequence[Counted],
+        *,
+        optimizer: OuterOptimizer,
+        reducer: Reducer,
+        sparsifier: Sparsifier | None,
+        worker: int,
+    ) -> None:
+        """Take over the anchors.
+
+        Args:
+            anchors: fp32, 1-D, one per run; updated in place.
+            counted: the ranges of each run that count in norms.
+            optimizer: the outer optimizer over the anchors.
+            reducer: makes one pseudo-gradient of several.
+            sparsifier: thins out every worker's pseudo-gradient of a run before they are reduced.
+            worker: which worker this rank belongs to.
+        """
+        self.anchors = anchors
+        self.optimizer = optimizer
+        self._counted = counted
+        self._reducer = reducer
+        self._sparsifier = sparsifier
+        self._worker = worker
+        longest = max((anchor.numel() for anchor in anchors), default=1)
+        cached = bool(anchors) and anchors[0].device.type == "cpu"
+        self._elementwise_numel = min(longest, CACHED_NUMEL) if cached else longest
+        self._step_numel = self._elementwise_numel if optimizer.elementwise else longest
+        self._scratch = anchors[0].new_empty(0) if anchors else torch.empty(0)
+
+    def prepare(self) -> None:
+        """Take the memory that a round works in."""
+        self._scratch = self._scratch.new_empty(2, max(self._elementwise_numel, self._step_numel))
+
+    def release(self) -> None:
+        """Give that memory back."""
+        self._scratch = self._scratch.new_empty(0)
+
+    def mean_step(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor) -> None:
+        """Make the whole step by the plain mean, in one pass.
+
+        Args:
+            run: its number.
+            terms: see the class.
+            squares: (workers + 1,), to which the squared norms of all pseudo-gradients and of their mean are added.
+        """
+        for start, part in self._parts(run, self._step_numel):
+            anchor = self.anchors[run][part]
+            total, other = self._scratch[0, : anchor.numel()], self._scratch[1, : anchor.numel()]
+            torch.sub(anchor, terms[0][part], out=total)
+            self._add_square(squares[0], total, run, start)
+            for worker, term in enumerate(terms[1:], start=1):
+                torch.sub(anchor, term[part], out=other)
+                self._add_square(squares[worker], other, run, start)
+                total.add_(other)
+            mean = total.div_(len(terms))
+            self._add_square(squares[-1], mean, run, start)
+            self.optimizer.step(run, part, mean)
+            terms[self._worker][part] = anchor
+
+    def measure(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor) -> None:
+        """Add the squared norms of all workers' pseudo-gradients to `squares`, (workers,)."""
+        for start, part in self._parts(run, self._elementwise_numel):
+            anchor = self.anchors[run][part]
+            other = self._scratch[1, : anchor.numel()]
+            for worker, term in enumerate(terms):
+                torch.sub(anchor, term[part], out=other)
+                self._add_square(squares[worker], other, run, start)
+
+    def reduce(
+        self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, seed: tuple[int, ...]
+    ) -> None:
+        """Put the common pseudo-gradient in the place of this rank's own term.
+
+        Args:
+            run: its number.
+            terms: see the class.
+            verdict: which workers count, and how much.
+            square: to which the squared norm of the result is added.
+            seed: of the random numbers, with the worker's number: the same whenever this round is made.
+        """
+        own = terms[self._worker]
+        length = self._elementwise_numel if self._sparsifier is None else max(own.numel(), 1)
+        for start, part in self._parts(run, length):
+            anchor = self.anchors[run][part]
+            if verdict.accepted:
+                gradients = [torch.sub(anchor, terms[worker][part]) for worker in verdict.accepted]
+                if self._sparsifier is not None:
+                    gradients = [
+                        self._sparsifier(gradient, (*seed, worker))
+                        for gradient, worker in zip(gradients, verdict.accepted, strict=True)
+                    ]
+                own[part] = self._reducer(gradients, verdict.weights)
+            else:
+                own[part] = 0
+            self._add_square(square, own[part], run, start)
+
+    def step(self, run: int, own: torch.Tensor, coefficient: float | None) -> None:
+        """Move the anchor by the common pseudo-gradient, and put it in the place of that.
+
+        Args:
+            run: its number.
+            own: what `reduce` left in this rank's own term.
+            coefficient: multiplies the pseudo-gradient; None leaves the anchor and the outer state as they are.
+        """
+        for _, part in self._parts(run, self._step_numel):
+            anchor = self.anchors[run][part]
+            if coefficient is not None:
+                gradient = torch.mul(own[part], coefficient, out=self._scratch[0, : anchor.numel()])
+                self.optimizer.step(run, part, gradient)
+            own[part] = anchor
+
+    def _parts(self, run: int, length: int) -> Iterator[tuple[int, slice]]:
+        """Yield (start, slice) of the parts of a run to work on one after the other."""
+        numel = self.anchors[run].numel()
+        for start in range(0, numel, length):
+            yield start, slice(start, min(start + length, numel))
+
+    def _add_square(self, total: torch.Tensor, part: torch.Tensor, run: int, start: int) -> None:
+        """Add to `total` the squared norm of those elements of `part` that count; it is at `start` of the run."""
+        for first, last in self._counted[run]:
+            within = part[max(first - start, 0) : max(last - start, 0)]
+            total += within.dot(within)
+

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pseudo-gradient penalty on numbers alone: detector, verdicts and clipping."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.local_sgd import LocalSGDConfig
+from megatron_ext.local_sgd.detector import AnomalyDetector
+from megatron_ext.local_sgd.penalty import Penalty, clip_coefficient
+
+
+def norms(*rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def detector(**options):
+    return AnomalyDetector(1, 1, **{"alpha": 0.1, "warmup": 3, "threshold": 3.0, **options})
+
+
+def seen(detector, *values):
+    """Return the verdict on each value when all of them are learned."""
+    found = []
+    for value in values:
+        found.append(bool(detector.verdicts(norms([value]))))
+        detector.learn(norms([value]), torch.ones(1, 1, dtype=torch.bool))
+    return found
+
+
+def test_the_official_recurrence_gives_the_specified_trace():
+    official = detector(bias_correction=False)
+    means, spreads, verdicts = [], [], []
+    for value in (1.0, 2.0, 3.0, 4.0, 10.0):
+        verdicts += seen(official, value)
+        means.append(float(official.mean))
+        spreads.append(float(official.spread))
+    assert means == pytest.approx([0.1, 0.29, 0.561, 0.9049, 1.81441])
+    assert spreads == pytest.approx([0.081, 0.36531, 0.923651, 1.78925, 8.310713], rel=1e-6)
+    assert verdicts == [False, False, False, False, True]
+
+
+def smallest_flagged(detector):
+    low, high = 0.0, 100.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if bool(detector.verdicts(norms([middle]))) else (middle, high)
+    return high
+
+
+def test_the_official_start_is_biased_for_a_hundred_rounds_and_ours_is_not():
+    options = {"alpha": 0.02, "warmup": 120}
+    official, ours = detector(bias_correction=False, **options), detector(**options)
+    wiggle = [1.0 + 0.01 * (-1) ** number for number in range(120)]
+    seen(official, *[1.0] * 120)
+    seen(ours, *wiggle)
+    # Specified figures of the official one, for a constant input of 1.
+    assert float(official.mean) == pytest.approx(0.911, abs=5e-4)
+    assert float(official.spread.sqrt()) == pytest.approx(0.281, abs=5e-4)
+    assert smallest_flagged(official) == pytest.approx(1.755, abs=5e-4)
+    assert float(ours.mean) == pytest.approx(1.0, abs=1e-3)
+    assert smallest_flagged(ours) < 1.05
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=3, max_size=20))
+def test_the_corrected_mean_is_the_weighted_mean_of_what_was_seen(values):
+    ours = detector()
+    seen(ours, *values)
+    weights = [0.1 * 0.9 ** (len(values) - 1 - number) for number in range(len(values))]
+    expected = math.fsum(w * v for w, v in zip(weights, values, strict=True)) / math.fsum(weights)
+    assert float(ours.mean) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("experience", [0, 10])
+def test_what_is_not_finite_is_always_flagged(value, experience):
+    fresh = detector()
+    seen(fresh, *[1.0, 1.1] * experience)
+    assert bool(fresh.verdicts(norms([value])))
+
+
+def test_nothing_is_learned_from_a_rejected_norm():
+    ours = detector()
+    seen(ours, *[1.0, 1.1, 0.9] * 5)
+    before = ours.state()
+    ours.learn(norms([1e6]), torch.zeros(1, 1, dtype=torch.bool))
+    after = ours.state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert bool(ours.verdicts(norms([500.0])))
+
+
+def test_a_saved_detector_goes_on_alike_with_as_many_workers_and_with_more():
+    generator = torch.Generator().manual_seed(0)
+    first = AnomalyDetector(2, 3, alpha=0.1, warmup=4, threshold=3.0)
+    everyone = torch.ones(2, 3, dtype=torch.bool)
+    for _ in range(9):
+        first.learn(torch.rand(2, 3, generator=generator, dtype=torch.float64), everyone)
+    second = AnomalyDetector(2, 3, alpha=0.1, warmup=4, threshold=3.0)
+    second.load(first.state())
+    more = AnomalyDetector(5, 3, alpha=0.1, warmup=4, threshold=3.0)
+    more.load(first.state())
+    for size in (0.1, 0.5, 1.0, 3.0, 9.0):
+        value = torch.full((2, 3), size, dtype=torch.float64)
+        assert torch.equal(first.verdicts(value), second.verdicts(value))
+        wide = more.verdicts(torch.full((5, 3), size, dtype=torch.float64))
+        assert torch.equal(wide, first.verdicts(value)[[0, 1, 0, 1, 0]])
+
+
+def penalty(workers, units=1, **fields):
+    return Penalty(
+        LocalSGDConfig(use_local_sgd=True, local_sgd_workers=workers, **fields), workers=workers, units=units
+    )
+
+
+def test_without_options_all_workers_count_alike():
+    (verdict,) = penalty(4).decide(norms([1.0], [2.0], [30.0], [4.0]))
+    assert verdict.accepted == (0, 1, 2, 3)
+    assert verdict.weights == (0.25,) * 4
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0, 2.5])
+def test_norm_weights_are_the_softmax_of_the_negative_norms(temperature):
+    fields = {"pseudo_gradnorm_reduce": True, "weight_softmax_temperature": temperature}
+    (verdict,) = penalty(3, **fields).decide(norms([1.0], [2.0], [4.0]))
+    terms = [math.exp(-norm / (temperature or 1.0)) for norm in (1.0, 2.0, 4.0)]
+    assert verdict.weights == pytest.approx([term / sum(terms) for term in terms])
+
+
+@given(st.floats(1e-3, 1e3))
+def test_scale_free_weights_do_not_depend_on_the_size_of_a_layer(scale):
+    fields = {"pseudo_gradnorm_reduce": True, "weight_scale_free": True}
+    (small,) = penalty(2, **fields).decide(norms([10.0], [12.0]))
+    (large,) = penalty(2, **fields).decide(norms([10.0 * scale], [12.0 * scale]))
+    assert large.weights == pytest.approx(small.weights)
+    # The plain softmax of the same norms makes one worker take most.
+    assert small.weights[0] == pytest.approx(0.545, abs=1e-3)
+    (plain,) = penalty(2, pseudo_gradnorm_reduce=True).decide(norms([10.0], [12.0]))
+    assert plain.weights[0] == pytest.approx(0.88, abs=1e-3)
+
+
+def test_units_are_decided_apart_and_a_rejected_worker_has_no_weight():
+    strict = penalty(3, units=2, skip_anomaly=True, pseudo_gradnorm_reduce=True)
+    first, second = strict.decide(norms([1.0, 1.0], [math.nan, 1.0], [1.0, math.inf]))
+    assert (first.accepted, second.accepted) == ((0, 2), (0, 1))
+    assert first.weights == pytest.approx((0.5, 0.5))
+
+
+def test_when_all_are_anomalous_nobody_counts():
+    (verdict,) = penalty(2, skip_anomaly=True).decide(norms([math.nan], [math.nan]))
+    assert verdict.accepted == verdict.weights == ()
+
+
+@given(st.floats(0, 1e6), st.one_of(st.none(), st.floats(1e-3, 1e3)))
+def test_a_clipped_norm_never_exceeds_the_limit_and_a_small_one_is_left_alone(norm, limit):
+    coefficient = clip_coefficient(norm, limit)
+    if limit is None or norm + 1e-6 <= limit:
+        assert coefficient == 1.0
+    else:
+        assert coefficient * norm <= limit

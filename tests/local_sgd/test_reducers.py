@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reducers and sparsification: the specified golden values, and what must hold for any input."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.local_sgd import GTAConfig
+from megatron_ext.local_sgd.reducers import Gta, Linear, build_sparsifier, sparsify
+
+EQUAL, GROWING = [1.0] * 4, [1.0, 2.0, 3.0, 4.0]
+
+
+def terms():
+    """Four workers, worker r with (r + 1)(-1)^r."""
+    return [torch.full((4,), (rank + 1.0) * (-1) ** rank) for rank in range(4)]
+
+
+def softmax(*values):
+    return torch.softmax(torch.tensor(values, dtype=torch.float64), dim=0).tolist()
+
+
+@pytest.mark.parametrize(
+    ("reducer", "weights", "expected"),
+    [
+        (Gta(consensus="sum"), EQUAL, -3.0),
+        (Gta(consensus="sum"), softmax(1, 1, 1, 1), -3.0),
+        (Gta(consensus="sum", int8_mask=True), EQUAL, -3.0),
+        (Gta(consensus="count"), EQUAL, 2.0),
+        (Gta(consensus="sum"), GROWING, -10 / 3),
+        (Gta(consensus="count"), GROWING, 2.5),
+        (Gta(consensus=None), GROWING, -1.0),
+        (Gta(consensus=None, normalize=False), EQUAL, -2.0),
+        (Gta(consensus="sum", normalize=False), EQUAL, -6.0),
+        (Linear(), EQUAL, -0.5),
+        (Linear(normalize=False), EQUAL, -2.0),
+        (Linear(), GROWING, -1.0),
+        (Linear(), softmax(-1, -2, -3, -4), 0.30335),
+        (Linear(), softmax(-0.5, -1, -1.5, -2), -0.00088),
+    ],
+)
+def test_reducers_give_the_specified_golden_values(reducer, weights, expected):
+    assert reducer(terms(), weights).tolist() == pytest.approx([expected] * 4, abs=6e-6)
+
+
+def test_exact_zeros_are_on_nobody_s_side():
+    result = Gta(consensus="sum")([torch.zeros(3), torch.tensor([1.0, -2.0, 0.0])], [1.0, 1.0])
+    assert result.tolist() == [1.0, -2.0, 0.0]
+
+
+@given(st.integers(1, 5), st.integers(0, 2**31))
+def test_equal_pseudo_gradients_come_out_as_they_went_in(workers, seed):
+    term = torch.randn(50, generator=torch.Generator().manual_seed(seed))
+    weights = [1.0 / workers] * workers
+    for reducer in (Linear(), Gta(consensus="sum"), Gta(consensus="count", int8_mask=True)):
+        assert torch.allclose(reducer([term.clone() for _ in range(workers)], weights), term)
+
+
+def test_sparsification_gives_the_specified_golden_values():
+    assert sparsify(torch.tensor([1.0, -5, 3, 0.5]), 0.5, "magnitude").tolist() == [0, -5, 3, 0]
+    torch.manual_seed(0)
+    assert sparsify(torch.arange(1.0, 9), 0.5, "random").tolist() == [1, 0, 3, 4, 5, 0, 7, 0]
+    torch.manual_seed(0)
+    assert sparsify(torch.arange(1.0, 9), 0.5, "rescaled_random").tolist() == [2, 0, 6, 8, 10, 0, 14, 0]
+
+
+@given(st.integers(1, 200), st.floats(0.01, 1))
+def test_magnitude_keeps_the_largest_and_at_least_one(numel, density):
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    kept = sparsify(tensor, density, "magnitude")
+    count = numel if density == 1 else max(int(density * numel), 1)
+    assert int((kept != 0).sum()) == count
+    assert kept.abs().sum() == pytest.approx(float(tensor.abs().sort(descending=True).values[:count].sum()), rel=1e-4)
+
+
+def test_random_masks_depend_on_round_and_worker_and_on_nothing_else():
+    config = GTAConfig(reducer="gta", sparsification_method="random", density=0.5)
+    thin, again = build_sparsifier(config), build_sparsifier(config)
+    tensor = torch.ones(64)
+    masks = [thin(tensor, seed).tolist() for seed in ((0, 1, 0), (0, 1, 1), (1, 1, 0))]
+    torch.manual_seed(math.prod(range(1, 9)))
+    assert again(tensor, (0, 1, 0)).tolist() == masks[0]
+    assert len({tuple(mask) for mask in masks}) == 3
