@@ -21,6 +21,9 @@ _empty_collectors: list[str] = []
 def pytest_configure() -> None:
     """Mark this session's environment, and ask nothing of the clock: machines that run tests are busy."""
     os.environ[SESSION_MARK] = uuid.uuid4().hex
+    # A shell ignores interrupts for what it starts in the background, and all processes from there would, too.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("untimed", deadline=None)
     settings.load_profile("untimed")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from importlib import metadata
@@ -30,6 +31,11 @@ def installed_version(distribution: str) -> Version | None:
                 return None
             raise
         return Version(Version(str(info.__version__)).public)
+    return _version_on_disk(distribution)
+
+
+@functools.cache  # asked for once per patch, and reading it takes milliseconds
+def _version_on_disk(distribution: str) -> Version | None:
     try:
         return Version(Version(metadata.version(distribution)).public)
     except metadata.PackageNotFoundError:

@@ -16,7 +16,8 @@ __all__ = ["PatchRegistry"]
 
 # Modules in which a copy of a patched function is replaced: Megatron itself, the scripts that drive it, and the
 # package that publishes torch's collectives.
-_SCRIPT_MODULES = ("__main__", "gpt_builders", "model_provider", "pretrain_")
+_COPY_PREFIXES = ("megatron.", "__main__", "gpt_builders", "model_provider", "pretrain_")
+_COPY_MODULES = ("megatron", "torch.distributed")
 _ABSENT = object()
 
 
@@ -121,20 +122,19 @@ def _rebind_copies(
 ) -> tuple[tuple[ModuleType, str, Any, Any], ...]:
     """Replace every global that is the original itself, whatever it is called there."""
     found = []
-    for module_name, module in tuple(sys.modules.items()):
-        if not _may_hold_copies(module_name) or not isinstance(module, ModuleType):
+    modules = [
+        module
+        for module_name, module in sys.modules.items()
+        if module_name.startswith(_COPY_PREFIXES) or module_name in _COPY_MODULES
+    ]
+    for module in modules:
+        if not isinstance(module, ModuleType):
             continue
         for key, value in tuple(vars(module).items()):
             if value is raw and not (module is owner and key == name):
                 setattr(module, key, replacement)
                 found.append((module, key, raw, replacement))
     return tuple(found)
-
-
-def _may_hold_copies(module_name: str) -> bool:
-    if module_name in ("megatron", "torch.distributed") or module_name.startswith("megatron."):
-        return True
-    return module_name.startswith(_SCRIPT_MODULES)
 
 
 def _revert_one(record: _Applied) -> None:
