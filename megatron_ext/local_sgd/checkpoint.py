@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext
+from megatron_ext.local_sgd.config import GTAConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
@@ -108,7 +109,7 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
         "workers": groups.num_workers,
         "interval": engine.config.local_sgd_sync_interval,
         "synced": engine.synced,
-        "outer_optimizer": engine.outer.outer_optimizer,
+        "method": _method(engine.outer, engine.gta),
         "tensors": list(tensors),
         "parameters": _shapes(values.view),
         **engine.scalar_state(),
@@ -158,6 +159,8 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             raise UserError(
                 f"{where}: {rest}, which {option} would discard; load a checkpoint that was saved at a sync point"
             )
+    if not (args.no_load_optim or args.finetune):
+        _check_method(summary["method"], args, where)
     _check_layout(context, where)
     return plan
 
@@ -225,6 +228,27 @@ def restore(
     engine.load(plan.outer, summary)
     plan.outer = {}
     return True
+
+
+def _method(outer: OuterOptimizerConfig, gta: GTAConfig) -> dict[str, Any]:
+    """Return by flag what a run must not change on its way."""
+    return {"--outer-optimizer": outer.outer_optimizer, **gta.by_flag()}
+
+
+def _check_method(saved: dict[str, Any], args: Any, where: str) -> None:
+    """Refuse another outer optimizer, whose state would be missing, and another reducer."""
+    now = _method(OuterOptimizerConfig.from_args(args), GTAConfig.from_args(args))
+    for flag, value in now.items():
+        before = saved.get(flag)
+        if value != before:
+            raise UserError(
+                f"{where}: {flag} was {_shown(before)} in the run that saved it, and is {_shown(value)} now; resume "
+                "with what it was, or start with fresh optimizer states from a sync point (--no-load-optim)"
+            )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else repr(value)
 
 
 def _shapes(view: ParameterView) -> dict[str, list[int]]:

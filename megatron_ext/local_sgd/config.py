@@ -30,7 +30,7 @@ def _flag_of(entry: "Field[Any]") -> str:
 
 
 class _FromArgs:
-    """Reading a config from Megatron's arguments."""
+    """A config whose fields are Megatron arguments."""
 
     @classmethod
     def from_args(cls, args: Any) -> Self:
@@ -42,6 +42,11 @@ class _FromArgs:
                 for name, entry in fields.items()
             }
         )
+
+    def by_flag(self) -> dict[str, Any]:
+        """Return the values by their command-line flags."""
+        fields: dict[str, Field[Any]] = getattr(self, "__dataclass_fields__")  # noqa: B009  # every subclass is one
+        return {_flag_of(entry): getattr(self, name) for name, entry in fields.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,10 @@ class LocalSGDConfig(_FromArgs):
     local_sgd_evaluation: Literal["synced", "workers"] = "synced"
     """What validation runs on: 'synced' = the anchor, the weights that all workers agreed on at the last
     round; 'workers' = each worker's own current weights, the reported loss being the mean over workers."""
+
+    local_sgd_round_log: str | None = None
+    """File to which every outer round appends a line of JSON. By default local_sgd_rounds.jsonl in the --save
+    folder, and none without --save; 'none' writes none. Shown by `megatron-ext local-sgd report`."""
 
     skip_anomaly: bool = _flag("--local-sgd-skip-anomaly", False)
     """Leave workers whose pseudo-gradient is anomalously large out of a round, unit by unit, and those that are
@@ -168,8 +177,8 @@ class GTAConfig(_FromArgs):
     sparsification_method: Literal["magnitude", "random", "rescaled_random"] | None = _flag(
         "--local-sgd-pseudo-grad-sparsification", None, type=str, choices=["magnitude", "random", "rescaled_random"]
     )
-    """With gta: keep only a part of each worker's pseudo-gradient: its largest elements, or random ones (divided
-    by the density when rescaled)."""
+    """With gta: keep only a part of each worker's pseudo-gradient: its largest elements, tensor by tensor as far as a
+    rank owns them, or random ones (divided by the density when rescaled)."""
 
     normalize: bool = _on_off("--local-sgd-pseudo-grad-normalize", True)
     """Divide by the weights that were summed."""

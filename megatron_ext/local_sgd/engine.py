@@ -16,7 +16,6 @@ costs the traffic of one all-reduce, and anchor and momentum together take 8 / W
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.packing import flattened, packed, put_back, unpack
 from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
 from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
+from megatron_ext.local_sgd.report import RoundClock, RoundReport, listed
 from megatron_ext.local_sgd.segments import Run, Segment, plan_segments
 from megatron_ext.local_sgd.shard import OuterShard
 from megatron_ext.transport.collectives import (
@@ -43,7 +43,7 @@ from megatron_ext.transport.collectives import (
     through_owners,
 )
 
-__all__ = ["LocalSGD", "RoundReport", "SyncedTensor"]
+__all__ = ["LocalSGD", "SyncedTensor"]
 
 # Tensors below this many elements are packed: a message of their own would cost more than the copy.
 SMALL_NUMEL = 1 << 14
@@ -66,32 +66,6 @@ class SyncedTensor:
     """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RoundReport:
-    """What one outer round did on this rank."""
-
-    round: int
-    """Number of the round, from 1."""
-
-    pseudo_gradient_norm: float
-    """L2 norm of the mean pseudo-gradient over the whole model."""
-
-    unit_norms: dict[str, float]
-    """The same over each unit, in model order."""
-
-    worker_norms: list[float]
-    """L2 norm of each worker's own pseudo-gradient over the whole model."""
-
-    rejected: dict[str, list[int]]
-    """The workers that were left out, for every unit in which any was."""
-
-    bytes_sent: int
-    """Bytes that this rank sent to other workers."""
-
-    seconds: float
-    """Wall time of the round on this rank, waiting included."""
-
-
 class LocalSGD:
     """The state of local SGD on one rank, and its rounds."""
 
@@ -105,6 +79,7 @@ class LocalSGD:
         gta: GTAConfig,
         across: Any,
         inside: Any,
+        observe: bool = False,
     ) -> None:
         """Prepare; no memory is taken before the anchor is.
 
@@ -117,6 +92,7 @@ class LocalSGD:
             gta: how pseudo-gradients become one.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
             inside: process group of all ranks of this worker.
+            observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.config = config
         self.outer = outer
@@ -126,6 +102,7 @@ class LocalSGD:
         self.units = tuple(units)
         self.across = across
         self.inside = inside
+        self._observe = observe
         self.rounds = 0
         self.steps_since_sync = 0
         self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
@@ -143,7 +120,8 @@ class LocalSGD:
             for run in segment.runs(*self._own_bounds(segment))
         ]
         self._number = {(index, run.start): number for number, (index, run) in enumerate(owned)}
-        self._counted = [self._counted_ranges(run) for _, run in owned]
+        self._tensors = [self._ranges(run) for _, run in owned]
+        self._counted = [self._ranges(run, counted=True) for _, run in owned]
         self._device = self.values[0].device if self.values else _collective_device(inside)
 
     @property
@@ -191,41 +169,54 @@ class LocalSGD:
         """
         shard = self._shard
         assert shard is not None, "a round needs an anchor"
-        start = time.perf_counter()
-        # Squared norms per unit: of every worker's pseudo-gradient, and in the last row of the common one.
+        clock = RoundClock()
         workers = dist.get_world_size(self.across)
+        # Squared norms per unit: of every worker's pseudo-gradient, and in the last row of the common one.
         squares = torch.zeros(workers + 1, len(self.units), dtype=torch.float64, device=self._device)
+        overlap = torch.zeros(2, dtype=torch.float64, device=self._device)
+        with clock.measure("waiting"):
+            arrival = torch.zeros((), device=self._device)
+            dist.all_reduce(arrival, group=self.across)
+            arrival.item()  # on a GPU the reduction has only been launched before
         flats = flattened(self.values)
-        shard.prepare()
-        verdicts = None
+        shard.prepare(overlap if self._observe else None)
+        decisions = None
         if self.config.has_penalty or self.gta != GTAConfig():
-            verdicts = self._guarded_round(shard, flats, squares)
+            decisions = self._guarded_round(shard, flats, squares, clock)
         else:
-            self._plain_round(shard, flats, squares)
+            self._plain_round(shard, flats, squares, clock)
             self._sum_over_ranks(squares)
             self._refuse_broken(squares[:-1])
         shard.release()
         put_back(flats, self.values)
+        if self._observe:
+            self._sum_over_ranks(overlap)
         self.rounds += 1
         self.steps_since_sync = 0
-        return self._report(squares, verdicts, time.perf_counter() - start)
+        return self._report(squares, overlap, decisions or [], clock)
 
-    def _plain_round(self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor) -> None:
+    def _plain_round(
+        self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor, clock: RoundClock
+    ) -> None:
         """Step by the mean of all workers, segment by segment."""
 
         def combine(index: int, start: int, terms: list[torch.Tensor]) -> None:
-            shard.mean_step(self._number[index, start], terms, squares[:, self._segments[index].unit])
+            with clock.measure("applying"):
+                shard.mean_step(self._number[index, start], terms, squares[:, self._segments[index].unit])
 
         buffers = (packed(segment, flats) for segment in self._segments)
         for segment, buffer in zip(self._segments, through_owners(buffers, self.across, combine), strict=True):
             unpack(segment, buffer, flats)
 
     def _guarded_round(
-        self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor
-    ) -> list[Verdict]:
+        self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor, clock: RoundClock
+    ) -> list[tuple[Verdict, float]]:
         """Decide over every unit from all workers' norms, then reduce, clip and step.
 
         The owners keep what they received until the norms over the whole model are known.
+
+        Returns:
+            For every unit the verdict, and by what its pseudo-gradient was multiplied.
         """
         memory = Memory()
         exchanges = [
@@ -233,29 +224,28 @@ class LocalSGD:
             for index, segment in enumerate(self._segments)
         ]
         arrived = [exchange.arrived() for exchange in exchanges]
-        for run, unit, terms in self._owned(arrived):
-            shard.measure(run, terms, squares[:-1, unit])
+        with clock.measure("applying"):
+            for run, unit, terms in self._owned(arrived):
+                shard.measure(run, terms, squares[:-1, unit])
         self._sum_over_ranks(squares)
         self._refuse_broken(squares[:-1])
         verdicts = self._penalty.decide(squares[:-1].sqrt().cpu())
 
-        for run, unit, terms in self._owned(arrived):
-            shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (self.rounds, run))
+        with clock.measure("applying"):
+            for run, unit, terms in self._owned(arrived):
+                shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (self.rounds, run))
         self._sum_over_ranks(squares[-1])
-        norms = squares[-1].sqrt().tolist()
-        coefficients = [
-            clip_coefficient(norm, self.config.clip_pseudo_grad) if verdict.accepted else None
-            for norm, verdict in zip(norms, verdicts, strict=True)
-        ]
+        coefficients = [clip_coefficient(norm, self.config.clip_pseudo_grad) for norm in squares[-1].sqrt().tolist()]
 
         worker = dist.get_rank(self.across)
-        for run, unit, terms in self._owned(arrived):
-            shard.step(run, terms[worker], coefficients[unit])
+        with clock.measure("applying"):
+            for run, unit, terms in self._owned(arrived):
+                shard.step(run, terms[worker], coefficients[unit] if verdicts[unit].accepted else None)
         for exchange in exchanges:
             exchange.return_own()
         for segment, exchange in zip(self._segments, exchanges, strict=True):
             unpack(segment, exchange.finish(), flats)
-        return verdicts
+        return list(zip(verdicts, coefficients, strict=True))
 
     def _owned(
         self, arrived: list[list[tuple[int, list[torch.Tensor]]]]
@@ -284,7 +274,7 @@ class LocalSGD:
         for worker, by_unit in enumerate(squares.tolist()):
             units = [unit for unit, square in zip(self.units, by_unit, strict=True) if not math.isfinite(square)]
             if units:
-                broken.append(f"worker {worker} had weights that are not finite in {_listed(units)}")
+                broken.append(f"worker {worker} had weights that are not finite in {listed(units)}")
         if broken:
             raise RuntimeError(
                 f"outer round {self.rounds + 1}: {'; '.join(broken)}. The run ends here and saves nothing. Resume from "
@@ -292,37 +282,53 @@ class LocalSGD:
                 "--local-sgd-skip-anomaly to leave such workers out"
             )
 
-    def _counted_ranges(self, run: Run) -> list[tuple[int, int]]:
-        """Return the ranges of a run that count in norms."""
+    def _ranges(self, run: Run, counted: bool = False) -> list[tuple[int, int]]:
+        """Return where the pieces of a run are, all of them or those that count in norms."""
         ranges = []
         offset = 0
         for piece in run.pieces:
-            if self.synced_tensors[piece.index].counted:
+            if not counted or self.synced_tensors[piece.index].counted:
                 ranges.append((offset, offset + piece.numel))
             offset += piece.numel
         return ranges
 
-    def _report(self, squares: torch.Tensor, verdicts: list[Verdict] | None, seconds: float) -> RoundReport:
-        """Return the report of the round that has just ended, whose squared norms these are."""
+    def _report(
+        self,
+        squares: torch.Tensor,
+        overlap: torch.Tensor,
+        decisions: Sequence[tuple[Verdict, float]],
+        clock: RoundClock,
+    ) -> RoundReport:
+        """Return the report of the round that has just ended."""
         *by_worker, common = squares.tolist()
+        workers = range(len(by_worker))
         sent = 0
         for segment in self._segments:
             first, last = self._own_bounds(segment)
             sent += segment.numel - (last - first) + (len(by_worker) - 1) * (last - first)
-        everyone = set(range(len(by_worker)))
-        verdicts = verdicts or []
+        decided = dict(zip(self.units, decisions, strict=False))
+        norm = math.sqrt(math.fsum(common))
+        scale = norm * math.sqrt(overlap[1])
         return RoundReport(
             round=self.rounds,
-            pseudo_gradient_norm=math.sqrt(math.fsum(common)),
+            pseudo_gradient_norm=norm,
             unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, common, strict=True)},
             worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
             rejected={
-                unit: sorted(everyone - set(verdict.accepted))
-                for unit, verdict in zip(self.units, verdicts, strict=False)
-                if len(verdict.accepted) < len(everyone)
+                unit: sorted(set(workers) - set(verdict.accepted))
+                for unit, (verdict, _) in decided.items()
+                if len(verdict.accepted) < len(workers)
             },
+            weights={
+                unit: [dict(zip(verdict.accepted, verdict.weights, strict=True)).get(worker, 0.0) for worker in workers]
+                for unit, (verdict, _) in decided.items()
+            },
+            clipped={unit: coefficient for unit, (_, coefficient) in decided.items() if coefficient != 1},
+            cosine=float(overlap[0]) / scale if scale > 0 else None,
             bytes_sent=4 * sent,
-            seconds=seconds,
+            seconds=clock.seconds,
+            waiting_seconds=clock.waiting,
+            applying_seconds=clock.applying,
         )
 
     # State.
@@ -373,6 +379,7 @@ class LocalSGD:
         self.steps_since_sync = 0
         self._shard = OuterShard(
             anchors,
+            self._tensors,
             self._counted,
             optimizer=build_outer_optimizer(self.outer, anchors),
             reducer=build_reducer(self.gta),
@@ -412,12 +419,6 @@ class LocalSGD:
         for segment, buffer in zip(self._segments, from_owners(buffers(), self.across), strict=True):
             unpack(segment, buffer, flats)
         return tensors
-
-
-def _listed(names: Sequence[str], limit: int = 5) -> str:
-    """Return names for a message, the first few of them when there are many."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")
 
 
 def _collective_device(group: Any) -> torch.device:

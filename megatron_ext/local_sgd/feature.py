@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from megatron_ext.hooks import (
     StepContext,
     TrainContext,
 )
-from megatron_ext.local_sgd import checkpoint
+from megatron_ext.local_sgd import checkpoint, round_log
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.local_sgd.engine import LocalSGD, RoundReport, SyncedTensor
+from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_optimizer import resolve_class
+from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
@@ -54,6 +57,7 @@ class LocalSGDFeature(Feature):
         self._in_warmup = False
         self._last: RoundReport | None = None
         self._unwritten: RoundReport | None = None
+        self._round_log: Path | None = None
         self._own: list[torch.Tensor] | None = None
         self._plan: checkpoint.LoadPlan | None = None
 
@@ -88,7 +92,7 @@ class LocalSGDFeature(Feature):
                     "would have no effect; drop them or use at least 2 workers"
                 )
             return problems
-        problems += _shape_problems(args, config)
+        problems += _shape_problems(args, config) + _copy_problems(args, gta)
         if args.train_iters is not None and config.local_sgd_warmup_steps >= args.train_iters:
             problems.append(
                 f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
@@ -146,6 +150,8 @@ class LocalSGDFeature(Feature):
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
+        if dist.get_rank() == 0:
+            self._round_log = _round_log_path(context.args)
         if not self._restored:
             self._make_equal()
         if context.args.iteration < config.local_sgd_warmup_steps:
@@ -178,6 +184,20 @@ class LocalSGDFeature(Feature):
         self._last = self._unwritten = engine.sync()
         self._require_values().refresh()
         timer.stop()
+        for remark in self._last.remarks():
+            say(f"local SGD: {remark}")
+        self._write_round(self._last, context)
+
+    def _write_round(self, report: RoundReport, context: StepContext) -> None:
+        """Append the round to its file. A full disk costs the file, not the run."""
+        if self._round_log is None:
+            return
+        entry = {"iteration": context.iteration + 1, "time": time.time(), **report.as_dict()}
+        try:
+            round_log.append_round(self._round_log, entry)
+        except OSError as error:
+            say(f"local SGD: {self._round_log} gets no further rounds: {error}")
+            self._round_log = None
 
     def may_exit(self, iteration: int) -> bool:
         """Let the run end where the workers meet anyway."""
@@ -230,10 +250,14 @@ class LocalSGDFeature(Feature):
                 {
                     "local-sgd/round": report.round,
                     "local-sgd/pseudo-grad-norm": report.pseudo_gradient_norm,
+                    "local-sgd/rejected": sum(map(len, report.rejected.values())),
                     "local-sgd/bytes": report.bytes_sent,
                     "local-sgd/sync-seconds": report.seconds,
+                    "local-sgd/waiting-seconds": report.waiting_seconds,
                 }
             )
+            if report.cosine is not None:
+                context.scalars["local-sgd/cosine"] = report.cosine
             self._unwritten = None
 
     @torch.no_grad()
@@ -307,6 +331,7 @@ class LocalSGDFeature(Feature):
                 gta=GTAConfig.from_args(args),
                 across=groups.across,
                 inside=groups.inside,
+                observe=_round_log_path(args) is not None,
             )
         return self._engine
 
@@ -364,3 +389,26 @@ def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
             f"a whole expert-parallel group (ETP*EP*PP = {expert}); use fewer workers or a smaller expert parallel size"
         ]
     return []
+
+
+def _round_log_path(args: Any) -> Path | None:
+    """Return where rounds are written, None for nowhere."""
+    wanted = args.local_sgd_round_log
+    if wanted is None:
+        # --save may name a place that is no folder of this machine, such as msc://bucket.
+        return Path(args.save) / round_log.FILE_NAME if args.save and "://" not in args.save else None
+    return None if wanted == "none" else Path(wanted)
+
+
+def _copy_problems(args: Any, gta: GTAConfig) -> list[str]:
+    """Return why the options would make copies of one tensor drift apart."""
+    if (
+        gta.sparsification_method is None
+        or args.pipeline_model_parallel_size == 1
+        or args.untie_embeddings_and_output_weights
+    ):
+        return []
+    return [
+        "--local-sgd-pseudo-grad-sparsification would thin out the two copies of the tied embedding differently; "
+        "with --pipeline-model-parallel-size above 1 it needs --untie-embeddings-and-output-weights"
+    ]

@@ -59,6 +59,9 @@ class OuterOptimizer(Protocol):
             gradient: fp32, as long as the part; may be used up.
         """
 
+    def momentum(self, index: int, part: slice) -> torch.Tensor | None:
+        """Return elements `part` of what anchor `index` has of earlier pseudo-gradients; None without such a state."""
+
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the states that have the shape of their anchor, by name, each list in the order of the anchors."""
 
@@ -94,6 +97,10 @@ class OuterSGD:
             gradient = gradient.add_(buffer, alpha=self._momentum) if self._nesterov else buffer
         self._anchors[index][part].add_(gradient, alpha=-self._lr)
 
+    def momentum(self, index: int, part: slice) -> torch.Tensor | None:
+        """Return the momentum."""
+        return self._buffers[index][part] if self._momentum else None
+
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the momentum under torch's name for it."""
         return {"momentum_buffer": self._buffers} if self._momentum else {}
@@ -124,6 +131,12 @@ class TorchOuter:
         anchor.grad = gradient
         self._optimizer.step()
         anchor.grad = None
+
+    def momentum(self, index: int, part: slice) -> torch.Tensor | None:
+        """Return what torch's optimizers call momentum_buffer or exp_avg."""
+        state = self._optimizer.state.get(self._anchors[index], {})
+        found = state.get("momentum_buffer", state.get("exp_avg"))
+        return found[part] if isinstance(found, torch.Tensor) and found.dim() == 1 else None
 
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the optimizer's states of more than one element.

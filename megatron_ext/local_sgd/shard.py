@@ -12,13 +12,13 @@ from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Reducer
 from megatron_ext.transport.collectives import CACHED_NUMEL
 
-__all__ = ["Counted", "OuterShard", "Sparsifier"]
+__all__ = ["OuterShard", "Ranges", "Sparsifier"]
 
 Sparsifier = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
 """`sparsifier(tensor, seed)`: the tensor with only a part of its elements."""
 
-Counted = Sequence[tuple[int, int]]
-"""Ranges of a run's elements that count in norms."""
+Ranges = Sequence[tuple[int, int]]
+"""(first element, one past the last) of parts of a run."""
 
 
 class OuterShard:
@@ -31,7 +31,8 @@ class OuterShard:
     def __init__(
         self,
         anchors: list[torch.Tensor],
-        counted: Sequence[Counted],
+        tensors: Sequence[Ranges],
+        counted: Sequence[Ranges],
         *,
         optimizer: OuterOptimizer,
         reducer: Reducer,
@@ -42,14 +43,16 @@ class OuterShard:
 
         Args:
             anchors: fp32, 1-D, one per run; updated in place.
+            tensors: where each run's tensors, or parts of tensors, are.
             counted: the ranges of each run that count in norms.
             optimizer: the outer optimizer over the anchors.
             reducer: makes one pseudo-gradient of several.
-            sparsifier: thins out every worker's pseudo-gradient of a run before they are reduced.
+            sparsifier: thins out every worker's pseudo-gradient of a tensor before they are reduced.
             worker: which worker this rank belongs to.
         """
         self.anchors = anchors
         self.optimizer = optimizer
+        self._tensors = tensors
         self._counted = counted
         self._reducer = reducer
         self._sparsifier = sparsifier
@@ -59,10 +62,17 @@ class OuterShard:
         self._elementwise_numel = min(longest, CACHED_NUMEL) if cached else longest
         self._step_numel = self._elementwise_numel if optimizer.elementwise else longest
         self._scratch = anchors[0].new_empty(0) if anchors else torch.empty(0)
+        self._overlap: torch.Tensor | None = None
 
-    def prepare(self) -> None:
-        """Take the memory that a round works in."""
+    def prepare(self, overlap: torch.Tensor | None = None) -> None:
+        """Take the memory that a round works in.
+
+        Args:
+            overlap: fp64, (2,), to which steps add the inner product of pseudo-gradient and momentum, and the squared
+                norm of the momentum.
+        """
         self._scratch = self._scratch.new_empty(2, max(self._elementwise_numel, self._step_numel))
+        self._overlap = overlap
 
     def release(self) -> None:
         """Give that memory back."""
@@ -87,6 +97,7 @@ class OuterShard:
                 total.add_(other)
             mean = total.div_(len(terms))
             self._add_square(squares[-1], mean, run, start)
+            self._add_overlap(run, start, part, mean)
             self.optimizer.step(run, part, mean)
             terms[self._worker][part] = anchor
 
@@ -112,20 +123,28 @@ class OuterShard:
             seed: of the random numbers, with the worker's number: the same whenever this round is made.
         """
         own = terms[self._worker]
-        length = self._elementwise_numel if self._sparsifier is None else max(own.numel(), 1)
-        for start, part in self._parts(run, length):
+        for start, part in self._reduced_parts(run):
             anchor = self.anchors[run][part]
             if verdict.accepted:
                 gradients = [torch.sub(anchor, terms[worker][part]) for worker in verdict.accepted]
                 if self._sparsifier is not None:
                     gradients = [
-                        self._sparsifier(gradient, (*seed, worker))
+                        self._sparsifier(gradient, (*seed, start, worker))
                         for gradient, worker in zip(gradients, verdict.accepted, strict=True)
                     ]
                 own[part] = self._reducer(gradients, verdict.weights)
             else:
                 own[part] = 0
             self._add_square(square, own[part], run, start)
+
+    def _reduced_parts(self, run: int) -> Iterator[tuple[int, slice]]:
+        """Yield (start, slice) of what is reduced at once."""
+        if self._sparsifier is None:
+            yield from self._parts(run, self._elementwise_numel)
+        else:
+            # Tensor by tensor: one that the ranks of a worker hold twice must lose the same elements on all of them,
+            # whatever it is packed with.
+            yield from ((start, slice(start, stop)) for start, stop in self._tensors[run])
 
     def step(self, run: int, own: torch.Tensor, coefficient: float | None) -> None:
         """Move the anchor by the common pseudo-gradient, and put it in the place of that.
@@ -135,8 +154,9 @@ class OuterShard:
             own: what `reduce` left in this rank's own term.
             coefficient: multiplies the pseudo-gradient; None leaves the anchor and the outer state as they are.
         """
-        for _, part in self._parts(run, self._step_numel):
+        for start, part in self._parts(run, self._step_numel):
             anchor = self.anchors[run][part]
+            self._add_overlap(run, start, part, own[part])
             if coefficient is not None:
                 gradient = torch.mul(own[part], coefficient, out=self._scratch[0, : anchor.numel()])
                 self.optimizer.step(run, part, gradient)
@@ -154,3 +174,14 @@ class OuterShard:
             within = part[max(first - start, 0) : max(last - start, 0)]
             total += within.dot(within)
 
+    def _add_overlap(self, run: int, start: int, part: slice, gradient: torch.Tensor) -> None:
+        """Compare a pseudo-gradient with the momentum that it is about to change, over the elements that count."""
+        if self._overlap is None:
+            return
+        momentum = self.optimizer.momentum(run, part)
+        if momentum is None:
+            return
+        for first, last in self._counted[run]:
+            within = slice(max(first - start, 0), max(last - start, 0))
+            self._overlap[0] += gradient[within].dot(momentum[within])
+            self._overlap[1] += momentum[within].dot(momentum[within])

@@ -61,9 +61,10 @@ class PatchRegistry:
                 raise PatchError(f"{patch.describe()}: another patch of that name targets {known.target}")
         for patch in fresh:
             gates.check(patch)
+        globals_ = _Globals()
         for count, patch in enumerate(fresh):
             try:
-                self._applied.append(_apply_one(patch))
+                self._applied.append(_apply_one(patch, globals_))
             except BaseException:
                 self.revert([done.name for done in fresh[:count]])
                 raise
@@ -105,7 +106,7 @@ class PatchRegistry:
         return statuses
 
 
-def _apply_one(patch: Patch) -> _Applied:
+def _apply_one(patch: Patch, globals_: _Globals) -> _Applied:
     owner, name, raw = gates.check(patch)
     original = vars(owner).get(name, _ABSENT)
     if isinstance(raw, (staticmethod, classmethod)):
@@ -113,28 +114,50 @@ def _apply_one(patch: Patch) -> _Applied:
     else:
         replacement = patch.wrap(raw)
     setattr(owner, name, replacement)
-    copies = _rebind_copies(raw, replacement, owner, name) if patch.rebind else ()
+    copies = _rebind_copies(raw, replacement, owner, name, globals_) if patch.rebind else ()
     return _Applied(patch, owner, name, original, replacement, copies)
 
 
 def _rebind_copies(
-    raw: Any, replacement: Any, owner: Any, name: str
+    raw: Any, replacement: Any, owner: Any, name: str, globals_: _Globals
 ) -> tuple[tuple[ModuleType, str, Any, Any], ...]:
     """Replace every global that is the original itself, whatever it is called there."""
     found = []
-    modules = [
-        module
-        for module_name, module in sys.modules.items()
-        if module_name.startswith(_COPY_PREFIXES) or module_name in _COPY_MODULES
-    ]
-    for module in modules:
-        if not isinstance(module, ModuleType):
-            continue
-        for key, value in tuple(vars(module).items()):
-            if value is raw and not (module is owner and key == name):
-                setattr(module, key, replacement)
-                found.append((module, key, raw, replacement))
+    for module, key in globals_.holding(raw):
+        if not (module is owner and key == name):
+            setattr(module, key, replacement)
+            found.append((module, key, raw, replacement))
+    globals_.replaced(raw, replacement)
     return tuple(found)
+
+
+class _Globals:
+    """Where objects are found among the globals of modules that may hold copies; read once, not for every patch."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, list[tuple[ModuleType, str]]] = {}
+        self._modules = 0
+
+    def holding(self, value: Any) -> list[tuple[ModuleType, str]]:
+        """Return (module, name) of every global that is this very object."""
+        if len(sys.modules) != self._modules:
+            self._read()  # a wrapper has imported something
+        places = self._places.get(id(value), [])
+        return [(module, key) for module, key in places if vars(module).get(key) is value]
+
+    def replaced(self, value: Any, replacement: Any) -> None:
+        """Take note that the globals that were `value` are `replacement` now."""
+        self._places[id(replacement)] = self._places.pop(id(value), [])
+
+    def _read(self) -> None:
+        self._modules = len(sys.modules)
+        self._places = {}
+        for module_name, module in tuple(sys.modules.items()):
+            if not module_name.startswith(_COPY_PREFIXES) and module_name not in _COPY_MODULES:
+                continue
+            if isinstance(module, ModuleType):
+                for key, value in tuple(vars(module).items()):
+                    self._places.setdefault(id(value), []).append((module, key))
 
 
 def _revert_one(record: _Applied) -> None:
@@ -154,4 +177,4 @@ def _revert_one(record: _Applied) -> None:
     # Copies that were made while the patch was in force (`from x import y` afterwards) go back as well.
     if record.patch.rebind:
         raw = record.original if record.original is not _ABSENT else getattr(record.owner, record.name)
-        _rebind_copies(record.replacement, raw, record.owner, record.name)
+        _rebind_copies(record.replacement, raw, record.owner, record.name, _Globals())

@@ -169,9 +169,10 @@ def test_local_sgd_sends_as_much_only_in_rounds(tmp_path: Path) -> None:
         # The first iteration checks that the workers are equal, and is logged.
         assert 0 < first < 100
         assert (second, others[0], others[1]) == (0, 0, 0)
-        # The squared norms of two workers and of their mean in fp64, by unit: summed, then made equal.
-        norms = 2 * 3 * len(UNITS) * 8
-        assert third == others[2] == pseudo_gradients + norms
+        # A number to meet by; the squared norms of two workers and of their mean in fp64, by unit: summed, then made
+        # equal; and the same with the cosine's two numbers.
+        about_the_round = 4 + 2 * 3 * len(UNITS) * 8 + 2 * 2 * 8
+        assert third == others[2] == pseudo_gradients + about_the_round
         assert [calls > 0 for calls in seen["crossing_calls"]] == [True, False, True, False, False, True]
         assert [len(segment) for segment in seen["segments"]] == [2, 2, 1, 1]
         assert [at for at, _ in seen["evaluations"]] == [2, 4, 6]

@@ -11,35 +11,44 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 SCHEDULE = {"train_iters": 8, "local_sgd_warmup_steps": 2, "local_sgd_sync_interval": 3}
 # Iteration 1 lies in warm-up, 2 where the anchor is taken, 4 in mid-interval, 5 at a sync point with momentum.
-SAVED_AT = (1, 2, 4, 5)
+ANYWHERE, APART_AND_SYNCED = (1, 2, 4, 5), (4, 5)
+# The detector flags from the third round on, which follows iteration 11: what a resume forgets would show in weights.
+PENALTY = {
+    "train_iters": 13,
+    "local_sgd_skip_anomaly": True,
+    "local_sgd_ewma_warmup_steps": 2,
+    "local_sgd_ewma_alpha": 0.5,
+    "local_sgd_ewma_threshold": 0.1,
+    "local_sgd_pseudo_gradnorm_reduce": True,
+    "local_sgd_clip_pseudo_grad": 0.1,
+    "local_sgd_pseudo_grad_reducer": "gta",
+    "local_sgd_pseudo_grad_consensus": "sum",
+    "local_sgd_pseudo_grad_sparsification": "random",
+    "local_sgd_pseudo_grad_density": 0.5,
+}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "precision", "workers", "extra"),
+    ("layout", "precision", "workers", "points", "extra"),
     [
-        ("dp2", "bf16-distopt-overlap", 2, {}),
-        ("single", "fp32", 2, {}),
-        ("single", "bf16", 3, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}),
-        pytest.param(
-            "tp2", "bf16-distopt", 2, {"dist_ckpt_optim_fully_reshardable": True}, marks=pytest.mark.slow
-        ),
-        pytest.param("pp2", "bf16-distopt-overlap", 2, {}, marks=pytest.mark.slow),
-        pytest.param("moe-ep2", "bf16-distopt", 2, {}, marks=pytest.mark.slow),
-        pytest.param("pp2-vpp2", "fp32-distopt", 2, {"global_batch_size": 8}, marks=pytest.mark.slow),
-        pytest.param(
-            "single", "fp32", 2, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "single", "fp32", 2, {"fp16": True, "initial_loss_scale": 2.0**15}, marks=pytest.mark.slow
-        ),
+        ("dp2", "bf16-distopt-overlap", 2, ANYWHERE, {}),
+        ("single", "fp32", 2, ANYWHERE, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
+        ("single", "bf16", 3, APART_AND_SYNCED, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}),
+        ("single", "fp32", 2, APART_AND_SYNCED, {"fp16": True, "initial_loss_scale": 2.0**15}),
+        ("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"dist_ckpt_optim_fully_reshardable": True}),
+        ("pp2", "bf16-distopt-overlap", 2, APART_AND_SYNCED, {}),
+        ("pp2-vpp2", "fp32-distopt", 2, APART_AND_SYNCED, {"global_batch_size": 8}),
+        ("moe-ep2", "bf16-distopt", 2, ANYWHERE, {}),
+        pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
     ],
 )
 def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
-    tmp_path, layout, precision, workers, extra
+    tmp_path, layout, precision, workers, points, extra
 ):
     options = {**SCHEDULE, **extra}
     whole = local_run(layout, precision, workers=workers, save=str(tmp_path), save_interval=1, **options)
-    for iteration in SAVED_AT:
+    for iteration in points:
         resumed = local_run(
             layout, precision, workers=workers, load=str(tmp_path), ckpt_step=iteration, **options
         )
@@ -224,6 +233,25 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_parameter(sav
     )
     assert message in exits[0].stderr
     assert "give the options of the run that saved it" in exits[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"outer_optimizer": "adam"}, "--outer-optimizer was 'sgd' in the run that saved it, and is 'adam' now"),
+        (
+            {"local_sgd_pseudo_grad_reducer": "gta", "local_sgd_pseudo_grad_consensus": "sum"},
+            "--local-sgd-pseudo-grad-reducer was not given in the run that saved it, and is 'gta' now",
+        ),
+    ],
+    ids=["outer optimizer", "reducer"],
+)
+def test_another_method_is_refused_by_the_name_of_its_flag(saved, other, message):
+    exits = run_failing_pretrain(
+        arguments("dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=5, **SCHEDULE, **other), 4
+    )
+    assert message in exits[0].stderr
+    assert "Traceback" not in exits[0].stderr
 
 
 def test_a_truncated_checkpoint_gives_one_clear_error(saved, tmp_path):

@@ -97,6 +97,32 @@ def test_workers_are_equal_after_a_sparse_round(method):
     assert results[0][1] > 300
 
 
+def replica_beside_shards(method):
+    """Return a tensor that both ranks of each of two workers hold, after rounds in which they hold others besides."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    replica, shard = torch.zeros(101), torch.zeros(60)
+    gta = {"reducer": "gta", "sparsification_method": method, "density": 0.3}
+    engine = engine_of([replica, shard], groups=(across, inside), gta=gta)
+    engine.take_anchor()
+    by_worker = torch.Generator().manual_seed(rank // 2)
+    by_rank = torch.Generator().manual_seed(10 + rank)
+    for _ in range(2):
+        replica += torch.randn(101, generator=by_worker)
+        shard += (1 + 9 * (rank % 2)) * torch.randn(60, generator=by_rank)
+        engine.sync()
+    return replica.tolist()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "random"])
+def test_ranks_of_a_worker_thin_out_their_replicas_alike(method):
+    first, *others = run_ranks(replica_beside_shards, 4, method)
+    assert 0 < sum(value != 0 for value in first) < len(first)
+    assert all(other == first for other in others)
+
+
 def one_bad_worker(bad, penalty):
     """Return values, anchors and report after rounds in which worker 1 brings `bad` in one unit of the last."""
     values = [torch.zeros(4), torch.zeros(4)]

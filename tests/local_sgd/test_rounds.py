@@ -4,6 +4,7 @@
 import pytest
 
 from tests.local_sgd.runs import arguments, local_run, model_digests, worker_slices
+from tests.support.presets import LAYOUTS
 from tests.support.pretrain import run_pretrain
 
 
@@ -22,6 +23,60 @@ def test_all_workers_hold_equal_weights_after_a_round(layout, precision, workers
     ranks = local_run(layout, precision, workers=workers, local_sgd_sync_interval=3)
     first, *others = [model_digests(part) for part in worker_slices(ranks, layout, workers)]
     assert all(other == first for other in others)
+
+
+MAGNITUDE = {
+    "local_sgd_pseudo_grad_reducer": "gta",
+    "local_sgd_pseudo_grad_consensus": "count",
+    "local_sgd_pseudo_grad_sparsification": "magnitude",
+    "local_sgd_pseudo_grad_density": 0.3,
+}
+GUARD = {
+    "local_sgd_skip_anomaly": True,
+    "local_sgd_ewma_warmup_steps": 3,
+    "local_sgd_ewma_alpha": 0.5,
+    "local_sgd_pseudo_gradnorm_reduce": True,
+    "local_sgd_clip_pseudo_grad": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "extra"),
+    [
+        ("tp2", "bf16-distopt", {**GUARD, **MAGNITUDE}),
+        ("pp2", "bf16", GUARD),
+        ("moe-ep2", "bf16-distopt", GUARD),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_worker_that_goes_astray_is_left_out_on_all_its_ranks(layout, precision, extra):
+    run = arguments(layout, precision, workers=2, local_sgd_sync_interval=1, **extra)
+    ranks = run_pretrain(run, LAYOUTS[layout].world_size(2), before=worker_one_goes_astray)
+    first, other = (model_digests(part) for part in worker_slices(ranks, layout, 2))
+    assert other == first
+    said = [line for line in ranks[0].stdout.splitlines() if "anomalous" in line]
+    assert len(said) == 1
+    assert "outer round 5: left out worker 1, anomalous in embedding, layer.0, layer.1, final_norm" in said[0]
+
+
+def worker_one_goes_astray():
+    """Make the fifth step of worker 1 a hundred times as long."""
+    import functools
+
+    import megatron.training.training as training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(forward_step_func, data_iterator, model, optimizer, *args, **kwargs):
+        from megatron_ext.seams.process_groups import current_groups
+
+        if kwargs.get("iteration") == 4 and current_groups().worker == 1:
+            for group in optimizer.param_groups:
+                group["lr"] *= 100
+        return original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+
+    training.train_step = train_step
 
 
 def test_workers_differ_between_rounds_so_that_the_equality_means_something():

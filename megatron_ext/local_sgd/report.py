@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an outer round tells about itself."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["RoundClock", "RoundReport", "listed"]
+
+
+@dataclass
+class RoundClock:
+    """Where the wall time of a round goes on this rank."""
+
+    start: float = field(default_factory=time.perf_counter)
+    """When the round began, on the clock of `time.perf_counter`."""
+
+    waiting: float = 0.0
+    """Seconds until the last of the workers that this rank meets had arrived."""
+
+    applying: float = 0.0
+    """Seconds of arithmetic: norms, reduction, outer step. With a GPU, of launching it."""
+
+    @contextlib.contextmanager
+    def measure(self, part: Literal["waiting", "applying"]) -> Iterator[None]:
+        """Add the time of the body to `part`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - start)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the start."""
+        return time.perf_counter() - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundReport:
+    """What one outer round did on this rank."""
+
+    round: int
+    """Number of the round, from 1."""
+
+    pseudo_gradient_norm: float
+    """L2 norm of the mean pseudo-gradient over the whole model."""
+
+    unit_norms: dict[str, float]
+    """The same over each unit, in model order."""
+
+    worker_norms: list[float]
+    """L2 norm of each worker's own pseudo-gradient over the whole model."""
+
+    rejected: dict[str, list[int]]
+    """The workers that were left out, for every unit in which any was."""
+
+    weights: dict[str, list[float]]
+    """The weight of every worker in every unit; 0 for those that were left out. Empty for a plain mean."""
+
+    clipped: dict[str, float]
+    """By what the common pseudo-gradient was multiplied, for every unit that was clipped."""
+
+    cosine: float | None
+    """Cosine of the angle between the pseudo-gradient and the outer optimizer's momentum before the step, which holds
+    the previous ones; None where there is no momentum yet, or it was not asked for."""
+
+    bytes_sent: int
+    """Bytes that this rank sent to other workers."""
+
+    seconds: float
+    """Wall time of the round on this rank."""
+
+    waiting_seconds: float
+    """What of it passed until all workers had come."""
+
+    applying_seconds: float
+    """What of it was arithmetic; the rest was exchange."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields for a JSON line."""
+        return dataclasses.asdict(self)
+
+    def remarks(self) -> list[str]:
+        """Return what the user should know of the workers that were left out, one sentence each."""
+        everyone = len(self.worker_norms)
+        units_without: dict[tuple[int, ...], list[str]] = {}
+        for unit, workers in self.rejected.items():
+            units_without.setdefault(tuple(workers), []).append(unit)
+        found = []
+        for left_out, units in units_without.items():
+            if len(left_out) == everyone:
+                found.append(f"all workers were anomalous in {listed(units)}, which went back to the anchor")
+            else:
+                names = ", ".join(map(str, left_out))
+                found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}")
+        return [f"outer round {self.round}: {text}" for text in found]
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Return names for a message, the first few of them when there are many."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")

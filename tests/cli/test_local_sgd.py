@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext local-sgd report` on a run that was really made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from tests.local_sgd.runs import local_run
+
+GUARD = {
+    "local_sgd_skip_anomaly": True,
+    "local_sgd_ewma_warmup_steps": 2,
+    "local_sgd_ewma_alpha": 0.5,
+    "local_sgd_ewma_threshold": 0.1,
+    "local_sgd_pseudo_gradnorm_reduce": True,
+    "local_sgd_clip_pseudo_grad": 0.01,
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the --save folder of a run of 6 rounds, the last two of which were made again by a resume."""
+    folder = tmp_path_factory.mktemp("run")
+    options = {"local_sgd_sync_interval": 2, "train_iters": 12, "save": str(folder), **GUARD}
+    local_run("single", "fp32", workers=2, save_interval=8, **options)
+    local_run("single", "fp32", workers=2, save_interval=100, load=str(folder), ckpt_step=8, **options)
+    return folder
+
+
+def test_the_table_shows_every_round_once_and_the_picture_is_drawn(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["local-sgd", "report", str(run)]) == 0
+    head, *rows, summary, picture = capsys.readouterr().out.splitlines()
+    assert head.split()[:3] == ["round", "iteration", "norm"]
+    assert [row.split()[:2] for row in rows] == [[str(number), str(2 * number)] for number in range(1, 7)]
+    assert "6 rounds, " in summary and "worker" in summary
+    assert Path(picture.removeprefix("picture: ")).read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_round_says_what_was_decided(run: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["local-sgd", "report", str(run), "--json"]) == 0
+    first, *later = json.loads(capsys.readouterr().out)
+    assert len(first["unit_norms"]) == 4
+    assert all(sum(weights) == pytest.approx(1) and min(weights) > 0 for weights in first["weights"].values())
+    assert all(0 < coefficient < 1 for coefficient in first["clipped"].values()) and first["clipped"]
+    # There is no momentum before the first round; Nesterov's holds all earlier ones afterwards.
+    assert first["cosine"] == 0.0 or first["cosine"] is None
+    assert all(-1 <= entry["cosine"] <= 1 and entry["cosine"] != 0 for entry in later)
+    assert any(entry["rejected"] for entry in later)
+    for entry in (first, *later):
+        assert 0 <= entry["waiting_seconds"] + entry["applying_seconds"] <= entry["seconds"]
+        for unit, left_out in entry["rejected"].items():
+            assert [entry["weights"][unit][worker] for worker in left_out] == [0.0] * len(left_out)
+
+
+def test_the_table_can_be_cut(run: Path, capsys: pytest.CaptureFixture[str]):
+    main(["local-sgd", "report", str(run), "--last", "2", "--png", str(run / "other.png")])
+    assert [row.split()[0] for row in capsys.readouterr().out.splitlines()[1:3]] == ["5", "6"]
+    assert (run / "other.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["/nowhere"], "/nowhere: no such file; give the --save folder"),
+        ([".", "--last", "-1"], "--last is -1"),
+    ],
+)
+def test_bad_input_gets_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["local-sgd", "report", *arguments]) == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round says of the workers that it left out."""
+
+from megatron_ext.local_sgd.report import RoundReport
+
+
+def remarks(rejected):
+    return RoundReport(
+        round=7,
+        pseudo_gradient_norm=1.0,
+        unit_norms={},
+        worker_norms=[1.0, 1.0, 1.0],
+        rejected=rejected,
+        weights={},
+        clipped={},
+        cosine=None,
+        bytes_sent=0,
+        seconds=0.0,
+        waiting_seconds=0.0,
+        applying_seconds=0.0,
+    ).remarks()
+
+
+def test_a_round_without_anomalies_has_nothing_to_say():
+    assert remarks({}) == []
+
+
+def test_units_that_lost_the_same_workers_share_a_sentence():
+    assert remarks({"layer.0": [1], "layer.1": [0, 2], "layer.4": [1]}) == [
+        "outer round 7: left out worker 1, anomalous in layer.0, layer.4",
+        "outer round 7: left out workers 0, 2, anomalous in layer.1",
+    ]
+
+
+def test_a_unit_that_lost_all_workers_is_said_to_have_gone_back():
+    assert remarks({"layer.0": [0, 1, 2]}) == [
+        "outer round 7: all workers were anomalous in layer.0, which went back to the anchor"
+    ]
+
+
+def test_many_units_are_counted_instead_of_named():
+    (said,) = remarks({f"layer.{number}": [1] for number in range(9)})
+    assert said.endswith("layer.0, layer.1, layer.2, layer.3, layer.4 and 4 more units")
