@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One outer round of DiLoCo against a bare all-reduce of the same bytes on the same group.
+"""One outer round, plain and with EDiT's penalty, against a bare all-reduce of the same bytes on the same group; and
+the bytes of compressed rounds against those of a ring all-reduce.
 
     python benchmarks/outer_sync.py [--json FILE]
 
@@ -20,13 +21,15 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
+from benchmarks import wire_bytes
 from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
 from tests.support.distributed import run_ranks
 
 if TYPE_CHECKING:
     import torch
 
-GOAL = 1.25
+PLAIN, PENALTY = "diloco", "penalty"
+GOALS = {PLAIN: 1.25, PENALTY: 1.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,9 @@ class Setting:
 
     warmup: int
     """Pairs before those, not counted."""
+
+    method: str = PLAIN
+    """Of the rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +74,23 @@ class Timing:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every number of workers that was asked for and report."""
     options = parser().parse_args(arguments)
-    setting = Setting(
-        shapes=shapes(options.layers, options.hidden, options.vocab), pairs=options.pairs, warmup=options.warmup
-    )
-    count = numel(setting.shapes)
+    tensors = shapes(options.layers, options.hidden, options.vocab)
+    count = numel(tensors)
     print(
-        f"one outer round (sgd, Nesterov) of {count / 1e6:.1f} M fp32 parameters in {len(setting.shapes)} tensors "
-        f"against a flat all-reduce of {count * 4 / 2**20:.0f} MiB, {setting.pairs} pairs\n"
+        f"one outer round (sgd, Nesterov) of {count / 1e6:.1f} M fp32 parameters in {len(tensors)} tensors "
+        f"against a flat all-reduce of {count * 4 / 2**20:.0f} MiB, {options.pairs} pairs\n"
     )
     cases, rows = [], []
-    for workers in options.workers:
-        case, row = _measure(workers, setting)
-        cases.append(case)
-        rows.append(row)
-    print_table(
-        ("workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range"), rows
-    )
+    for method in options.methods:
+        setting = Setting(shapes=tensors, pairs=options.pairs, warmup=options.warmup, method=method)
+        for workers in options.workers:
+            case, row = _measure(workers, setting)
+            cases.append(case)
+            rows.append(row)
+    head = ("method", "workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range")
+    print_table(head, rows)
+    print()
+    cases += wire_bytes.measure(max(options.workers))
     report(cases, options.json)
     return 0
 
@@ -107,6 +114,13 @@ def shapes(layers: int, hidden: int, vocab: int) -> list[tuple[int, ...]]:
     return [(vocab, hidden), (1024, hidden), *layer * layers, (hidden,), (hidden,)]
 
 
+def units_of(tensors: list[tuple[int, ...]]) -> list[str]:
+    """Return the unit of every tensor of `shapes`."""
+    layer = 12
+    inner = [f"layer.{index // layer}" for index in range(len(tensors) - 4)]
+    return ["embedding", "embedding", *inner, "final_norm", "final_norm"]
+
+
 def numel(tensors: list[tuple[int, ...]]) -> int:
     """Return the number of elements of tensors of these shapes."""
     return sum(math.prod(shape) for shape in tensors)
@@ -126,10 +140,17 @@ def rank_timings(setting: Setting) -> Measured:
     alone = [dist.new_group([member]) for member in range(world)][rank]
     torch.manual_seed(0)
     values = [torch.randn(shape).mul_(0.02) for shape in setting.shapes]
+    penalty = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
+    units = units_of(setting.shapes)
     engine = LocalSGD(
-        [SyncedTensor(tensor=value, name=str(index), unit="all") for index, value in enumerate(values)],
-        units=["all"],
-        config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=world),
+        [
+            SyncedTensor(tensor=value, name=str(index), unit=unit)
+            for index, (value, unit) in enumerate(zip(values, units, strict=True))
+        ],
+        units=list(dict.fromkeys(units)),
+        config=LocalSGDConfig(
+            use_local_sgd=True, local_sgd_workers=world, **(penalty if setting.method == PENALTY else {})
+        ),
         outer=OuterOptimizerConfig(),
         gta=GTAConfig(),
         across=dist.group.WORLD,
@@ -165,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
+    found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
     found.add_argument("--pairs", type=at_least(1), default=11, help="measured pairs (11)")
     found.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
     found.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
@@ -181,8 +203,10 @@ def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
     ratios = [sync.wall / bare.wall for bare, sync in zip(reduces, rounds, strict=True)]
     ratio = statistics.median(ratios)
     low, high = bootstrap_interval(ratios)
-    case = Case(case=f"diloco_w{workers}_ratio", value=ratio, unit="ratio", goal=GOAL, direction="lower")
+    name = f"{setting.method}_w{workers}_ratio"
+    case = Case(case=name, value=ratio, unit="ratio", goal=GOALS[setting.method], direction="lower")
     return case, (
+        setting.method,
         str(workers),
         _milliseconds(reduces),
         _milliseconds(rounds),

@@ -4,7 +4,8 @@
 At a sync point the model stands where stock Megatron looks for it, with worker 0's inner optimizer and random
 state; the other workers' optimizer and random state stand under `local_sgd/worker_<i>/`. In the middle of an
 interval the workers hold different weights and every one of them, worker 0 too, stands under its prefix. Anchor
-and outer optimizer stand under `local_sgd/outer/`, once, because they are equal on all workers.
+and outer optimizer stand under `local_sgd/outer/`, once, because they are equal on all workers. With a codec, so does
+the replica of the anchor; what a worker's messages lost always stands under its prefix.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext
-from megatron_ext.local_sgd.config import GTAConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
@@ -35,6 +36,7 @@ __all__ = ["LoadPlan", "assemble", "plan_load", "request", "restore"]
 
 _FORMAT = 2
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
+_RESIDUALS = "local_sgd_residuals"
 _OUTER_PREFIX = "local_sgd/outer/"
 _PER_WORKER = ("optimizer", "rng_state")
 _PLAIN = ("optimizer", "opt_param_scheduler")
@@ -61,6 +63,9 @@ class LoadPlan:
 
     outer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """The tensors into which anchor and outer state are read; empty when they are not wanted."""
+
+    residuals: list[torch.Tensor] = field(default_factory=list)
+    """The tensors into which the worker's residuals are read; empty when there are none."""
 
     @property
     def saved_workers(self) -> int:
@@ -104,13 +109,18 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
     model = {key: state[key] for key in state if is_model_key(key)}
     if worker == 0 and tensors:
         state[_OUTER] = beside_optimizer(values, tensors, model, context.metadata, False, _OUTER_PREFIX)
+    residuals = engine.worker_state()
+    if residuals:
+        own = {"anchor": residuals}
+        state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}residual/")
     state[_SUMMARY] = {
         "format": _FORMAT,
         "workers": groups.num_workers,
         "interval": engine.config.local_sgd_sync_interval,
         "synced": engine.synced,
-        "method": _method(engine.outer, engine.gta),
+        "method": _method(engine.config, engine.outer, engine.gta),
         "tensors": list(tensors),
+        "residuals": bool(residuals),
         "parameters": _shapes(values.view),
         **engine.scalar_state(),
     }
@@ -193,13 +203,19 @@ def request(
         }
         state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
         mark_as_copy(state[_OUTER], worker)
+        if plan.summary["residuals"]:
+            plan.residuals = [torch.empty_like(value, requires_grad=False) for value in engine.values]
+            own = {"anchor": plan.residuals}
+            where = f"{_worker_prefix(plan.source)}residual/"
+            state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, True, where)
+            mark_as_copy(state[_RESIDUALS], plan.copy)
     for key, entry in state.items():
-        own = not plan.synced or plan.source != 0
+        apart = not plan.synced or plan.source != 0
         if is_model_key(key):
-            own = not plan.synced
+            apart = not plan.synced
         elif key not in _PER_WORKER:
             continue
-        if own:
+        if apart:
             prefix_keys(entry, _worker_prefix(plan.source))
         mark_as_copy(entry, worker if is_model_key(key) and plan.synced else plan.copy)
     if plan.source != 0 and context.optimizer is not None:
@@ -216,6 +232,7 @@ def restore(
     state = context.state
     summary = state.pop(_SUMMARY, None)
     outer = state.pop(_OUTER, None)
+    residuals = state.pop(_RESIDUALS, None)
     common = state.pop(_COMMON, None)
     if common is not None:
         for key, plain in common.items():
@@ -225,19 +242,22 @@ def restore(
         return False
     if outer is not None:
         load_beside_optimizer(values, plan.outer, outer, plan.metadata)
-    engine.load(plan.outer, summary)
-    plan.outer = {}
+    if residuals is not None:
+        load_beside_optimizer(values, {"anchor": plan.residuals}, residuals, plan.metadata)
+    engine.load(plan.outer, summary, plan.residuals)
+    plan.outer, plan.residuals = {}, []
     return True
 
 
-def _method(outer: OuterOptimizerConfig, gta: GTAConfig) -> dict[str, Any]:
+def _method(config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig) -> dict[str, Any]:
     """Return by flag what a run must not change on its way."""
-    return {"--outer-optimizer": outer.outer_optimizer, **gta.by_flag()}
+    return {"--outer-optimizer": outer.outer_optimizer, "--local-sgd-codec": config.codec, **gta.by_flag()}
 
 
 def _check_method(saved: dict[str, Any], args: Any, where: str) -> None:
-    """Refuse another outer optimizer, whose state would be missing, and another reducer."""
-    now = _method(OuterOptimizerConfig.from_args(args), GTAConfig.from_args(args))
+    """Refuse another outer optimizer or codec, whose state would be missing, and another reducer."""
+    configs = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args), GTAConfig.from_args(args)
+    now = _method(*configs)
     for flag, value in now.items():
         before = saved.get(flag)
         if value != before:

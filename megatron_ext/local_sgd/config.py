@@ -80,6 +80,15 @@ class LocalSGDConfig(_FromArgs):
     """File to which every outer round appends a line of JSON. By default local_sgd_rounds.jsonl in the --save
     folder, and none without --save; 'none' writes none. Shown by `megatron-ext local-sgd report`."""
 
+    codec: Literal["bf16", "fp16", "fp8", "int8", "int4", "topk"] | None = _flag(
+        "--local-sgd-codec", None, type=str, choices=["bf16", "fp16", "fp8", "int8", "int4", "topk"]
+    )
+    """Compress what workers send each other in a round, with error feedback: to 16, 8 or 4 bits per value, or to the
+    largest values only. Takes 8 more bytes of memory per value of a rank."""
+
+    codec_density: float = _flag("--local-sgd-codec-density", 1 / 32)
+    """Fraction of the values that the codec topk sends, in (0, 1]."""
+
     skip_anomaly: bool = _flag("--local-sgd-skip-anomaly", False)
     """Leave workers whose pseudo-gradient is anomalously large out of a round, unit by unit, and those that are
     not finite. When all are, the unit goes back to the anchor. Without it, weights that are not finite end the run."""
@@ -132,9 +141,9 @@ class LocalSGDConfig(_FromArgs):
             found.append(f"--local-sgd-sync-interval is {self.local_sgd_sync_interval}; it must be at least 1 step")
         if self.local_sgd_warmup_steps < 0:
             found.append(f"--local-sgd-warmup-steps is {self.local_sgd_warmup_steps}; it must be 0 or more")
-        return found + self._penalty_problems()
+        return found + self._round_problems()
 
-    def _penalty_problems(self) -> list[str]:
+    def _round_problems(self) -> list[str]:
         found = []
         for name, allowed, rule in (
             ("ewma_alpha", 0 < self.ewma_alpha <= 1, "it must be above 0 and at most 1"),
@@ -142,6 +151,7 @@ class LocalSGDConfig(_FromArgs):
             ("ewma_threshold", 0 < self.ewma_threshold < math.inf, "it must be a finite number above 0"),
             ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be above 0"),
             ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be above 0"),
+            ("codec_density", 0 < self.codec_density <= 1, "it must be above 0 and at most 1"),
         ):
             if not allowed:
                 found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
@@ -152,6 +162,8 @@ class LocalSGDConfig(_FromArgs):
             for name in names:
                 if getattr(self, name) != self.__dataclass_fields__[name].default and not getattr(self, needed):
                     found.append(f"{self._flag(name)} has no effect without {self._flag(needed)}; add it or drop this")
+        if self.codec_density != self.__dataclass_fields__["codec_density"].default and self.codec != "topk":
+            found.append(f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk")
         return found
 
     def _flag(self, name: str) -> str:

@@ -23,25 +23,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.local_sgd.compression import CompressedRound
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.digest import equal_across
+from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.packing import flattened, packed, put_back, unpack
-from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
+from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
-from megatron_ext.local_sgd.report import RoundClock, RoundReport, listed
-from megatron_ext.local_sgd.segments import Run, Segment, plan_segments
+from megatron_ext.local_sgd.report import RoundClock, RoundReport
+from megatron_ext.local_sgd.rounds import Decision, GuardedRound, OwnedRuns, PlainRound, Round, RoundState
+from megatron_ext.local_sgd.segments import Run, plan_segments
 from megatron_ext.local_sgd.shard import OuterShard
-from megatron_ext.transport.collectives import (
-    SEGMENT_NUMEL,
-    Buffer,
-    Exchange,
-    Memory,
-    from_owners,
-    part_bounds,
-    runs_within,
-    through_owners,
-)
+from megatron_ext.transport.codecs import build_codec
+from megatron_ext.transport.collectives import SEGMENT_NUMEL, Buffer, from_owners, runs_within
 
 __all__ = ["LocalSGD", "SyncedTensor"]
 
@@ -105,23 +100,33 @@ class LocalSGD:
         self._observe = observe
         self.rounds = 0
         self.steps_since_sync = 0
-        self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
         self._shard: OuterShard | None = None
-        self._segments = plan_segments(
+        self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
+        self._judge = Judge(self._penalty, self.units, clip=config.clip_pseudo_grad, across=across, inside=inside)
+        segments = plan_segments(
             [value.numel() for value in self.values],
             [self.units.index(entry.unit) for entry in synced],
             limit=SEGMENT_NUMEL,
             small=SMALL_NUMEL,
         )
-        # The runs of elements that this rank owns, in the order in which they are exchanged, and where each is found.
-        owned = [
-            (index, run)
-            for index, segment in enumerate(self._segments)
-            for run in segment.runs(*self._own_bounds(segment))
-        ]
-        self._number = {(index, run.start): number for number, (index, run) in enumerate(owned)}
-        self._tensors = [self._ranges(run) for _, run in owned]
-        self._counted = [self._ranges(run, counted=True) for _, run in owned]
+        self._owned = OwnedRuns(segments, across)
+        self._compressed: CompressedRound | None = None
+        if config.codec is not None:
+            # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
+            union = min(1.0, config.codec_density * self._owned.workers)
+            self._compressed = CompressedRound(
+                self._owned,
+                self._judge,
+                outward=build_codec(config.codec, config.codec_density),
+                homeward=build_codec(config.codec, union),
+            )
+        self._round: Round
+        if self._compressed is not None:
+            self._round = self._compressed
+        elif config.has_penalty or gta != GTAConfig():
+            self._round = GuardedRound(self._owned, self._judge)
+        else:
+            self._round = PlainRound(self._owned, self._judge)
         self._device = self.values[0].device if self.values else _collective_device(inside)
 
     @property
@@ -153,6 +158,8 @@ class LocalSGD:
                 "rank)"
             )
         self._start(self._own_parts(self.values))
+        if self._compressed is not None:
+            self._compressed.start(self.values)
 
     def count_step(self) -> bool:
         """Count one inner step of all workers, skipped updates included; return whether a round is due."""
@@ -170,117 +177,27 @@ class LocalSGD:
         shard = self._shard
         assert shard is not None, "a round needs an anchor"
         clock = RoundClock()
-        workers = dist.get_world_size(self.across)
-        # Squared norms per unit: of every worker's pseudo-gradient, and in the last row of the common one.
-        squares = torch.zeros(workers + 1, len(self.units), dtype=torch.float64, device=self._device)
-        overlap = torch.zeros(2, dtype=torch.float64, device=self._device)
         with clock.measure("waiting"):
             arrival = torch.zeros((), device=self._device)
             dist.all_reduce(arrival, group=self.across)
             arrival.item()  # on a GPU the reduction has only been launched before
-        flats = flattened(self.values)
+        overlap = torch.zeros(2, dtype=torch.float64, device=self._device)
+        state = RoundState(
+            number=self.rounds + 1,
+            shard=shard,
+            flats=flattened(self.values),
+            squares=torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device),
+            clock=clock,
+        )
         shard.prepare(overlap if self._observe else None)
-        decisions = None
-        if self.config.has_penalty or self.gta != GTAConfig():
-            decisions = self._guarded_round(shard, flats, squares, clock)
-        else:
-            self._plain_round(shard, flats, squares, clock)
-            self._sum_over_ranks(squares)
-            self._refuse_broken(squares[:-1])
+        decisions = self._round.run(state)
         shard.release()
-        put_back(flats, self.values)
+        put_back(state.flats, self.values)
         if self._observe:
-            self._sum_over_ranks(overlap)
+            self._judge.add_up(overlap)
         self.rounds += 1
         self.steps_since_sync = 0
-        return self._report(squares, overlap, decisions or [], clock)
-
-    def _plain_round(
-        self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor, clock: RoundClock
-    ) -> None:
-        """Step by the mean of all workers, segment by segment."""
-
-        def combine(index: int, start: int, terms: list[torch.Tensor]) -> None:
-            with clock.measure("applying"):
-                shard.mean_step(self._number[index, start], terms, squares[:, self._segments[index].unit])
-
-        buffers = (packed(segment, flats) for segment in self._segments)
-        for segment, buffer in zip(self._segments, through_owners(buffers, self.across, combine), strict=True):
-            unpack(segment, buffer, flats)
-
-    def _guarded_round(
-        self, shard: OuterShard, flats: list[torch.Tensor], squares: torch.Tensor, clock: RoundClock
-    ) -> list[tuple[Verdict, float]]:
-        """Decide over every unit from all workers' norms, then reduce, clip and step.
-
-        The owners keep what they received until the norms over the whole model are known.
-
-        Returns:
-            For every unit the verdict, and by what its pseudo-gradient was multiplied.
-        """
-        memory = Memory()
-        exchanges = [
-            Exchange(index, packed(segment, flats), self.across, memory).start()
-            for index, segment in enumerate(self._segments)
-        ]
-        arrived = [exchange.arrived() for exchange in exchanges]
-        with clock.measure("applying"):
-            for run, unit, terms in self._owned(arrived):
-                shard.measure(run, terms, squares[:-1, unit])
-        self._sum_over_ranks(squares)
-        self._refuse_broken(squares[:-1])
-        verdicts = self._penalty.decide(squares[:-1].sqrt().cpu())
-
-        with clock.measure("applying"):
-            for run, unit, terms in self._owned(arrived):
-                shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (self.rounds, run))
-        self._sum_over_ranks(squares[-1])
-        coefficients = [clip_coefficient(norm, self.config.clip_pseudo_grad) for norm in squares[-1].sqrt().tolist()]
-
-        worker = dist.get_rank(self.across)
-        with clock.measure("applying"):
-            for run, unit, terms in self._owned(arrived):
-                shard.step(run, terms[worker], coefficients[unit] if verdicts[unit].accepted else None)
-        for exchange in exchanges:
-            exchange.return_own()
-        for segment, exchange in zip(self._segments, exchanges, strict=True):
-            unpack(segment, exchange.finish(), flats)
-        return list(zip(verdicts, coefficients, strict=True))
-
-    def _owned(
-        self, arrived: list[list[tuple[int, list[torch.Tensor]]]]
-    ) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """Yield (run, unit, terms) for every run that this rank owns."""
-        for index, runs in enumerate(arrived):
-            for start, terms in runs:
-                yield self._number[index, start], self._segments[index].unit, terms
-
-    def _sum_over_ranks(self, squares: torch.Tensor) -> None:
-        """Add up squared norms over all owners and all ranks of a worker; the same bits everywhere."""
-        dist.all_reduce(squares, group=self.across)
-        dist.all_reduce(squares, group=self.inside)
-        # Workers may have added in another order; what is decided by these numbers must not differ.
-        dist.broadcast(squares, group=self.across, group_src=0)
-
-    def _refuse_broken(self, squares: torch.Tensor) -> None:
-        """Refuse workers whose weights are not finite, unless they are left out.
-
-        Raises:
-            RuntimeError: naming them and the units.
-        """
-        if self._penalty.tolerates_broken_workers:
-            return
-        broken = []
-        for worker, by_unit in enumerate(squares.tolist()):
-            units = [unit for unit, square in zip(self.units, by_unit, strict=True) if not math.isfinite(square)]
-            if units:
-                broken.append(f"worker {worker} had weights that are not finite in {listed(units)}")
-        if broken:
-            raise RuntimeError(
-                f"outer round {self.rounds + 1}: {'; '.join(broken)}. The run ends here and saves nothing. Resume from "
-                "the last checkpoint, with a lower learning rate or with the cause removed, or with "
-                "--local-sgd-skip-anomaly to leave such workers out"
-            )
+        return self._report(state, overlap, decisions)
 
     def _ranges(self, run: Run, counted: bool = False) -> list[tuple[int, int]]:
         """Return where the pieces of a run are, all of them or those that count in norms."""
@@ -292,20 +209,10 @@ class LocalSGD:
             offset += piece.numel
         return ranges
 
-    def _report(
-        self,
-        squares: torch.Tensor,
-        overlap: torch.Tensor,
-        decisions: Sequence[tuple[Verdict, float]],
-        clock: RoundClock,
-    ) -> RoundReport:
+    def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
         """Return the report of the round that has just ended."""
-        *by_worker, common = squares.tolist()
+        *by_worker, common = state.squares.tolist()
         workers = range(len(by_worker))
-        sent = 0
-        for segment in self._segments:
-            first, last = self._own_bounds(segment)
-            sent += segment.numel - (last - first) + (len(by_worker) - 1) * (last - first)
         decided = dict(zip(self.units, decisions, strict=False))
         norm = math.sqrt(math.fsum(common))
         scale = norm * math.sqrt(overlap[1])
@@ -325,10 +232,10 @@ class LocalSGD:
             },
             clipped={unit: coefficient for unit, (_, coefficient) in decided.items() if coefficient != 1},
             cosine=float(overlap[0]) / scale if scale > 0 else None,
-            bytes_sent=4 * sent,
-            seconds=clock.seconds,
-            waiting_seconds=clock.waiting,
-            applying_seconds=clock.applying,
+            bytes_sent=self._round.bytes_sent,
+            seconds=state.clock.seconds,
+            waiting_seconds=state.clock.waiting,
+            applying_seconds=state.clock.applying,
         )
 
     # State.
@@ -343,11 +250,20 @@ class LocalSGD:
         if self._shard is None:
             return {}
         parts = {"anchor": self._shard.anchors, **self._shard.optimizer.tensor_state()}
-        return {name: self._gathered(owned) for name, owned in parts.items()}
+        state = {name: self._gathered(owned) for name, owned in parts.items()}
+        if self._compressed is not None:
+            state["replica"] = self._compressed.replicas
+        return state
+
+    def worker_state(self) -> list[torch.Tensor]:
+        """Return what this worker alone has beside its values, in their order and shapes: its residuals."""
+        return [] if self._compressed is None else self._compressed.residuals
 
     def gather_anchor(self) -> list[torch.Tensor]:
-        """Return the anchor in the order and shapes of the values; all ranks of `across` must call it."""
+        """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it."""
         assert self._shard is not None, "there is no anchor in warm-up"
+        if self._compressed is not None:
+            return [replica.clone() for replica in self._compressed.replicas]
         return self._gathered(self._shard.anchors)
 
     def scalar_state(self) -> dict[str, Any]:
@@ -360,15 +276,24 @@ class LocalSGD:
         }
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, Any]) -> None:
+    def load(
+        self,
+        tensors: dict[str, list[torch.Tensor]],
+        scalars: dict[str, Any],
+        own: Sequence[torch.Tensor] | None = None,
+    ) -> None:
         """Take over a saved state.
 
         Args:
             tensors: as `tensor_state` returned them, perhaps with another number of workers.
             scalars: as `scalar_state` returned them.
+            own: as `worker_state` returned it.
         """
         if tensors:
-            parts = {name: self._own_parts(values) for name, values in tensors.items()}
+            common = {name: values for name, values in tensors.items() if name != "replica"}
+            if self._compressed is not None:
+                self._compressed.start(tensors["replica"], own)
+            parts = {name: self._own_parts(values) for name, values in common.items()}
             self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer_scalars"])
             self._penalty.load(scalars["penalty"])
         self.rounds = int(scalars["rounds"])
@@ -379,28 +304,23 @@ class LocalSGD:
         self.steps_since_sync = 0
         self._shard = OuterShard(
             anchors,
-            self._tensors,
-            self._counted,
+            [self._ranges(run) for _, run in self._owned.numbered],
+            [self._ranges(run, counted=True) for _, run in self._owned.numbered],
             optimizer=build_outer_optimizer(self.outer, anchors),
             reducer=build_reducer(self.gta),
             sparsifier=build_sparsifier(self.gta),
-            worker=dist.get_rank(self.across),
+            worker=self._owned.worker,
+            terms_are_gradients=self._compressed is not None,
         )
         return self._shard
-
-    def _own_bounds(self, segment: Segment) -> tuple[int, int]:
-        """Return which elements of a segment this rank owns."""
-        rank = dist.get_rank(self.across)
-        bounds = part_bounds(segment.numel, dist.get_world_size(self.across))
-        return bounds[rank], bounds[rank + 1]
 
     def _own_parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of this rank's runs of `tensors`, which are like the values."""
         flats = flattened(tensors)
         return [
             run.clone()
-            for segment in self._segments
-            for run in runs_within(packed(segment, flats), *self._own_bounds(segment))
+            for segment in self._owned.segments
+            for run in runs_within(packed(segment, flats), *self._owned.bounds(segment)[self._owned.worker])
         ]
 
     def _gathered(self, owned: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -410,13 +330,13 @@ class LocalSGD:
 
         def buffers() -> Iterator[Buffer]:
             rest = iter(owned)
-            for segment in self._segments:
+            for segment in self._owned.segments:
                 buffer = packed(segment, flats)
-                for run in runs_within(buffer, *self._own_bounds(segment)):
+                for run in runs_within(buffer, *self._owned.bounds(segment)[self._owned.worker]):
                     run.copy_(next(rest))
                 yield buffer
 
-        for segment, buffer in zip(self._segments, from_owners(buffers(), self.across), strict=True):
+        for segment, buffer in zip(self._owned.segments, from_owners(buffers(), self.across), strict=True):
             unpack(segment, buffer, flats)
         return tensors
 

@@ -92,7 +92,7 @@ class LocalSGDFeature(Feature):
                     "would have no effect; drop them or use at least 2 workers"
                 )
             return problems
-        problems += _shape_problems(args, config) + _copy_problems(args, gta)
+        problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
         if args.train_iters is not None and config.local_sgd_warmup_steps >= args.train_iters:
             problems.append(
                 f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
@@ -112,6 +112,11 @@ class LocalSGDFeature(Feature):
         )
         if config.local_sgd_sync_interval == 1:
             lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
+        if config.codec == "topk" and args.outer_optimizer == "sgd" and args.outer_optimizer_momentum > 0:
+            lines.append(
+                "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
+                "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
+            )
         if args.rerun_mode != "disabled":
             lines.append(
                 f"local SGD: --rerun-mode {args.rerun_mode} becomes 'disabled': workers do not repeat steps together"
@@ -400,15 +405,18 @@ def _round_log_path(args: Any) -> Path | None:
     return None if wanted == "none" else Path(wanted)
 
 
-def _copy_problems(args: Any, gta: GTAConfig) -> list[str]:
+def _copy_problems(args: Any, config: LocalSGDConfig, gta: GTAConfig) -> list[str]:
     """Return why the options would make copies of one tensor drift apart."""
-    if (
-        gta.sparsification_method is None
-        or args.pipeline_model_parallel_size == 1
-        or args.untie_embeddings_and_output_weights
-    ):
+    if args.pipeline_model_parallel_size == 1 or args.untie_embeddings_and_output_weights:
         return []
+    options = []
+    if gta.sparsification_method is not None:
+        options.append("--local-sgd-pseudo-grad-sparsification")
+    if config.codec not in (None, "bf16", "fp16"):
+        # These code a value by itself; the others look at its neighbours, which differ between the stages.
+        options.append(f"--local-sgd-codec {config.codec}")
     return [
-        "--local-sgd-pseudo-grad-sparsification would thin out the two copies of the tied embedding differently; "
-        "with --pipeline-model-parallel-size above 1 it needs --untie-embeddings-and-output-weights"
+        f"{option} would change the two copies of the tied embedding differently; with "
+        "--pipeline-model-parallel-size above 1 it needs --untie-embeddings-and-output-weights"
+        for option in options
     ]

@@ -24,8 +24,9 @@ Ranges = Sequence[tuple[int, int]]
 class OuterShard:
     """What a rank owns, as runs of elements that are contiguous while they are exchanged.
 
-    A run's `terms` are all workers' values of it, 1-D and in worker order; `terms[worker]` is this rank's own memory,
-    in which everything ends. Norms are added up as squares, fp64, without a word to other ranks.
+    A run's `terms` are all workers' values of it, 1-D and in worker order, or their pseudo-gradients; `terms[worker]`
+    is this rank's own memory, in which everything ends. Norms are added up as squares, fp64, without a word to other
+    ranks.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class OuterShard:
         reducer: Reducer,
         sparsifier: Sparsifier | None,
         worker: int,
+        terms_are_gradients: bool = False,
     ) -> None:
         """Take over the anchors.
 
@@ -49,6 +51,7 @@ class OuterShard:
             reducer: makes one pseudo-gradient of several.
             sparsifier: thins out every worker's pseudo-gradient of a tensor before they are reduced.
             worker: which worker this rank belongs to.
+            terms_are_gradients: whether terms are pseudo-gradients instead of values.
         """
         self.anchors = anchors
         self.optimizer = optimizer
@@ -57,6 +60,7 @@ class OuterShard:
         self._reducer = reducer
         self._sparsifier = sparsifier
         self._worker = worker
+        self._terms_are_gradients = terms_are_gradients
         longest = max((anchor.numel() for anchor in anchors), default=1)
         cached = bool(anchors) and anchors[0].device.type == "cpu"
         self._elementwise_numel = min(longest, CACHED_NUMEL) if cached else longest
@@ -104,11 +108,8 @@ class OuterShard:
     def measure(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor) -> None:
         """Add the squared norms of all workers' pseudo-gradients to `squares`, (workers,)."""
         for start, part in self._parts(run, self._elementwise_numel):
-            anchor = self.anchors[run][part]
-            other = self._scratch[1, : anchor.numel()]
             for worker, term in enumerate(terms):
-                torch.sub(anchor, term[part], out=other)
-                self._add_square(squares[worker], other, run, start)
+                self._add_square(squares[worker], self._gradient(run, part, term, self._scratch[1]), run, start)
 
     def reduce(
         self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, seed: tuple[int, ...]
@@ -124,9 +125,8 @@ class OuterShard:
         """
         own = terms[self._worker]
         for start, part in self._reduced_parts(run):
-            anchor = self.anchors[run][part]
             if verdict.accepted:
-                gradients = [torch.sub(anchor, terms[worker][part]) for worker in verdict.accepted]
+                gradients = [self._gradient(run, part, terms[worker]) for worker in verdict.accepted]
                 if self._sparsifier is not None:
                     gradients = [
                         self._sparsifier(gradient, (*seed, start, worker))
@@ -136,6 +136,13 @@ class OuterShard:
             else:
                 own[part] = 0
             self._add_square(square, own[part], run, start)
+
+    def _gradient(self, run: int, part: slice, term: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the pseudo-gradient in part of a term, in `out` if that is given and needed."""
+        if self._terms_are_gradients:
+            return term[part]
+        anchor = self.anchors[run][part]
+        return torch.sub(anchor, term[part], out=None if out is None else out[: anchor.numel()])
 
     def _reduced_parts(self, run: int) -> Iterator[tuple[int, slice]]:
         """Yield (start, slice) of what is reduced at once."""

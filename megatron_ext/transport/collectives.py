@@ -135,17 +135,17 @@ class Memory:
     """Buffers that are used again and again: on a processor, fresh memory costs more than what arrives in it."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = {}
+        self._free: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
         """Return a tensor like `like` with undefined contents."""
-        free = self._free.get(like.numel())
+        free = self._free.get((like.dtype, like.numel()))
         return free.pop() if free else torch.empty_like(like)
 
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take back what `take` gave out."""
         for tensor in tensors:
-            self._free.setdefault(tensor.numel(), []).append(tensor)
+            self._free.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
 
 
 class _Way:
@@ -179,7 +179,18 @@ class _Way:
 class Exchange:
     """One buffer on its way: its parts to their owners, and the owners' results back to everyone."""
 
-    def __init__(self, index: int, buffer: Buffer, group: Any, memory: Memory) -> None:
+    def __init__(
+        self, index: int, buffer: Buffer, group: Any, memory: Memory, parts: Sequence[Buffer] | None = None
+    ) -> None:
+        """Prepare.
+
+        Args:
+            index: number of the buffer.
+            buffer: of the same lengths on all ranks.
+            group: process group, one rank per worker in worker order.
+            memory: where to take what arrives from.
+            parts: what of the buffer each rank owns; parts of nearly equal length when None.
+        """
         self.numel = sum(tensor.numel() for tensor in buffer)
         self._index = index
         self._buffer = buffer
@@ -188,8 +199,8 @@ class Exchange:
         self._rank = dist.get_rank(group)
         # For every owner the runs of elements that are contiguous in memory.
         bounds = part_bounds(self.numel, dist.get_world_size(group))
-        self._parts = [runs_within(buffer, start, stop) for start, stop in pairwise(bounds)]
-        self._terms: list[list[torch.Tensor]] = []
+        self._parts = parts or [runs_within(buffer, start, stop) for start, stop in pairwise(bounds)]
+        self._terms: list[Buffer] = []
         self._works: list[dist.Work] = []
 
     def start(self) -> Exchange:
@@ -229,7 +240,7 @@ class Exchange:
         self._wait()
         return self._buffer
 
-    def _swap(self, outgoing: list[list[torch.Tensor]], incoming: list[list[torch.Tensor]]) -> list[dist.Work]:
+    def _swap(self, outgoing: Sequence[Buffer], incoming: Sequence[Buffer]) -> list[dist.Work]:
         """Start to send `outgoing[rank]` to every other rank and to receive `incoming[rank]` from it."""
         size = len(self._parts)
         operations = []

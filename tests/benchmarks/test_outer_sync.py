@@ -13,14 +13,17 @@ from tests.support.distributed import REPOSITORY
 TINY = ["--layers", "1", "--hidden", "8", "--vocab", "16", "--pairs", "2", "--warmup", "1"]
 
 
-def test_every_number_of_workers_is_one_case(tmp_path, capsys):
+def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert outer_sync.main([*TINY, "--workers", "2", "3", "--json", str(path)]) == 0
     cases = read_cases(path)
-    assert list(cases) == ["diloco_w2_ratio", "diloco_w3_ratio"]
-    for case in cases.values():
-        assert (case["unit"], case["goal"], case["direction"]) == ("ratio", 1.25, "lower")
+    ratios = {"diloco_w2_ratio": 1.25, "diloco_w3_ratio": 1.25, "penalty_w2_ratio": 1.5, "penalty_w3_ratio": 1.5}
+    wire = {"wire_bytes_bf16": 0.53, "wire_bytes_int8": 0.28, "wire_bytes_4bit": 0.15}
+    assert {name: case["goal"] for name, case in cases.items()} == {**ratios, **wire}
+    for name, case in cases.items():
+        assert (case["unit"], case["direction"]) == ("ratio", "lower")
         assert case["value"] > 0
+        assert name in ratios or case["value"] <= case["goal"]
     assert "diloco_w3_ratio" in capsys.readouterr().out
 
 

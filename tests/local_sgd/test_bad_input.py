@@ -37,8 +37,10 @@ from tests.support.pretrain import run_failing_pretrain
                 "local_sgd_clip_pseudo_grad": -1.0,
                 "local_sgd_pseudo_grad_density": 1.5,
                 "local_sgd_pseudo_grad_consensus": "sum",
+                "local_sgd_codec_density": 0.0,
             },
             [
+                "--local-sgd-codec-density is 0.0; it must be above 0 and at most 1",
                 "--local-sgd-ewma-threshold is -1.0; it must be a finite number above 0",
                 "--local-sgd-weight-softmax-temperature is 0.0; it must be above 0",
                 "--local-sgd-clip-pseudo-grad is -1.0; it must be above 0",
@@ -57,13 +59,16 @@ def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     assert "Traceback" not in exits[0].stderr
 
 
-def test_sparse_pseudo_gradients_of_a_tied_embedding_on_two_stages_are_refused():
+def test_what_would_change_a_tied_embedding_differently_on_two_stages_is_refused():
     sparse = {
+        "local_sgd_codec": "int8",
         "local_sgd_pseudo_grad_reducer": "gta",
         "local_sgd_pseudo_grad_sparsification": "magnitude",
         "local_sgd_pseudo_grad_density": 0.5,
     }
     exits = run_failing_pretrain(arguments("pp2", "fp32", workers=2, **sparse), 4)
+    for option in ("--local-sgd-pseudo-grad-sparsification", "--local-sgd-codec int8"):
+        assert f"{option} would change the two copies of the tied embedding" in exits[0].stderr
     assert "needs --untie-embeddings-and-output-weights" in exits[0].stderr
 
 

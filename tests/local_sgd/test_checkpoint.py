@@ -41,6 +41,8 @@ PENALTY = {
         ("pp2-vpp2", "fp32-distopt", 2, APART_AND_SYNCED, {"global_batch_size": 8}),
         ("moe-ep2", "bf16-distopt", 2, ANYWHERE, {}),
         pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
+        pytest.param("single", "bf16", 2, APART_AND_SYNCED, {"local_sgd_codec": "int4"}, id="codec"),
+        pytest.param("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, id="sharded codec"),
     ],
 )
 def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
@@ -243,8 +245,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_parameter(sav
             {"local_sgd_pseudo_grad_reducer": "gta", "local_sgd_pseudo_grad_consensus": "sum"},
             "--local-sgd-pseudo-grad-reducer was not given in the run that saved it, and is 'gta' now",
         ),
+        ({"local_sgd_codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
     ],
-    ids=["outer optimizer", "reducer"],
+    ids=["outer optimizer", "reducer", "codec"],
 )
 def test_another_method_is_refused_by_the_name_of_its_flag(saved, other, message):
     exits = run_failing_pretrain(

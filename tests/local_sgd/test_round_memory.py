@@ -56,12 +56,13 @@ def test_a_value_that_is_not_contiguous_is_synchronised_like_any_other(limit):
 def exchanged_memory(sizes, limit):
     """Return for every buffer of a round whether it lies in the memory of a value."""
     from megatron_ext.local_sgd import engine as module
+    from megatron_ext.local_sgd import rounds
 
     values = [torch.ones(size) for size in sizes]
     module.SMALL_NUMEL = 10
     engine = trace(values, limit, rounds=0)
     found = []
-    through_owners = module.through_owners
+    through_owners = rounds.through_owners
 
     def spied(buffers, group, combine):
         def spy():
@@ -76,7 +77,7 @@ def exchanged_memory(sizes, limit):
 
         return through_owners(spy(), group, combine)
 
-    module.through_owners = spied
+    rounds.through_owners = spied
     engine.sync()
     return found
 

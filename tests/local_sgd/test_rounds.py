@@ -59,6 +59,16 @@ def test_a_worker_that_goes_astray_is_left_out_on_all_its_ranks(layout, precisio
     assert "outer round 5: left out worker 1, anomalous in embedding, layer.0, layer.1, final_norm" in said[0]
 
 
+@pytest.mark.parametrize(
+    ("layout", "precision", "codec"),
+    [("tp2", "bf16-distopt", "int4"), ("moe-ep2", "fp32-distopt", "topk"), ("pp2", "bf16", "bf16")],
+)
+def test_all_workers_hold_equal_weights_after_compressed_rounds(layout, precision, codec):
+    ranks = local_run(layout, precision, workers=2, local_sgd_sync_interval=3, local_sgd_codec=codec)
+    first, other = (model_digests(part) for part in worker_slices(ranks, layout, 2))
+    assert other == first
+
+
 def worker_one_goes_astray():
     """Make the fifth step of worker 1 a hundred times as long."""
     import functools
