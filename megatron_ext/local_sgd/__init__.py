@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD: workers that train apart and meet through an outer optimizer."""
 
+from megatron_ext.local_sgd.atorch_names import local_sgd_args_provider, patch_megatron_for_local_sgd
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 
-__all__ = ["GTAConfig", "LocalSGDConfig", "OuterOptimizerConfig"]
+__all__ = [
+    "GTAConfig",
+    "LocalSGDConfig",
+    "OuterOptimizerConfig",
+    "local_sgd_args_provider",
+    "patch_megatron_for_local_sgd",
+]

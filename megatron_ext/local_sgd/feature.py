@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
     EvaluationContext,
     Feature,
@@ -23,9 +22,9 @@ from megatron_ext.hooks import (
     TrainContext,
 )
 from megatron_ext.local_sgd import checkpoint, round_log
+from megatron_ext.local_sgd.arguments import argument_problems, notices
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
-from megatron_ext.local_sgd.outer_optimizer import resolve_class
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
@@ -34,7 +33,6 @@ from megatron_ext.seams import gradients, logging, process_groups, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.process_groups import WorkerGroups
-from megatron_ext.support import refusals
 
 __all__ = ["LocalSGDFeature"]
 
@@ -75,60 +73,16 @@ class LocalSGDFeature(Feature):
 
     def validate(self, args: Any) -> list[str]:
         """Check the options by themselves, against the run's shape, and against the support table."""
-        config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
-        gta = GTAConfig.from_args(args)
-        problems = config.problems()
-        if not config.use_local_sgd:
-            return problems
-        problems += outer.problems() + gta.problems(config)
-        try:
-            resolve_class(outer.outer_optimizer)
-        except UserError as error:
-            problems.append(str(error))
-        if config.local_sgd_workers == 1:
-            if outer != OuterOptimizerConfig():
-                problems.append(
-                    "--local-sgd-workers 1 trains one worker without outer rounds, so the outer optimizer options "
-                    "would have no effect; drop them or use at least 2 workers"
-                )
-            return problems
-        problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
-        if args.train_iters is not None and config.local_sgd_warmup_steps >= args.train_iters:
-            problems.append(
-                f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
-                f"--train-iters {args.train_iters}; lower the one or raise the other"
-            )
-        return problems + refusals(args, self.name)
+        return argument_problems(args, self.name)
 
     def adjust_arguments(self, args: Any) -> list[str]:
         """Switch off what would make workers wait for each other at every step, and say what was chosen."""
-        lines = []
-        config = LocalSGDConfig.from_args(args)
-        lines.append(
-            f"local SGD: {config.local_sgd_workers} workers, an outer round every "
-            f"{config.local_sgd_sync_interval} steps after {config.local_sgd_warmup_steps} synchronous iterations, "
-            f"outer optimizer {args.outer_optimizer}, evaluation on the "
-            + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
-        )
-        if config.local_sgd_sync_interval == 1:
-            lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
-        if config.codec == "topk" and args.outer_optimizer == "sgd" and args.outer_optimizer_momentum > 0:
-            lines.append(
-                "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
-                "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
-            )
+        lines = notices(args)
         if args.rerun_mode != "disabled":
             lines.append(
                 f"local SGD: --rerun-mode {args.rerun_mode} becomes 'disabled': workers do not repeat steps together"
             )
             args.rerun_mode = "disabled"
-        if args.train_iters is not None:
-            rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval
-            if rest:
-                lines.append(
-                    f"local SGD: --train-iters {args.train_iters} ends {rest} steps after a round; a checkpoint saved "
-                    "there holds every worker apart and cannot be read without --use-local-sgd"
-                )
         return lines
 
     def patches(self) -> Sequence[Patch]:
@@ -369,33 +323,6 @@ class LocalSGDFeature(Feature):
         return self._values
 
 
-def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
-    """Return why the workers do not fit the run's parallel layout."""
-    workers = config.local_sgd_workers
-    if workers is None or workers < 1:
-        return []
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if args.world_size % model:
-        return []  # Megatron names this one itself.
-    data = args.world_size // model
-    if data % workers:
-        divisors = (
-            ", ".join(str(count) for count in range(2, data + 1) if data % count == 0) or "none above 1"
-        )
-        return [
-            f"--local-sgd-workers {workers} does not divide the data-parallel size {data} (world size "
-            f"{args.world_size} / TP*PP*CP {model}); possible numbers of workers: {divisors}"
-        ]
-    expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    expert = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
-    if args.num_experts and (args.world_size // workers) % expert:
-        return [
-            f"--local-sgd-workers {workers} leaves {args.world_size // workers} ranks per worker, which does not hold "
-            f"a whole expert-parallel group (ETP*EP*PP = {expert}); use fewer workers or a smaller expert parallel size"
-        ]
-    return []
-
-
 def _round_log_path(args: Any) -> Path | None:
     """Return where rounds are written, None for nowhere."""
     wanted = args.local_sgd_round_log
@@ -403,20 +330,3 @@ def _round_log_path(args: Any) -> Path | None:
         # --save may name a place that is no folder of this machine, such as msc://bucket.
         return Path(args.save) / round_log.FILE_NAME if args.save and "://" not in args.save else None
     return None if wanted == "none" else Path(wanted)
-
-
-def _copy_problems(args: Any, config: LocalSGDConfig, gta: GTAConfig) -> list[str]:
-    """Return why the options would make copies of one tensor drift apart."""
-    if args.pipeline_model_parallel_size == 1 or args.untie_embeddings_and_output_weights:
-        return []
-    options = []
-    if gta.sparsification_method is not None:
-        options.append("--local-sgd-pseudo-grad-sparsification")
-    if config.codec not in (None, "bf16", "fp16"):
-        # These code a value by itself; the others look at its neighbours, which differ between the stages.
-        options.append(f"--local-sgd-codec {config.codec}")
-    return [
-        f"{option} would change the two copies of the tied embedding differently; with "
-        "--pipeline-model-parallel-size above 1 it needs --untie-embeddings-and-output-weights"
-        for option in options
-    ]
