@@ -86,7 +86,7 @@ class LocalSGD:
             outer: the outer optimizer.
             gta: how pseudo-gradients become one.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
-            inside: process group of all ranks of this worker.
+            inside: process group of all ranks of this worker; None when it is this one alone.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.config = config
@@ -127,7 +127,7 @@ class LocalSGD:
             self._round = GuardedRound(self._owned, self._judge)
         else:
             self._round = PlainRound(self._owned, self._judge)
-        self._device = self.values[0].device if self.values else _collective_device(inside)
+        self._device = self.values[0].device if self.values else _collective_device(across)
 
     @property
     def in_warmup(self) -> bool:

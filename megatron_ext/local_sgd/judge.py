@@ -29,7 +29,7 @@ class Judge:
             units: the units' names.
             clip: largest norm of a unit's common pseudo-gradient.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
-            inside: process group of all ranks of this worker.
+            inside: process group of all ranks of this worker; None when it is this one alone.
         """
         self.penalty = penalty
         self._units = units
@@ -40,7 +40,8 @@ class Judge:
     def add_up(self, squares: torch.Tensor) -> None:
         """Add up fp64 numbers over all owners and all ranks of a worker; the same bits everywhere."""
         dist.all_reduce(squares, group=self._across)
-        dist.all_reduce(squares, group=self._inside)
+        if self._inside is not None:
+            dist.all_reduce(squares, group=self._inside)
         # Workers may have added in another order; what is decided by these numbers must not differ.
         dist.broadcast(squares, group=self._across, group_src=0)
 

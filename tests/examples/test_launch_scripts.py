@@ -310,7 +310,7 @@ def test_a_slurm_job_of_two_nodes_trains_on_cpu(desk: Desk) -> None:
         SLURM,
         desk.outputs(),
         BACKEND="cpu",
-        GPUS_PER_NODE="2",
+        GPUS_PER_NODE="1",
         MASTER_PORT=str(free_port()),
         TRAIN_ITERS="2",
         **job,

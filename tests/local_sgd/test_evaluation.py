@@ -21,17 +21,22 @@ def validation_losses(ranks):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-distopt-overlap"])
-@pytest.mark.parametrize("mode", ["synced", "workers"])
-def test_evaluation_changes_no_bit_of_training(precision, mode):
+def test_evaluation_changes_no_bit_of_training(precision):
     plain = local_run("single", precision, workers=2, **SCHEDULE)
-    evaluated = local_run("single", precision, workers=2, local_sgd_evaluation=mode, **SCHEDULE, **EVALUATION)
-    assert same_state(plain, evaluated)
-    said = (
-        "evaluating the synced weights of round 1"
-        if mode == "synced"
-        else "evaluating each worker's own weights"
-    )
-    assert said in evaluated[0].stdout
+    for mode, said in (
+        ("synced", "evaluating the synced weights of round 1"),
+        ("workers", "evaluating each worker's own weights"),
+    ):
+        evaluated = local_run("single", precision, workers=2, local_sgd_evaluation=mode, **SCHEDULE, **EVALUATION)
+        assert same_state(plain, evaluated), mode
+        assert said in evaluated[0].stdout
+
+
+def test_synced_evaluation_with_a_codec_shows_what_all_workers_hold():
+    options = {"workers": 2, "local_sgd_sync_interval": 3, "eval_iters": 2, "local_sgd_codec": "int4"}
+    at_round = local_run("single", "fp32", train_iters=3, eval_interval=3, **options)
+    later = local_run("single", "fp32", train_iters=4, eval_interval=4, **options)
+    assert validation_losses(later)[4] == validation_losses(at_round)[3]
 
 
 def test_synced_evaluation_in_mid_interval_shows_the_weights_of_the_last_round():
