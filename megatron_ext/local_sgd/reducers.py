@@ -99,10 +99,12 @@ def sparsify(
         return tensor
     if method == "magnitude":
         kept = max(int(density * tensor.numel()), 1)
-        places = tensor.reshape(-1).abs().topk(kept).indices
-        sparse = torch.zeros_like(tensor).reshape(-1)
-        sparse[places] = tensor.reshape(-1)[places]
-        return sparse.view(tensor.shape)
+        size = tensor.reshape(-1).abs()
+        smallest = size.topk(kept).values[-1]
+        # Of several equal ones the first: which of them topk returns may differ between ranks.
+        larger, equal = size > smallest, size == smallest
+        mask = larger | (equal & (equal.cumsum(0) <= kept - larger.sum()))
+        return torch.where(mask.view(tensor.shape), tensor, 0.0)
     mask = torch.bernoulli(torch.full_like(tensor, density), generator=generator)
     return tensor * mask / density if method == "rescaled_random" else tensor * mask
 

@@ -145,8 +145,9 @@ class TopKCodec:
     def _encode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         # What is not a number counts as the largest of all, so that it is sent.
         size = rows.abs().nan_to_num(nan=math.inf, posinf=math.inf)
-        # Sorted, because the order of what topk returns is nobody's promise.
-        places = size.topk(self._kept(rows.shape[1]), dim=1).indices.sort(dim=1).values
+        # A stable sort, not topk: which of several equal values is chosen must not differ between ranks.
+        order = size.sort(dim=1, descending=True, stable=True).indices
+        places = order[:, : self._kept(rows.shape[1])].sort(dim=1).values
         numbers = rows.gather(1, places).to(torch.bfloat16)
         return torch.cat([_bytes(places.to(torch.int16).view(-1)), _bytes(numbers.view(-1))])
 

@@ -84,3 +84,8 @@ def test_random_masks_depend_on_round_and_worker_and_on_nothing_else():
     torch.manual_seed(math.prod(range(1, 9)))
     assert again(tensor, (0, 1, 0)).tolist() == masks[0]
     assert len({tuple(mask) for mask in masks}) == 3
+
+
+def test_of_equal_elements_the_first_are_kept_so_that_replicas_lose_the_same_ones():
+    tensor = torch.tensor([1.0, -2.0, 2.0, 3.0, -2.0, 2.0])
+    assert sparsify(tensor, 0.5, "magnitude").tolist() == [0.0, -2.0, 2.0, 3.0, 0.0, 0.0]

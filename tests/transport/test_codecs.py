@@ -106,3 +106,10 @@ def test_error_feedback_delivers_everything_in_the_end(name):
         delivered += sent
     assert torch.allclose(delivered + residual, wanted, atol=1e-2)
     assert (delivered - wanted).norm() < 0.4 * wanted.norm()
+
+
+def test_of_equal_values_topk_keeps_the_first():
+    values = torch.full((5000,), -0.5)
+    codec = build_codec("topk", 0.01)
+    kept = codec.decode(codec.encode(values), 5000).nonzero().view(-1).tolist()
+    assert kept == [*range(41), *range(4096, 4105)]
