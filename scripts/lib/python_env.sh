@@ -242,7 +242,9 @@ ensure_venv() {
 # Makes or reuses .venv and puts its commands first on the PATH of the calling script.
 use_python_env() {
     ensure_venv || return 1
-    unset PYTHONHOME
+    # Images of containers set the latter to stay small. With it every process would compile all of torch and Megatron
+    # again, which takes longer than what it was started for.
+    unset PYTHONHOME PYTHONDONTWRITEBYTECODE
     export VIRTUAL_ENV="$PYTHON_ENV_DIR"
     export PATH="$PYTHON_ENV_DIR/bin:$PATH"
     hash -r

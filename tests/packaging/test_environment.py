@@ -36,6 +36,14 @@ def test_the_environment_is_made_once_and_its_commands_come_first(
 
 
 @pytest.mark.slow
+def test_byte_code_is_kept_although_the_caller_forbids_it(machine: Machine, make_repository: MakeRepository) -> None:
+    root = make_repository("repo")
+    code = 'import tiny_module as t; print(t.__cached__)'
+    done = machine.bash(use(root, f'cd /; python -c "{code}"'), PYTHONDONTWRITEBYTECODE="1")
+    assert Path(done.stdout.splitlines()[-1]).is_file()
+
+
+@pytest.mark.slow
 def test_changed_inputs_update_the_environment_in_place(
     machine: Machine, make_repository: MakeRepository
 ) -> None:
