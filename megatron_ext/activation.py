@@ -38,7 +38,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
 
     Raises:
         PatchError: the installed Megatron is not one that the patches were written for.
-        UserError: `backend` is none of the three.
+        UserError: `backend` is none of the three, or not the one that is in force.
     """
     global _cpu
     from megatron_ext.errors import UserError
@@ -47,6 +47,10 @@ def patch_megatron(backend: Backend = "auto") -> None:
     if backend not in ("auto", "cpu", "cuda"):
         raise UserError(f"backend is {backend!r}; use 'auto', 'cpu' or 'cuda'")
     if hooks.features:
+        if backend != "auto" and (backend == "cpu") != (_cpu is not None):
+            raise UserError(
+                f"patch_megatron(backend={backend!r}) after the other backend was chosen; call unpatch_megatron() first"
+            )
         return
     import torch
 

@@ -207,6 +207,9 @@ class Feature:
     def on_load(self, context: LoadContext) -> None:
         """A checkpoint's state was read."""
 
+    def check_load(self, context: LoadContext) -> None:
+        """A checkpoint's state was read by a run in which this feature is not enabled."""
+
     def on_train_end(self, context: TrainContext) -> None:
         """The training loop returned."""
 
@@ -232,6 +235,12 @@ class Hooks:
         """Call the handler named `event` of every active feature, in order."""
         for feature in self.active:
             getattr(feature, event)(*arguments)
+
+    def check_load(self, context: LoadContext) -> None:
+        """Let every feature that is not active say that it should be."""
+        for feature in self.features:
+            if feature not in self.active:
+                feature.check_load(context)
 
     def worker_count(self, args: Any) -> int:
         """Return the largest worker count that an active feature asks for."""

@@ -36,6 +36,7 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
     assert set(ours[0].probe) <= {
         "arguments/add",
         "arguments/validate",
+        "arguments/load",
         "arguments/errors",
         "cpu/compile-helpers",
     } | {name for name in ours[0].probe if "compile" in name}
@@ -109,6 +110,25 @@ def test_patching_is_idempotent():
     ((same, count),) = run_ranks(patch_twice, 1)
     assert same
     assert count > 3
+
+
+def patch_for_two_backends():
+    """Ask for a second backend; return what was said, with an excepthook of someone else's in between."""
+    from megatron_ext import patch_megatron, unpatch_megatron
+    from megatron_ext.activation import registry
+    from megatron_ext.errors import UserError
+
+    patch_megatron(backend="cpu")
+    patch_megatron(backend="cpu")
+    with pytest.raises(UserError, match="call unpatch_megatron"):
+        patch_megatron(backend="cuda")
+    sys.excepthook = lambda *args: None
+    unpatch_megatron()
+    return len(registry().applied)
+
+
+def test_another_backend_is_refused_and_a_foreign_excepthook_does_not_keep_the_patches():
+    assert run_ranks(patch_for_two_backends, 1) == [0]
 
 
 BEFORE = "from megatron_ext import patch_megatron; patch_megatron(); from megatron.training.arguments import parse_args"

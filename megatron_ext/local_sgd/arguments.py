@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import resolve_class
+from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.support import refusals
 
 __all__ = ["argument_problems", "notices"]
@@ -25,11 +24,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     problems = config.problems()
     if not config.use_local_sgd:
         return problems
-    problems += outer.problems() + gta.problems(config)
-    try:
-        resolve_class(outer.outer_optimizer)
-    except UserError as error:
-        problems.append(str(error))
+    problems += outer_optimizer_problems(outer) + gta.problems(config)
     if config.local_sgd_workers == 1:
         if outer != OuterOptimizerConfig():
             problems.append(
@@ -38,10 +33,13 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             )
         return problems
     problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
-    if args.train_iters is not None and config.local_sgd_warmup_steps >= args.train_iters:
+    length, given = args.train_iters, f"--train-iters {args.train_iters}"
+    if length is None and args.train_samples is not None and args.global_batch_size:
+        length, given = args.train_samples // args.global_batch_size, f"--train-samples {args.train_samples}"
+    if length is not None and config.local_sgd_warmup_steps >= length:
         problems.append(
             f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
-            f"--train-iters {args.train_iters}; lower the one or raise the other"
+            f"{given}; lower the one or raise the other"
         )
     return problems + refusals(args, feature)
 
@@ -61,6 +59,11 @@ def notices(args: Any) -> list[str]:
         lines.append(
             "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
             "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
+        )
+    if config.skip_anomaly and getattr(args, "check_for_nan_in_loss_and_grad", False):
+        lines.append(
+            "local SGD: a gradient that is not finite still ends the run, before a round could leave the worker out; "
+            "--no-check-for-nan-in-loss-and-grad lets it go on"
         )
     if args.train_iters is not None:
         rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval

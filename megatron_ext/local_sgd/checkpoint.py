@@ -32,7 +32,7 @@ from megatron_ext.seams.sharded_state import (
     split_plain,
 )
 
-__all__ = ["LoadPlan", "assemble", "plan_load", "request", "restore"]
+__all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "request", "restore"]
 
 _FORMAT = 2
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
@@ -165,14 +165,37 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
                 f"{summary['interval']} after warm-up), save there, and load that"
             )
         if args.no_load_optim or args.finetune:
-            option = "--finetune" if args.finetune else "--no-load-optim"
+            # --skip-train sets --no-load-optim.
+            option = "--finetune" if args.finetune else "--skip-train" if args.skip_train else "--no-load-optim"
             raise UserError(
                 f"{where}: {rest}, which {option} would discard; load a checkpoint that was saved at a sync point"
             )
     if not (args.no_load_optim or args.finetune):
         _check_method(summary["method"], args, where)
+        if summary["tensors"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
+            raise UserError(
+                f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
+                f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it"
+            )
     _check_layout(context, where)
     return plan
+
+
+def refuse_without_workers(context: LoadContext) -> None:
+    """Refuse a checkpoint from the middle of an interval to a run without workers.
+
+    Raises:
+        UserError: with the way out.
+    """
+    summary = context.state.get(_SUMMARY)
+    if summary is None or summary["synced"]:
+        return
+    raise UserError(
+        f"--load {context.directory}: saved {summary['steps_since_sync']} steps after a sync point, where each of "
+        f"{summary['workers']} workers has its own weights, so it needs --use-local-sgd --local-sgd-workers "
+        f"{summary['workers']}. To go on without, resume with them up to a sync point (a multiple of interval "
+        f"{summary['interval']} after warm-up), save there, and load that"
+    )
 
 
 def request(

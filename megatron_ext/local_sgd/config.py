@@ -239,8 +239,9 @@ class OuterOptimizerConfig(_FromArgs):
     """Outer optimizer: 'sgd', 'adam', 'adamw', 'none' (plain averaging of the weights), or the import path of
     a torch optimizer class, such as mypackage.optimizers.Lion."""
 
-    outer_optimizer_lr: float = 0.7
-    """Outer learning rate."""
+    outer_optimizer_lr: float | None = _flag("--outer-optimizer-lr", None, type=float)
+    """Outer learning rate: 0.7 for sgd unless given; all others need one of their own, since theirs mean something
+    else (adam moves every weight by about the learning rate)."""
 
     outer_optimizer_momentum: float = 0.9
     """Momentum of the outer sgd."""
@@ -251,12 +252,27 @@ class OuterOptimizerConfig(_FromArgs):
     def problems(self) -> list[str]:
         """Return what is wrong with the values by themselves, one sentence each."""
         found = []
-        if not math.isfinite(self.outer_optimizer_lr) or self.outer_optimizer_lr <= 0:
-            found.append(
-                f"--outer-optimizer-lr is {self.outer_optimizer_lr}; it must be a finite number above 0"
-            )
+        name, rate = self.outer_optimizer, self.outer_optimizer_lr
+        if rate is not None and (not math.isfinite(rate) or rate <= 0):
+            found.append(f"--outer-optimizer-lr is {rate}; it must be a finite number above 0")
+        if rate is not None and name == "none":
+            found.append("--outer-optimizer-lr has no effect with --outer-optimizer none; drop it")
+        if rate is None and name != "none" and not self.is_sgd:
+            found.append(f"--outer-optimizer {name} needs --outer-optimizer-lr; the default of 0.7 is for sgd only")
         if not 0 <= self.outer_optimizer_momentum < 1:
-            found.append(
-                f"--outer-optimizer-momentum is {self.outer_optimizer_momentum}; it must be in [0, 1)"
-            )
+            found.append(f"--outer-optimizer-momentum is {self.outer_optimizer_momentum}; it must be in [0, 1)")
+        elif not self.is_sgd and self.outer_optimizer_momentum != type(self).outer_optimizer_momentum:
+            found.append(f"--outer-optimizer-momentum has no effect with --outer-optimizer {name}; drop it")
+        if not self.is_sgd and not self.outer_optimizer_nesterov:
+            found.append(f"--no-outer-optimizer-nesterov has no effect with --outer-optimizer {name}; drop it")
         return found
+
+    @property
+    def is_sgd(self) -> bool:
+        """Whether momentum and Nesterov mean something."""
+        return self.outer_optimizer in ("sgd", "torch.optim.SGD", "torch.optim.sgd.SGD")
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate in force."""
+        return 0.7 if self.outer_optimizer_lr is None else self.outer_optimizer_lr

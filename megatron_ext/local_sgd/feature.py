@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -143,6 +144,9 @@ class LocalSGDFeature(Feature):
         self._last = self._unwritten = engine.sync()
         self._require_values().refresh()
         timer.stop()
+        if not math.isfinite(self._last.worker_norms[self._require_groups().worker]):
+            # It goes on from the synced weights; its moments would spoil them in the next step.
+            self._require_values().reset_broken_moments()
         for remark in self._last.remarks():
             say(f"local SGD: {remark}")
         self._write_round(self._last, context)
@@ -175,7 +179,10 @@ class LocalSGDFeature(Feature):
 
     def before_evaluation(self, context: EvaluationContext) -> None:
         """Put the anchor in place of the current weights when that is what evaluation runs on."""
-        engine = self._require_engine()
+        if self._engine is None:  # --skip-train
+            say("local SGD: evaluating the weights that were loaded")
+            return
+        engine = self._engine
         if engine.synced:
             say("local SGD: evaluating the synced weights")
         elif engine.config.local_sgd_evaluation == "workers":
@@ -202,7 +209,9 @@ class LocalSGDFeature(Feature):
             context.fields.append(("outer round", str(engine.rounds)))
             if self._last is not None:
                 context.fields.append(("pseudo-grad norm", f"{self._last.pseudo_gradient_norm:.3f}"))
-            context.fields.append(("workers", f"{groups.num_workers}/{groups.num_workers}"))
+            left_out = set().union(*self._last.rejected.values()) if self._last is not None else set()
+            workers = groups.num_workers
+            context.fields.append(("workers", f"{workers - len(left_out)}/{workers}"))
         report = self._unwritten
         if context.writing and report is not None:
             context.scalars.update(
@@ -257,6 +266,10 @@ class LocalSGDFeature(Feature):
             if context.optimizer is not None:
                 self._build_engine(context.args, context.model, context.optimizer)
             checkpoint.request(context, self._plan, self._require_groups(), self._engine, self._values)
+
+    def check_load(self, context: LoadContext) -> None:
+        """Refuse a checkpoint whose workers stand apart when this run has no workers."""
+        checkpoint.refuse_without_workers(context)
 
     def on_load(self, context: LoadContext) -> None:
         """Find out what the checkpoint holds, then take the outer state out of what was read."""

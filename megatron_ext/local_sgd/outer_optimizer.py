@@ -12,7 +12,14 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import OuterOptimizerConfig
 
-__all__ = ["OuterOptimizer", "OuterSGD", "TorchOuter", "build_outer_optimizer", "resolve_class"]
+__all__ = [
+    "OuterOptimizer",
+    "OuterSGD",
+    "TorchOuter",
+    "build_outer_optimizer",
+    "outer_optimizer_problems",
+    "resolve_class",
+]
 
 _BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -42,6 +49,23 @@ def resolve_class(name: str) -> type[torch.optim.Optimizer] | None:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f"--outer-optimizer {name!r} is not a torch.optim.Optimizer class; {choices}")
     return found
+
+
+def outer_optimizer_problems(config: OuterOptimizerConfig) -> list[str]:
+    """Return why the outer optimizer cannot be used, as far as two steps on a small tensor show it."""
+    problems = config.problems()
+    try:
+        if resolve_class(config.outer_optimizer) is None or problems:
+            return problems
+        tried = build_outer_optimizer(config, [torch.zeros(3)])
+        for _ in range(2):
+            tried.step(0, slice(0, 3), torch.ones(3))
+        tried.tensor_state()
+    except UserError as error:
+        return [*problems, str(error)]
+    except Exception as error:  # the user's class may raise anything; better now than at the first round
+        return [f"--outer-optimizer {config.outer_optimizer!r} cannot make a step: {type(error).__name__}: {error}"]
+    return []
 
 
 class OuterOptimizer(Protocol):
@@ -194,11 +218,11 @@ def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.
     if chosen is torch.optim.SGD:
         return OuterSGD(
             anchors,
-            lr=config.outer_optimizer_lr,
+            lr=config.learning_rate,
             momentum=config.outer_optimizer_momentum,
             nesterov=config.outer_optimizer_nesterov,
         )
-    arguments: dict[str, Any] = {"lr": config.outer_optimizer_lr}
+    arguments: dict[str, Any] = {"lr": config.learning_rate}
     if chosen in _BUILT_IN.values():
         # The inner optimizer decays the weights already; decaying the anchor again would count it twice.
         arguments["weight_decay"] = 0.0

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import RoundReport
 
 __all__ = [
@@ -64,7 +65,7 @@ class OuterOptimPeriodicModelAverager:
         self.config = dataclasses.replace(local_sgd_config, use_local_sgd=True, local_sgd_workers=workers)
         self.outer = outer_optim_config or OuterOptimizerConfig()
         self.gta = gta_config or GTAConfig()
-        problems = self.config.problems() + self.outer.problems() + self.gta.problems(self.config)
+        problems = self.config.problems() + outer_optimizer_problems(self.outer) + self.gta.problems(self.config)
         if problems:
             raise combine(problems, "local SGD")
         self._engine: LocalSGD | None = None

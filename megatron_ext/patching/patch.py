@@ -57,6 +57,10 @@ class Patch:
     """Whether copies made by `from module import attribute` are replaced too. Off for values such as
     numbers or modules, whose identity says nothing about where they came from."""
 
+    may_stay: bool = False
+    """Whether the replacement does no harm when it cannot be undone, because someone else has replaced the target since
+    and may call it."""
+
     def __post_init__(self) -> None:
         """Check the form of `target`.
 

@@ -163,6 +163,8 @@ class _Globals:
 def _revert_one(record: _Applied) -> None:
     current = vars(record.owner).get(record.name, _ABSENT)
     if current is not record.replacement:
+        if record.patch.may_stay:
+            return
         raise PatchError(
             f"{record.patch.describe()}: cannot be undone, the target was replaced again by someone else; "
             "undo the other replacement first"

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from megatron_ext.errors import UserError, combine, report
-from megatron_ext.hooks import hooks
+from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.patching import Patch, PatchRegistry
 
 __all__ = ["add_config_group", "patches", "say"]
@@ -46,12 +47,20 @@ def patches(
             reason="validate the features' arguments and apply the patches of the enabled features only",
         ),
         Patch(
+            name="arguments/load",
+            target="megatron.training.checkpointing:_load_base_checkpoint",
+            wrap=_wrap_load,
+            parameters=("load_dir", "args", "rank0"),
+            reason="refuse a checkpoint that needs a feature which the arguments do not ask for",
+        ),
+        Patch(
             name="arguments/errors",
             target="sys:excepthook",
             wrap=_wrap_excepthook,
             distribution="python",
             versions="",
             rebind=False,
+            may_stay=True,
             reason="show the user's own mistakes as one message instead of a traceback per rank",
         ),
     ]
@@ -119,6 +128,22 @@ def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Cal
         return original(args, *rest, **kwargs)
 
     return validate_args
+
+
+def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given, state = bound.arguments, result[0]
+        if state is not None and given["rank0"]:
+            hooks.check_load(LoadContext(args=given["args"], directory=result[1], state=state, common_only=True))
+        return result
+
+    return load_base_checkpoint
 
 
 def _wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -106,7 +106,8 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         except (Exception, CheckpointException) as error:
             raise UserError(
                 f"--load {given['load_dir']}: the checkpoint cannot be read ({type(error).__name__}: "
-                f"{_last_line(error)}). It is incomplete or damaged; load an earlier one with --ckpt-step"
+                f"{_last_line(error)}). Either this run's model and parallel options are not those of the run that "
+                "saved it, or it is incomplete or damaged; then load an earlier one with --ckpt-step"
             ) from error
         state, directory = result[0], result[1]
         if state is not None:

@@ -64,6 +64,15 @@ class InnerValues:
         return [value.tensor for value in self.values]
 
     @torch.no_grad()
+    def reset_broken_moments(self) -> None:
+        """Set to zero what is not finite in the optimizers' states."""
+        for member in self.members:
+            for state in member.optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor) and value.is_floating_point():
+                        value.nan_to_num_(0.0, 0.0, 0.0)
+
+    @torch.no_grad()
     def refresh(self, now: bool = False) -> None:
         """Bring the model's parameters up to date after the values were changed.
 

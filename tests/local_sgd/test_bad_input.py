@@ -13,6 +13,10 @@ from tests.support.pretrain import run_failing_pretrain
         ({"local_sgd_workers": 3}, ["--local-sgd-workers 3 does not divide the data-parallel size 2"]),
         ({"local_sgd_workers": 1, "outer_optimizer_lr": 0.5}, ["--local-sgd-workers 1", "no effect"]),
         (
+            {"train_iters": None, "train_samples": 20, "local_sgd_warmup_steps": 5},
+            ["--local-sgd-warmup-steps 5 leaves no local step before --train-samples 20"],
+        ),
+        (
             {
                 "local_sgd_sync_interval": -2,
                 "local_sgd_warmup_steps": 6,
@@ -49,7 +53,7 @@ from tests.support.pretrain import run_failing_pretrain
             ],
         ),
     ],
-    ids=["workers", "one worker", "schedule and outer optimizer", "penalty"],
+    ids=["workers", "one worker", "samples", "schedule and outer optimizer", "penalty"],
 )
 def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)

@@ -160,7 +160,29 @@ def test_mid_interval_with_another_number_of_workers_is_refused_with_the_way_out
     assert "sync point" in exits[0].stderr
 
 
-@pytest.mark.parametrize("option", ["no_load_optim", "finetune"])
+@pytest.mark.parametrize("workers", [None, 1])
+def test_mid_interval_without_workers_is_refused_with_the_way_out(saved, workers):
+    exits = run_failing_pretrain(arguments("dp2", "bf16-distopt", workers=workers, load=str(saved), ckpt_step=4), 2)
+    assert "needs --use-local-sgd --local-sgd-workers 2" in exits[0].stderr
+    assert "Traceback" not in exits[0].stderr
+
+
+def test_a_warmup_that_reaches_beyond_the_checkpoint_is_refused(saved):
+    other = {**SCHEDULE, "local_sgd_warmup_steps": 7}
+    exits = run_failing_pretrain(
+        arguments("dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=4, **other), 4
+    )
+    assert "--local-sgd-warmup-steps 7 lies beyond its iteration 4" in exits[0].stderr
+
+
+def test_a_sync_point_can_be_evaluated_without_training(saved):
+    options = {"ckpt_step": 5, "skip_train": True, "eval_iters": 2, "eval_interval": 100}
+    ranks = local_run("dp2", "bf16-distopt", workers=2, load=str(saved), **{**SCHEDULE, **options})
+    assert "evaluating the weights that were loaded" in ranks[0].stdout
+    assert any("validation loss at iteration" in rank.stdout for rank in ranks)
+
+
+@pytest.mark.parametrize("option", ["no_load_optim", "finetune", "skip_train"])
 def test_mid_interval_without_optimizer_state_is_refused(saved, option):
     exits = run_failing_pretrain(
         arguments("dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=4, **{option: True}), 4
@@ -240,7 +262,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_parameter(sav
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"outer_optimizer": "adam"}, "--outer-optimizer was 'sgd' in the run that saved it, and is 'adam' now"),
+        (
+            {"outer_optimizer": "adam", "outer_optimizer_lr": 0.1},
+            "--outer-optimizer was 'sgd' in the run that saved it, and is 'adam' now",
+        ),
         (
             {"local_sgd_pseudo_grad_reducer": "gta", "local_sgd_pseudo_grad_consensus": "sum"},
             "--local-sgd-pseudo-grad-reducer was not given in the run that saved it, and is 'gta' now",

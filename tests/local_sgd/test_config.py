@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import resolve_class
+from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems, resolve_class
 
 
 def test_the_outer_optimizer_defaults_are_those_of_diloco():
     config = OuterOptimizerConfig()
-    assert (config.outer_optimizer, config.outer_optimizer_lr, config.outer_optimizer_momentum) == (
+    assert (config.outer_optimizer, config.learning_rate, config.outer_optimizer_momentum) == (
         "sgd",
         0.7,
         0.9,
@@ -66,6 +66,28 @@ def test_a_momentum_is_accepted_only_in_zero_to_one(momentum):
 def test_an_unknown_outer_optimizer_is_refused_with_the_choices(name):
     with pytest.raises(UserError, match="adamw"):
         resolve_class(name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"outer_optimizer": "adam"}, "--outer-optimizer adam needs --outer-optimizer-lr"),
+        ({"outer_optimizer": "none", "outer_optimizer_lr": 0.7}, "--outer-optimizer-lr has no effect"),
+        (
+            {"outer_optimizer": "adamw", "outer_optimizer_lr": 0.1, "outer_optimizer_momentum": 0.5},
+            "--outer-optimizer-momentum has no effect",
+        ),
+        ({"outer_optimizer": "none", "outer_optimizer_nesterov": False}, "--no-outer-optimizer-nesterov has no effect"),
+        (
+            {"outer_optimizer": "torch.optim.LBFGS", "outer_optimizer_lr": 0.1},
+            "--outer-optimizer 'torch.optim.LBFGS' cannot make a step: TypeError",
+        ),
+    ],
+)
+def test_an_outer_optimizer_that_cannot_work_as_asked_is_refused_at_the_start(fields, said):
+    problems = outer_optimizer_problems(OuterOptimizerConfig(**fields))
+    assert len(problems) == 1
+    assert said in problems[0]
 
 
 def test_an_import_path_names_a_torch_optimizer():
