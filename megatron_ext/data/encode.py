@@ -26,6 +26,8 @@ __all__ = ["EncodedBatch", "encode_all", "encode_batch", "text_of"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ITEMS = 1000
+# How often to look whether a process has died while one waits for its result.
+_WATCH_SECONDS = 5.0
 _BATCHES_IN_FLIGHT_PER_PROCESS = 3
 
 
@@ -186,15 +188,40 @@ def encode_all(
         for batch in batches:
             waiting.append(executor.submit(_encode_in_process, batch))
             if len(waiting) >= workers * _BATCHES_IN_FLIGHT_PER_PROCESS:
-                yield waiting.popleft().result()
+                yield _result(waiting.popleft(), executor)
         while waiting:
-            yield waiting.popleft().result()
+            yield _result(waiting.popleft(), executor)
     except BrokenProcessPool as error:
         raise UserError(
             "a tokenizing process died (killed for want of memory?); use fewer --workers"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _result(future: Future[EncodedBatch], executor: ProcessPoolExecutor) -> EncodedBatch:
+    """Wait for a result.
+
+    The pool notices the death of a process only between two messages. One that is killed while it sends a result, or
+    holds a queue's lock, would be waited for without end; so the processes are looked at here as well.
+
+    Raises:
+        BrokenProcessPool: a process has died.
+    """
+    while True:
+        # Private, because the pool does not show its processes, and has no way to be broken from outside.
+        processes = list((executor._processes or {}).values())
+        died = any(process.exitcode is not None for process in processes)
+        try:
+            return future.result(timeout=_WATCH_SECONDS)
+        except TimeoutError:
+            if not died:
+                continue
+        for process in processes:
+            process.kill()
+        # No process can write any more; without this end of its own the pool's thread reads to the end and gives up.
+        executor._result_queue._writer.close()  # type: ignore[attr-defined]
+        return future.result()
 
 
 def _in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:

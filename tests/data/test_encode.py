@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -167,6 +168,25 @@ def test_a_process_that_dies_ends_the_run_with_advice() -> None:
     with pytest.raises(UserError, match=r"died .* use fewer --workers"):
         for _ in batches:
             pass
+
+
+class DiesWhileItSends(TokenizerSpec):
+    """Ends its process in the middle of a message to the pool."""
+
+    def load(self) -> Any:
+        frame = sys._getframe()
+        while "result_queue" not in frame.f_locals:
+            assert frame.f_back is not None
+            frame = frame.f_back
+        os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1000) + b"a part")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_dies_while_it_sends_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_ext.data.encode._WATCH_SECONDS", 0.3)
+    documents = itertools.repeat(text_document(b"x" * 100_000), 100)
+    with pytest.raises(UserError, match=r"died .* use fewer --workers"):
+        list(encode_all(documents, DiesWhileItSends(), json_key="text", workers=2))
 
 
 ORPHAN_SCRIPT = """
