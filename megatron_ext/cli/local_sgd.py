@@ -74,8 +74,9 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    from megatron_ext.local_sgd.round_log import sending_seconds
+
     norms = entry["worker_norms"]
-    sending = entry["seconds"] - entry["waiting_seconds"] - entry["applying_seconds"]
     left_out: dict[int, int] = {}
     for workers in entry["rejected"].values():
         for worker in workers:
@@ -89,7 +90,7 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(f"worker {worker}: {units}" for worker, units in sorted(left_out.items())) or "-",
         f"{entry['bytes_sent'] / 1e6:.2f}",
         f"{entry['waiting_seconds']:.3f}",
-        f"{max(sending, 0.0):.3f}",
+        f"{sending_seconds(entry):.3f}",
         f"{entry['applying_seconds']:.3f}",
     )
 

@@ -18,7 +18,7 @@ import torch
 
 from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.packing import flattened
-from megatron_ext.local_sgd.rounds import Decision, OwnedRuns, RoundState
+from megatron_ext.local_sgd.rounds import Decision, OwnedRuns, OwnedTerms, RoundState, decide_and_step
 from megatron_ext.local_sgd.segments import Piece
 from megatron_ext.transport.codecs import Codec
 from megatron_ext.transport.collectives import Exchange, Memory
@@ -74,38 +74,20 @@ class CompressedRound:
         Raises:
             RuntimeError: a worker was broken, and is not to be left out.
         """
-        owned, shard, squares = self._owned, state.shard, state.squares
         replicas, residuals = flattened(self.replicas), flattened(self.residuals)
         with state.clock.measure("applying"):
             exchanges = [exchange.start() for exchange in self._outward(state.flats, replicas, residuals)]
         messages = [[data for _, terms in exchange.arrived() for data in terms] for exchange in exchanges]
+        decisions, anchors = decide_and_step(self._owned, self._judge, state, lambda: self._each(messages))
         with state.clock.measure("applying"):
-            for run, unit, terms in self._each(messages):
-                shard.measure(run, terms, squares[:-1, unit])
-        self._judge.add_up(squares)
-        verdicts = self._judge.verdicts(squares[:-1], state.number)
-
-        common: dict[int, torch.Tensor] = {}
-        with state.clock.measure("applying"):
-            for run, unit, terms in self._each(messages):
-                shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (state.number, run))
-                common[run] = terms[owned.worker]
-        del messages
-        self._judge.add_up(squares[-1])
-        coefficients = self._judge.coefficients(squares[-1])
-
-        with state.clock.measure("applying"):
-            units = [owned.segments[index].unit for index, _ in owned.numbered]
-            for run, own in common.items():
-                shard.step(run, own, coefficients[units[run]] if verdicts[units[run]].accepted else None)
-            returning = [exchange.return_own() for exchange in self._homeward(common, replicas)]
+            returning = [exchange.return_own() for exchange in self._homeward(anchors, replicas)]
         for index, exchange in enumerate(returning):
             parts = exchange.finish()
             with state.clock.measure("applying"):
                 self._take_in(index, parts, replicas)
         for flat, replica in zip(state.flats, replicas, strict=True):
             flat.copy_(replica)
-        return list(zip(verdicts, coefficients, strict=True))
+        return decisions
 
     def _outward(
         self, values: list[torch.Tensor], replicas: list[torch.Tensor], residuals: list[torch.Tensor]
@@ -159,8 +141,8 @@ class CompressedRound:
         owners = [[part] if part.numel() else [] for part in parts]
         return Exchange(index, parts, self._owned.group, memory, owners)
 
-    def _each(self, messages: list[list[torch.Tensor]]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """Yield (number, unit, terms) of every run that this rank owns; the terms are all workers' pseudo-gradients."""
+    def _each(self, messages: list[list[torch.Tensor]]) -> Iterator[OwnedTerms]:
+        """Yield every run that this rank owns; the terms are all workers' pseudo-gradients."""
         offset, current = 0, -1
         for number, (index, run) in enumerate(self._owned.numbered):
             offset = offset if index == current else 0

@@ -191,7 +191,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Make the inner step, then the outer round if it is due; `last_round` has its report."""
         loss = self.optim.step(closure) if closure is not None else self.optim.step()
         self.last_round = self.averager.average_parameters() or self.last_round

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.local_sgd.round_log import sending_seconds
+
 __all__ = ["draw_rounds"]
 
 
@@ -61,8 +63,7 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
 
     waiting = [entry["waiting_seconds"] for entry in rounds]
     applying = [entry["applying_seconds"] for entry in rounds]
-    parts = zip(rounds, waiting, applying, strict=True)
-    sending = [max(entry["seconds"] - wait - work, 0.0) for entry, wait, work in parts]
+    sending = [sending_seconds(entry) for entry in rounds]
     seconds.stackplot(at, waiting, sending, applying, labels=["waiting", "sending", "applying"])
     seconds.set(title="Seconds of a round", xlabel="iteration", ylim=(0, None))
     seconds.legend()

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["FILE_NAME", "append_round", "read_rounds"]
+__all__ = ["FILE_NAME", "append_round", "read_rounds", "sending_seconds"]
 
 FILE_NAME = "local_sgd_rounds.jsonl"
 
@@ -54,6 +54,11 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     if not rounds:
         raise UserError(f"{file}: no line in it is one that an outer round has left")
     return rounds
+
+
+def sending_seconds(entry: dict[str, Any]) -> float:
+    """Return what of a round's time was exchange."""
+    return max(float(entry["seconds"] - entry["waiting_seconds"] - entry["applying_seconds"]), 0.0)
 
 
 def _entries(file: Path) -> Iterator[dict[str, Any]]:

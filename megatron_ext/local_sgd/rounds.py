@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -19,10 +19,13 @@ from megatron_ext.local_sgd.segments import Piece, Run, Segment
 from megatron_ext.local_sgd.shard import OuterShard
 from megatron_ext.transport.collectives import Exchange, Memory, part_bounds, through_owners
 
-__all__ = ["Decision", "GuardedRound", "OwnedRuns", "PlainRound", "Round", "RoundState"]
+__all__ = ["Decision", "GuardedRound", "OwnedRuns", "PlainRound", "Round", "RoundState", "decide_and_step"]
 
 Decision = tuple[Verdict, float]
 """What was decided over a unit, and by what its common pseudo-gradient was multiplied."""
+
+OwnedTerms = tuple[int, int, list[torch.Tensor]]
+"""(number, unit, terms) of a run that this rank owns; the terms are those of `OuterShard`."""
 
 Arrived = list[tuple[int, list[torch.Tensor]]]
 """(start, terms) of the runs that a rank owns of a segment."""
@@ -157,36 +160,60 @@ class GuardedRound:
         Raises:
             RuntimeError: a worker was broken, and is not to be left out.
         """
-        owned, shard, squares = self._owned, state.shard, state.squares
-        memory = Memory()
+        owned, memory = self._owned, Memory()
         exchanges = [
             Exchange(index, packed(segment, state.flats), owned.group, memory).start()
             for index, segment in enumerate(owned.segments)
         ]
         arrived = [exchange.arrived() for exchange in exchanges]
-        with state.clock.measure("applying"):
-            for run, unit, terms in self._each(arrived):
-                shard.measure(run, terms, squares[:-1, unit])
-        self._judge.add_up(squares)
-        verdicts = self._judge.verdicts(squares[:-1], state.number)
-
-        with state.clock.measure("applying"):
-            for run, unit, terms in self._each(arrived):
-                shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (state.number, run))
-        self._judge.add_up(squares[-1])
-        coefficients = self._judge.coefficients(squares[-1])
-
-        with state.clock.measure("applying"):
-            for run, unit, terms in self._each(arrived):
-                shard.step(run, terms[owned.worker], coefficients[unit] if verdicts[unit].accepted else None)
+        decisions, _ = decide_and_step(owned, self._judge, state, lambda: self._each(arrived))
         for exchange in exchanges:
             exchange.return_own()
         for segment, exchange in zip(owned.segments, exchanges, strict=True):
             unpack(segment, exchange.finish(), state.flats)
-        return list(zip(verdicts, coefficients, strict=True))
+        return decisions
 
-    def _each(self, arrived: list[Arrived]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
-        """Yield (number, unit, terms) of every run that this rank owns."""
+    def _each(self, arrived: list[Arrived]) -> Iterator[OwnedTerms]:
+        """Yield every run that this rank owns."""
         for index, runs in enumerate(arrived):
             for start, terms in runs:
                 yield self._owned.number(index, start), self._owned.segments[index].unit, terms
+
+
+def decide_and_step(
+    owned: OwnedRuns, judge: Judge, state: RoundState, each: Callable[[], Iterator[OwnedTerms]]
+) -> tuple[list[Decision], dict[int, torch.Tensor]]:
+    """Decide over every unit from all workers' norms, then reduce, clip and step what this rank owns.
+
+    Args:
+        owned: who owns what.
+        judge: decides over the workers.
+        state: of the round.
+        each: begins to yield this rank's runs from the first one on; called twice.
+
+    Returns:
+        The decisions over the units, and by the run's number the new anchors, in the memory of this rank's own terms.
+
+    Raises:
+        RuntimeError: a worker was broken, and is not to be left out.
+    """
+    shard, squares = state.shard, state.squares
+    with state.clock.measure("applying"):
+        for run, unit, terms in each():
+            shard.measure(run, terms, squares[:-1, unit])
+    judge.add_up(squares)
+    verdicts = judge.verdicts(squares[:-1], state.number)
+
+    common: dict[int, torch.Tensor] = {}
+    with state.clock.measure("applying"):
+        for run, unit, terms in each():
+            shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (state.number, run))
+            common[run] = terms[owned.worker]
+    judge.add_up(squares[-1])
+    coefficients = judge.coefficients(squares[-1])
+
+    with state.clock.measure("applying"):
+        for run, own in common.items():
+            unit = owned.segments[owned.numbered[run][0]].unit
+            shard.step(run, own, coefficients[unit] if verdicts[unit].accepted else None)
+    return list(zip(verdicts, coefficients, strict=True)), common

@@ -50,6 +50,35 @@ def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=
     )
 
 
+def pairs():
+    """Start gloo; return (across, inside) of 2 workers of 2 ranks each."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    return across, inside
+
+
+def replica_beside_shards(**options):
+    """Return a tensor that both ranks of each of two workers hold, after rounds in which they hold others besides.
+
+    Args:
+        options: of `engine_of`.
+    """
+    groups = pairs()
+    rank = dist.get_rank()
+    replica, shard = torch.zeros(101), torch.zeros(60)
+    engine = engine_of([replica, shard], groups=groups, **options)
+    engine.take_anchor()
+    by_worker = torch.Generator().manual_seed(rank // 2)
+    by_rank = torch.Generator().manual_seed(10 + rank)
+    for _ in range(2):
+        replica += torch.randn(101, generator=by_worker)
+        shard += (1 + 9 * (rank % 2)) * torch.randn(60, generator=by_rank)
+        engine.sync()
+    return replica.tolist()
+
+
 def moved(values, step):
     """Change the values as an interval of inner steps might: every worker by another amount."""
     with torch.no_grad():

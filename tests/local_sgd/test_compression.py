@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.transport.codecs import CODEC_NAMES
-from tests.local_sgd.engines import engine_of, start_groups
+from tests.local_sgd.engines import engine_of, replica_beside_shards, start_groups
 from tests.support.distributed import RankFailure, run_ranks
 
 SIZES = [(30, 700), (7,), (40_000,), (64,)]
@@ -45,26 +45,9 @@ def test_all_workers_decode_to_equal_bits(codec, guard):
     assert all(distance > 0 for distance in results[0][1])
 
 
-def replica_beside_shards(codec):
-    """Return a tensor that both ranks of each of two workers hold, after rounds in which they hold others besides."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    replica, shard = torch.zeros(101), torch.zeros(60)
-    engine = engine_of([replica, shard], groups=(across, inside), penalty={"codec": codec})
-    engine.take_anchor()
-    by_worker, by_rank = torch.Generator().manual_seed(rank // 2), torch.Generator().manual_seed(10 + rank)
-    for _ in range(2):
-        replica += torch.randn(101, generator=by_worker)
-        shard += (1 + 9 * (rank % 2)) * torch.randn(60, generator=by_rank)
-        engine.sync()
-    return replica.tolist()
-
-
 @pytest.mark.parametrize("codec", ["int4", "topk"])
 def test_ranks_of_a_worker_decode_their_replicas_alike(codec):
-    first, *others = run_ranks(replica_beside_shards, 4, codec)
+    first, *others = run_ranks(replica_beside_shards, 4, penalty={"codec": codec})
     assert any(first)
     assert all(other == first for other in others)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.local_sgd.engines import engine_of, moved, start_groups
+from tests.local_sgd.engines import engine_of, moved, pairs, replica_beside_shards, start_groups
 from tests.support.distributed import RankFailure, run_ranks
 
 PLAIN = {"outer_optimizer": "none"}
@@ -13,14 +13,11 @@ PLAIN = {"outer_optimizer": "none"}
 
 def on_a_mesh(penalty):
     """Return a value after a round of 2 workers of 2 ranks each; worker 0 moved by 1, worker 1 by 3."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    groups = pairs()
     value = torch.zeros(3)
-    engine = engine_of([value], groups=(across, inside), penalty=penalty, **PLAIN)
+    engine = engine_of([value], groups=groups, penalty=penalty, **PLAIN)
     engine.take_anchor()
-    value += 1.0 + 2.0 * (rank // 2)
+    value += 1.0 + 2.0 * (dist.get_rank() // 2)
     engine.sync()
     return value.tolist()
 
@@ -97,28 +94,10 @@ def test_workers_are_equal_after_a_sparse_round(method):
     assert results[0][1] > 300
 
 
-def replica_beside_shards(method):
-    """Return a tensor that both ranks of each of two workers hold, after rounds in which they hold others besides."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    replica, shard = torch.zeros(101), torch.zeros(60)
-    gta = {"reducer": "gta", "sparsification_method": method, "density": 0.3}
-    engine = engine_of([replica, shard], groups=(across, inside), gta=gta)
-    engine.take_anchor()
-    by_worker = torch.Generator().manual_seed(rank // 2)
-    by_rank = torch.Generator().manual_seed(10 + rank)
-    for _ in range(2):
-        replica += torch.randn(101, generator=by_worker)
-        shard += (1 + 9 * (rank % 2)) * torch.randn(60, generator=by_rank)
-        engine.sync()
-    return replica.tolist()
-
-
 @pytest.mark.parametrize("method", ["magnitude", "random"])
 def test_ranks_of_a_worker_thin_out_their_replicas_alike(method):
-    first, *others = run_ranks(replica_beside_shards, 4, method)
+    gta = {"reducer": "gta", "sparsification_method": method, "density": 0.3}
+    first, *others = run_ranks(replica_beside_shards, 4, gta=gta)
     assert 0 < sum(value != 0 for value in first) < len(first)
     assert all(other == first for other in others)
 
