@@ -2,9 +2,12 @@
 # shellcheck shell=bash disable=SC2034 # the launch scripts use the arrays
 #
 # Sourced by the launch scripts with BACKEND=cpu: the same arrays for a model that trains on a laptop in seconds.
-# Every two processes are one worker with TP 2. The local SGD settings are the same but for the shorter interval.
+# Every two processes are one worker with TP 2; with two processes each is a worker of its own, because a lone
+# worker would have nobody to meet. The local SGD settings are the same but for the shorter interval.
 
 TRAIN_ITERS="${TRAIN_ITERS:-20}"
+PROCESSES=$((GPUS_PER_NODE * NUM_NODES))
+TENSOR_PARALLEL=$((PROCESSES >= 4 ? 2 : 1))
 
 GPT_MODEL_ARGS=(
     --num-layers 2
@@ -26,7 +29,7 @@ TRAINING_ARGS=(
 )
 
 MODEL_PARALLEL_ARGS=(
-    --tensor-model-parallel-size 2
+    --tensor-model-parallel-size "$TENSOR_PARALLEL"
     --sequence-parallel
     --use-distributed-optimizer
     --overlap-grad-reduce
@@ -35,7 +38,7 @@ MODEL_PARALLEL_ARGS=(
 
 LOCAL_SGD_ARGS=(
     --use-local-sgd
-    --local-sgd-workers $((GPUS_PER_NODE * NUM_NODES / 2))
+    --local-sgd-workers $((PROCESSES / TENSOR_PARALLEL))
     --local-sgd-sync-interval 4
     --local-sgd-warmup-steps 1
     --outer-optimizer sgd
