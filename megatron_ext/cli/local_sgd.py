@@ -50,7 +50,7 @@ def run_report(args: argparse.Namespace) -> int:
         print(json.dumps(rounds, indent=2))
         return 0
     print(table(rounds[-args.last :]))
-    print(f"{len(rounds)} rounds, {_excluded(rounds)}")
+    print(f"{len(rounds)} round{'s' * (len(rounds) > 1)}, {_excluded(rounds)}")
     folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
     file = args.png or folder / "local_sgd_rounds.png"
     try:
@@ -74,9 +74,9 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
-    from megatron_ext.local_sgd.round_log import sending_seconds
+    from megatron_ext.local_sgd.round_log import as_number, sending_seconds
 
-    norms = entry["worker_norms"]
+    norms = [as_number(norm) for norm in entry["worker_norms"]]
     left_out: dict[int, int] = {}
     for workers in entry["rejected"].values():
         for worker in workers:
@@ -84,7 +84,7 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     return (
         str(entry["round"]),
         str(entry["iteration"]),
-        f"{entry['pseudo_gradient_norm']:.4g}",
+        f"{as_number(entry['pseudo_gradient_norm']):.4g}",
         f"{min(norms):.4g} .. {max(norms):.4g}",
         "-" if entry["cosine"] is None else f"{entry['cosine']:.3f}",
         ", ".join(f"worker {worker}: {units}" for worker, units in sorted(left_out.items())) or "-",

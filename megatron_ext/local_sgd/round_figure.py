@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.local_sgd.round_log import sending_seconds
+from megatron_ext.local_sgd.round_log import as_number, sending_seconds
 
 __all__ = ["draw_rounds"]
 
@@ -75,9 +75,9 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     pyplot.close(figure)
 
 
-def _finite(values: Sequence[float], index: int) -> float:
+def _finite(values: Sequence[float | None], index: int) -> float:
     """Return a value to draw; a gap where there is none, or none that can be drawn."""
-    value = values[index] if index < len(values) else math.nan
+    value = as_number(values[index]) if index < len(values) else math.nan
     return value if math.isfinite(value) and value > 0 else math.nan
 
 

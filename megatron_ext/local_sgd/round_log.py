@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ def append_round(path: Path, entry: dict[str, Any]) -> None:
         file.seek(max(file.tell() - 1, 0))
         # The last line of a run that was killed while it wrote has no end.
         cut = file.read(1) not in (b"", b"\n")
-        file.write((b"\n" if cut else b"") + json.dumps(entry).encode() + b"\n")
+        file.write((b"\n" if cut else b"") + json.dumps(_standard(entry), allow_nan=False).encode() + b"\n")
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
@@ -59,6 +60,22 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 def sending_seconds(entry: dict[str, Any]) -> float:
     """Return what of a round's time was exchange."""
     return max(float(entry["seconds"] - entry["waiting_seconds"] - entry["applying_seconds"]), 0.0)
+
+
+def as_number(value: float | None) -> float:
+    """Return a number of a round: NaN for what was not finite."""
+    return math.nan if value is None else float(value)
+
+
+def _standard(value: Any) -> Any:
+    """Return what JSON can hold: null for numbers that are not finite, which readers in other languages refuse."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _standard(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_standard(item) for item in value]
+    return value
 
 
 def _entries(file: Path) -> Iterator[dict[str, Any]]:

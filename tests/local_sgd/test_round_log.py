@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The file of rounds survives kills and resumes."""
 
+import json
+import math
+
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.round_log import FILE_NAME, append_round, read_rounds
+from megatron_ext.local_sgd.round_log import FILE_NAME, append_round, as_number, read_rounds
 
 
 def entry(number, **more):
@@ -37,6 +40,18 @@ def test_half_a_line_of_a_killed_run_costs_that_line_only(tmp_path):
     assert numbers(file) == [1]
     append_round(file, entry(2))
     assert numbers(file) == [1, 2]
+
+
+def test_what_is_not_finite_is_null_as_json_demands(tmp_path):
+    file = tmp_path / FILE_NAME
+    append_round(file, entry(1, norms=[1.0, float("nan")], by_unit={"layer": float("inf")}))
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    found = json.loads(file.read_text(), parse_constant=refuse)
+    assert (found["norms"], found["by_unit"]) == ([1.0, None], {"layer": None})
+    assert math.isnan(as_number(found["norms"][1]))
 
 
 @pytest.mark.parametrize("content", ["", "hello\n", "[1, 2]\n", "{}\n"])
