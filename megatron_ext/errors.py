@@ -9,8 +9,8 @@ import time
 
 __all__ = ["UserError", "combine", "report"]
 
-# How long a process that has nothing to print waits before it exits, so that the launcher, which ends the whole job
-# at the first exit, does not cut off the one that prints.
+# How long a process waits for the first one of its node to say the same. The launcher ends the whole job at the first
+# exit: earlier it would cut off the one that prints; and who is still there afterwards is alone with the error.
 _GRACE_SECONDS = 2.0
 
 
@@ -36,8 +36,9 @@ def combine(problems: list[str], heading: str) -> UserError:
 
 
 def report(error: UserError) -> None:
-    """Print `error` on the first rank of each node, without a traceback; the others wait until it is out."""
+    """Print `error` without a traceback, once per node where all ranks have it, and from its rank where one has it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"megatron-ext: error: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(_GRACE_SECONDS)
+        return
+    time.sleep(_GRACE_SECONDS)
+    print(f"megatron-ext: error on rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr, flush=True)
