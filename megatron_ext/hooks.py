@@ -220,16 +220,19 @@ class Hooks:
     def __init__(self) -> None:
         self.features: tuple[Feature, ...] = ()
         self.active: tuple[Feature, ...] = ()
+        self._decided = False
 
     def enable(self, args: Any) -> tuple[Feature, ...]:
         """Make the features that `args` ask for the active ones and return them."""
         self.active = tuple(feature for feature in self.features if feature.enabled(args))
+        self._decided = True
         return self.active
 
     def reset(self) -> None:
         """Forget all features."""
         self.features = ()
         self.active = ()
+        self._decided = False
 
     def fire(self, event: str, *arguments: Any) -> None:
         """Call the handler named `event` of every active feature, in order."""
@@ -237,9 +240,12 @@ class Hooks:
             getattr(feature, event)(*arguments)
 
     def check_load(self, context: LoadContext) -> None:
-        """Let every feature that is not active say that it should be."""
+        """Let every feature that is not active say that it should be.
+
+        Before arguments are validated none is: --use-checkpoint-args reads a checkpoint for the arguments in it.
+        """
         for feature in self.features:
-            if feature not in self.active:
+            if self._decided and feature not in self.active:
                 feature.check_load(context)
 
     def worker_count(self, args: Any) -> int:

@@ -3,11 +3,13 @@
 
 import ast
 import dataclasses
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from megatron_ext import support
+from megatron_ext.support.without_rows import WITHOUT_ROWS
 from tests.support.distributed import REPOSITORY, run_ranks
 
 
@@ -59,9 +61,14 @@ def test_a_row_cannot_be_changed():
 
 # Flags for every row that may be refused with either ability.
 DOUBTFUL = [
-    "--ddp-average-in-collective",
-    "--grad-reduce-in-bf16",
-    "--ddp-reduce-scatter-with-fp32-accumulation",
+    "--ddp-param-name-patterns-for-fp32-local-accumulation bias",
+    "--create-all-gather-group",
+    "--nccl-communicator-config-path nccl.yaml",
+    "--use-sharp",
+    "--high-priority-stream-groups dp",
+    "--lazy-mpu-init",
+    "--fake-process-group",
+    "--freeze-all-layers",
     "--data-parallel-random-init",
     "--check-weight-hash-across-dp-replicas-interval 1",
     "--rampup-batch-size 4 4 8",
@@ -96,7 +103,22 @@ DOUBTFUL = [
     "--ckpt-format torch_dcp",
     "--ckpt-format fsdp_dtensor",
     "--ckpt-convert-format torch",
-    "--ckpt-fully-parallel-load",
+    "--distrib-optim-fully-reshardable-mem-efficient",
+    "--ckpt-fully-parallel-load-exchange-algo gather_object",
+    "--ckpt-fully-parallel-save-process-group ep_dp",
+    "--ckpt-fully-parallel-load-process-group ep_dp",
+    "--dist-ckpt-save-pre-mcore-014",
+    "--dist-ckpt-strictness raise_all",
+    "--dist-ckpt-strictness log_all",
+    "--verify-integrity",
+    "--no-save-optim",
+    "--override-ckpt-iteration 3",
+    "--use-mp-args-from-checkpoint-args",
+    "--save-params-interval 3",
+    "--save-activations-interval 3",
+    "--save-tokens-per-expert-interval 3",
+    "--save-wgrads-interval 3",
+    "--save-dgrads-interval 3",
     "--ckpt-assume-constant-structure",
     "--load-main-params-from-ckpt",
     "--async-save",
@@ -149,6 +171,43 @@ def test_every_refused_row_fires_on_its_option_and_names_it():
     expected = {(row.option, row.applies_to) for row in support.ROWS if row.status == "refused"}
     # Megatron's own parser refuses zarr before we could.
     assert {option for option, _ in expected - fired} <= {"--ckpt-format zarr"}
+
+
+AREAS = {"checkpointing", "distributed init", "regularization", "learning rate and weight decay", "mixed precision"}
+
+
+def flags_of_the_areas():
+    """Megatron's options on data parallelism, optimizers and checkpoints, each by its first spelling."""
+    import argparse
+
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    configs = (DistributedDataParallelConfig, OptimizerConfig)
+    fields = {field.name for config in configs for field in dataclasses.fields(config)}
+    return [
+        action.option_strings[0]
+        for group in parser._action_groups
+        for action in group._group_actions
+        if group.title in AREAS or action.dest in fields
+    ]
+
+
+def test_every_megatron_option_of_these_areas_has_a_verdict_or_a_reason_to_have_none():
+    (flags,) = run_ranks(flags_of_the_areas, 1)
+    assert len(flags) > 150
+    patterns = [pattern for group in WITHOUT_ROWS.values() for pattern in group]
+    for ability in support.ABILITIES:
+        named = {row.option.split()[0] for row in support.ROWS if ability in row.applies_to}
+        undecided = [
+            flag for flag in flags if flag not in named and not any(fnmatchcase(flag, pattern) for pattern in patterns)
+        ]
+        assert undecided == [], ability
+    useless = [pattern for pattern in patterns if not any(fnmatchcase(flag, pattern) for flag in flags)]
+    assert useless == []
 
 
 def test_what_is_supported_is_not_refused():

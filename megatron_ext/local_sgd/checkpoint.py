@@ -2,9 +2,9 @@
 """What local SGD writes into a Megatron checkpoint, and how it reads it back.
 
 At a sync point the model stands where stock Megatron looks for it, with worker 0's inner optimizer and random
-state; the other workers' optimizer and random state stand under `local_sgd/worker_<i>/`. In the middle of an
+state; the other workers' optimizer and random state stand under `local_sgd.worker_<i>.`. In the middle of an
 interval the workers hold different weights and every one of them, worker 0 too, stands under its prefix. Anchor
-and outer optimizer stand under `local_sgd/outer/`, once, because they are equal on all workers. With a codec, so does
+and outer optimizer stand under `local_sgd.outer.`, once, because they are equal on all workers. With a codec, so does
 the replica of the anchor; what a worker's messages lost always stands under its prefix.
 """
 
@@ -34,10 +34,11 @@ from megatron_ext.seams.sharded_state import (
 
 __all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "request", "restore"]
 
-_FORMAT = 2
+_FORMAT = 3
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
 _RESIDUALS = "local_sgd_residuals"
-_OUTER_PREFIX = "local_sgd/outer/"
+# No slash: where Megatron checks a checkpoint strictly, it splits the keys of objects at one.
+_OUTER_PREFIX = "local_sgd.outer."
 _PER_WORKER = ("optimizer", "rng_state")
 _PLAIN = ("optimizer", "opt_param_scheduler")
 
@@ -112,7 +113,7 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
     residuals = engine.worker_state()
     if residuals:
         own = {"anchor": residuals}
-        state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}residual/")
+        state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}residual.")
     state[_SUMMARY] = {
         "format": _FORMAT,
         "workers": groups.num_workers,
@@ -229,7 +230,7 @@ def request(
         if plan.summary["residuals"]:
             plan.residuals = [torch.empty_like(value, requires_grad=False) for value in engine.values]
             own = {"anchor": plan.residuals}
-            where = f"{_worker_prefix(plan.source)}residual/"
+            where = f"{_worker_prefix(plan.source)}residual."
             state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, True, where)
             mark_as_copy(state[_RESIDUALS], plan.copy)
     for key, entry in state.items():
@@ -342,7 +343,7 @@ def _check_layout(context: LoadContext, where: str) -> None:
 
 
 def _worker_prefix(worker: int) -> str:
-    return f"local_sgd/worker_{worker}/"
+    return f"local_sgd.worker_{worker}."
 
 
 def _overlay(below: Any, above: Any) -> Any:

@@ -90,7 +90,7 @@ def beside_optimizer(
             entry = getattr(view, f"sharded_param_state_{kind}")(model_state, loading, metadata)
             if kind == "dp_reshardable":
                 # Keys name buckets here, not parameters, and every member counts its buckets from 0.
-                prefix_keys(entry, f"member_{index}/")
+                prefix_keys(entry, f"member_{index}.")
         else:
             entry = _in_model_space(values, tensors, index, model_state)
         prefix_keys(entry, prefix)

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.backends.runs import DROPOUT, losses, stock, validation_losses
-from tests.support.presets import LAYOUTS, PRECISIONS, toy_gpt
+from tests.support.presets import LAYOUTS, PRECISIONS, command_line, toy_gpt
 
 RESUMES = {
     "fp32": DROPOUT,
@@ -44,6 +44,50 @@ def test_a_resumed_run_ends_with_the_same_bits(name, tmp_path):
         assert before.optimizer == after.optimizer
     assert validation_losses(through)[3] == validation_losses(resumed)[3]
     assert len(set(losses(through))) == 4  # a run that does not move would resume exactly, too
+
+
+KEEPING = {
+    "save_interval": 1,
+    "save_retain_interval": 2,
+    "no_save_rng": True,
+    "no_ckpt_fully_parallel_save": True,
+    "dist_ckpt_workers": 2,
+}
+READING = {
+    "ckpt_step": 2,
+    "no_load_rng": True,
+    "dist_ckpt_strictness": "raise_unexpected",
+    "no_ckpt_load_validate_sharding_integrity": True,
+    "auto_detect_ckpt_format": True,
+    "use_checkpoint_args": True,
+    "exit_on_missing_checkpoint": True,
+}
+
+
+def test_options_for_keeping_and_reading_checkpoints(tmp_path):
+    run = toy_gpt(PRECISIONS["bf16-distopt"])
+    through = stock([*run, *command_line({**KEEPING, "save": os.fspath(tmp_path)})], 2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+    resumed = stock([*run, *command_line({**READING, "load": os.fspath(tmp_path)})], 2)
+    assert losses(resumed) == losses(through)[2:]
+    assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        lambda folder: {"load": folder, "no_load_optim": True, "train_iters": 5},
+        lambda folder: {"load": folder, "finetune": True, "train_iters": 1},
+        lambda folder: {"pretrained_checkpoint": folder, "load": f"{folder}/none", "train_iters": 1},
+    ],
+    ids=["no-load-optim", "finetune", "pretrained"],
+)
+def test_weights_alone_can_be_saved_and_loaded(tmp_path, reading):
+    folder = os.fspath(tmp_path)
+    trained = stock(toy_gpt(save=folder, save_interval=4, no_save_optim=True), 1)
+    # A step this small changes no weight.
+    loaded = stock(toy_gpt({"lr": 1e-30, "weight_decay": 0.0}, reading(folder)), 1)
+    assert loaded[0].parameters == trained[0].parameters
 
 
 def test_fp16_skips_steps_that_overflow_and_goes_on():

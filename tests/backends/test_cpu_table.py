@@ -20,6 +20,15 @@ WATCHING: Options = {
     "log_straggler": True,
 }
 
+BUCKETS: Options = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_num_buckets": 3,
+    "ddp_pad_buckets_for_high_nccl_busbw": True,
+    "no_align_grad_reduce": True,
+    "no_align_param_gather": True,
+}
+
 
 @pytest.fixture(scope="module")
 def plain():
@@ -31,7 +40,8 @@ def plain():
     "options",
     [
         pytest.param({**WATCHING, "calculate_per_token_loss": True}, id="watching"),
-        pytest.param({"ddp_average_in_collective": True}, id="average"),
+        pytest.param({"ddp_average_in_collective": True, "disable_gloo_process_groups": True}, id="average"),
+        pytest.param(BUCKETS, id="buckets"),
     ],
 )
 def test_options_that_change_no_result(options, plain):

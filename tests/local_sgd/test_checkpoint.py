@@ -51,9 +51,7 @@ def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
     options = {**SCHEDULE, **extra}
     whole = local_run(layout, precision, workers=workers, save=str(tmp_path), save_interval=1, **options)
     for iteration in points:
-        resumed = local_run(
-            layout, precision, workers=workers, load=str(tmp_path), ckpt_step=iteration, **options
-        )
+        resumed = local_run(layout, precision, workers=workers, load=str(tmp_path), ckpt_step=iteration, **options)
         assert same_state(resumed, whole), f"resumed at {iteration}"
         assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
 
@@ -104,9 +102,7 @@ def test_stock_megatron_reads_weights_and_optimizer_of_worker_zero_at_a_sync_poi
 
 def test_stock_megatron_goes_on_from_a_sync_point(saved):
     options = {"load": str(saved), "ckpt_step": 5, "train_iters": 7, "use_checkpoint_opt_param_scheduler": True}
-    stock = run_pretrain(
-        arguments("dp2", "bf16-distopt", workers=None, **options), 2, patch="backend-only"
-    )
+    stock = run_pretrain(arguments("dp2", "bf16-distopt", workers=None, **options), 2, patch="backend-only")
     assert [step.iteration for step in stock[0].record.steps] == [6, 7]
 
 
@@ -151,9 +147,7 @@ def test_fewer_workers_leave_the_states_of_the_others_behind(saved, loaded):
 
 def test_mid_interval_with_another_number_of_workers_is_refused_with_the_way_out(saved):
     exits = run_failing_pretrain(
-        arguments(
-            "single", "bf16-distopt", workers=4, load=str(saved), ckpt_step=4, local_sgd_sync_interval=3
-        ),
+        arguments("single", "bf16-distopt", workers=4, load=str(saved), ckpt_step=4, local_sgd_sync_interval=3),
         4,
     )
     assert "needs --local-sgd-workers 2, not 4" in exits[0].stderr
@@ -169,9 +163,7 @@ def test_mid_interval_without_workers_is_refused_with_the_way_out(saved, workers
 
 def test_a_warmup_that_reaches_beyond_the_checkpoint_is_refused(saved):
     other = {**SCHEDULE, "local_sgd_warmup_steps": 7}
-    exits = run_failing_pretrain(
-        arguments("dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=4, **other), 4
-    )
+    exits = run_failing_pretrain(arguments("dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=4, **other), 4)
     assert "--local-sgd-warmup-steps 7 lies beyond its iteration 4" in exits[0].stderr
 
 
@@ -190,12 +182,44 @@ def test_mid_interval_without_optimizer_state_is_refused(saved, option):
     assert f"--{option.replace('_', '-')} would discard" in exits[0].stderr
 
 
-def test_a_sync_point_loads_without_optimizer_state_and_starts_a_fresh_outer_one(saved):
-    ranks = local_run(
-        "dp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=5, no_load_optim=True, **SCHEDULE
-    )
-    first, second = (model_digests(part) for part in worker_slices(ranks, "dp2", 2))
-    assert first == second
+@pytest.mark.parametrize("way", ["no_load_optim", "finetune", "pretrained_checkpoint"])
+def test_a_sync_point_loads_without_optimizer_state_and_starts_a_fresh_outer_one(saved, loaded, tmp_path, way):
+    where = {"load": str(saved), "ckpt_step": 5, way: True}
+    if way == "pretrained_checkpoint":  # --ckpt-step speaks of --load alone
+        (tmp_path / "iter_0000005").symlink_to(saved / "iter_0000005")
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+        where = {"load": str(tmp_path / "none"), way: str(tmp_path)}
+    # Steps this small change no weight, and then nor does the outer step of the round that follows.
+    ranks = local_run("dp2", "bf16-distopt", workers=2, lr=1e-30, weight_decay=0.0, **where, **SCHEDULE)
+    assert "round 1 " in ranks[0].stdout or "outer round: 1" in "".join(rank.stdout for rank in ranks)
+    assert [rank.parameters for rank in ranks] == [rank.parameters for rank in loaded]
+
+
+KEEPING = {
+    "save_interval": 1,
+    "save_retain_interval": 4,
+    "no_save_rng": True,
+    "no_ckpt_fully_parallel_save": True,
+    "dist_ckpt_workers": 2,
+}
+READING = {
+    "ckpt_step": 4,
+    "no_load_rng": True,
+    "dist_ckpt_strictness": "raise_unexpected",
+    "ckpt_fully_parallel_load": True,
+    "no_ckpt_load_validate_sharding_integrity": True,
+    "auto_detect_ckpt_format": True,
+    "use_checkpoint_args": True,
+    "exit_on_missing_checkpoint": True,
+}
+
+
+def test_options_for_keeping_and_reading_checkpoints(tmp_path):
+    whole = local_run("dp2", "bf16-distopt", workers=2, save=str(tmp_path), **KEEPING, **SCHEDULE)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000008"]
+    resumed = local_run("dp2", "bf16-distopt", workers=2, load=str(tmp_path), **READING, **SCHEDULE)
+    assert same_state(resumed, whole)
+    assert [rank.losses for rank in resumed] == [rank.losses[4:] for rank in whole]
 
 
 def test_another_layout_without_a_reshardable_format_is_refused_up_front(saved):

@@ -9,6 +9,17 @@ from tests.support.pretrain import as_worker, run_pretrain
 from tests.transport.meter import crossing_calls, install_meter
 
 NEVER = 1000
+REDUCED_IN_BF16 = {"grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True}
+BUCKETS = {
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "ddp_num_buckets": 3,
+    "ddp_pad_buckets_for_high_nccl_busbw": True,
+    "no_align_grad_reduce": True,
+    "no_align_param_gather": True,
+    "ddp_average_in_collective": True,
+    "disable_gloo_process_groups": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -24,10 +35,10 @@ NEVER = 1000
         ("moe-ep2-allgather", "fp32", {}),
         ("dp2", "bf16-distopt", {"calculate_per_token_loss": True}),
         ("dp2", "bf16-distopt", {"global_batch_size": 16, "micro_batch_size": 1}),
+        ("dp2", "bf16-distopt", REDUCED_IN_BF16),
+        ("dp2", "bf16-distopt", BUCKETS),
     ],
-    ids=lambda value: (
-        "-".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value
-    ),
+    ids=lambda value: "-".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value,
 )
 def test_workers_without_sync_equal_separate_jobs_by_digest(layout, precision, extra):
     together = local_run(layout, precision, workers=2, local_sgd_sync_interval=NEVER, **extra)

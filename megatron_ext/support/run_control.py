@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on how a run ends and what watches it."""
+
+from __future__ import annotations
+
+from megatron_ext.support.row import option, refused, tested
+from megatron_ext.support.verdicts import RESILIENCY, SAME, UNTRIED, WORKERS
+
+__all__ = ["RUN_CONTROL"]
+
+RUN_CONTROL = (
+    option(
+        "--exit-signal-handler",
+        cpu=SAME,
+        local_sgd=tested(f"{WORKERS}test_exit.py::test_a_signal_ends_all_workers_at_the_next_round_with_a_checkpoint"),
+    ),
+    option(
+        "--exit-duration-in-mins",
+        cpu=SAME,
+        local_sgd=tested(f"{WORKERS}test_exit.py::test_a_time_limit_ends_all_workers_at_the_next_round"),
+    ),
+    option("--inprocess-restart", cpu=RESILIENCY, local_sgd=RESILIENCY),
+    option("--enable-ft-package", cpu=RESILIENCY, local_sgd=RESILIENCY),
+    option("--adlr-autoresume", local_sgd=UNTRIED),
+    option(
+        "--log-straggler",
+        cpu=SAME,
+        local_sgd=refused("its report gathers from all ranks, which makes the workers wait for each other"),
+    ),
+)

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts that several rows share."""
+
+from __future__ import annotations
+
+from megatron_ext.support.row import refused, tested
+
+__all__ = [
+    "APART",
+    "BACKENDS",
+    "BOOKKEEPING",
+    "CONTINUES",
+    "NEEDS_TE",
+    "RESILIENCY",
+    "RESUME",
+    "SAME",
+    "UNTRIED",
+    "UNTRIED_ON_CPU",
+    "WORKERS",
+    "WORKERS_BOOKKEEPING",
+]
+
+BACKENDS = "tests/backends/"
+WORKERS = "tests/local_sgd/"
+
+SAME = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
+RESUME = tested(f"{BACKENDS}test_cpu_resume.py::test_a_resumed_run_ends_with_the_same_bits")
+BOOKKEEPING = tested(f"{BACKENDS}test_cpu_resume.py::test_options_for_keeping_and_reading_checkpoints")
+APART = tested(f"{WORKERS}test_workers_apart.py::test_workers_without_sync_equal_separate_jobs_by_digest")
+CONTINUES = tested(
+    f"{WORKERS}test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
+)
+WORKERS_BOOKKEEPING = tested(f"{WORKERS}test_checkpoint.py::test_options_for_keeping_and_reading_checkpoints")
+
+UNTRIED = refused("it has not been tested with workers that train apart")
+UNTRIED_ON_CPU = refused("it has not been tested there")
+NEEDS_TE = refused("it needs Transformer Engine")
+RESILIENCY = refused("it needs NVIDIA's resiliency extension, which has not been tested")
