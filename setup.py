@@ -74,7 +74,7 @@ def read_readme() -> str:
 setup(
     name="megatron-ext",
     version=read_version(),
-    description="Local SGD, SPES and hot switching of parallel layouts for stock Megatron-LM",
+    description="Local SGD (DiLoCo, EDiT) for stock Megatron-LM: workers that train apart and meet every few hundred steps",
     long_description=read_readme(),
     long_description_content_type="text/markdown",
     author="The megatron_ext authors",
