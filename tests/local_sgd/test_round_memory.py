@@ -11,7 +11,7 @@ from tests.support.distributed import run_ranks
 
 def trace(values, limit, *, rounds=3, **outer):
     """Return the values after some rounds between two workers, with segments of `limit` elements."""
-    from megatron_ext.local_sgd import engine as module
+    from megatron_ext.local_sgd import fragment as module
 
     module.SEGMENT_NUMEL = limit
     engine = engine_of(values, **outer)
@@ -55,7 +55,7 @@ def test_a_value_that_is_not_contiguous_is_synchronised_like_any_other(limit):
 
 def exchanged_memory(sizes, limit):
     """Return for every buffer of a round whether it lies in the memory of a value."""
-    from megatron_ext.local_sgd import engine as module
+    from megatron_ext.local_sgd import fragment as module
     from megatron_ext.local_sgd import rounds
 
     values = [torch.ones(size) for size in sizes]
@@ -90,7 +90,7 @@ def test_a_value_of_any_size_asks_for_no_buffer_of_its_size():
 def held(outer):
     """Return how many elements the engine holds between rounds."""
     engine = trace([torch.ones(1000), torch.ones(24)], 100, **outer)
-    owned = [engine._shard.anchors, *engine._shard.optimizer.tensor_state().values()]
+    owned = [engine.fragment._shard.anchors, *engine.fragment._shard.optimizer.tensor_state().values()]
     return sum(tensor.numel() for tensors in owned for tensor in tensors)
 
 

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round moves: some of a rank's values, their anchor and outer state, and how they are exchanged.
+
+One round, as in DiLoCo (arXiv 2311.08105, Algorithm 1): the pseudo-gradient of worker i is anchor - theta_i; its
+mean over the workers is the gradient of the outer optimizer, which moves the anchor; every worker goes on from
+the new anchor.
+
+The outer step is sharded over the workers. Every element has an owner among them: the others send it their theta_i,
+it alone keeps the anchor and the outer state, makes the step, and sends the new anchor back. So a round costs the
+traffic of one all-reduce, and anchor and momentum together take 8 / W bytes per element of the shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.local_sgd.compression import CompressedRound
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.judge import Judge
+from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
+from megatron_ext.local_sgd.packing import flattened, packed, put_back, unpack
+from megatron_ext.local_sgd.penalty import Penalty
+from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
+from megatron_ext.local_sgd.report import RoundClock, RoundReport
+from megatron_ext.local_sgd.rounds import Decision, GuardedRound, OwnedRuns, PlainRound, Round, RoundState
+from megatron_ext.local_sgd.segments import Run, plan_segments
+from megatron_ext.local_sgd.shard import OuterShard
+from megatron_ext.transport.codecs import build_codec
+from megatron_ext.transport.collectives import SEGMENT_NUMEL, Buffer, from_owners, runs_within
+
+__all__ = ["Fragment", "SyncedTensor"]
+
+# Tensors below this many elements are packed: a message of their own would cost more than the copy.
+SMALL_NUMEL = 1 << 14
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncedTensor:
+    """One tensor that the workers agree on in every round."""
+
+    tensor: torch.Tensor
+    """fp32, any shape, updated in place."""
+
+    name: str
+    """Its global name, for messages."""
+
+    unit: str
+    """The unit it belongs to: one of those that the engine was told of."""
+
+    counted: bool = True
+    """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
+
+
+
+class Fragment:
+    """Some of a rank's values on their way through rounds."""
+
+    def __init__(
+        self,
+        synced: Sequence[SyncedTensor],
+        *,
+        units: Sequence[str],
+        config: LocalSGDConfig,
+        outer: OuterOptimizerConfig,
+        gta: GTAConfig,
+        across: Any,
+        inside: Any,
+        device: torch.device,
+        observe: bool = False,
+    ) -> None:
+        """Prepare; no memory is taken before `begin`.
+
+        Args:
+            synced: this rank's tensors of it; may be none.
+            units: its units in model order; the same on all ranks, also where a rank holds no tensor of a unit.
+            config: workers, penalty and codec.
+            outer: the outer optimizer.
+            gta: how pseudo-gradients become one.
+            across: process group of the ranks that hold the same values, one per worker, in worker order.
+            inside: process group of all ranks of this worker; None when it is this one alone.
+            device: where norms are added up.
+            observe: compare every pseudo-gradient with the outer momentum, for the report.
+        """
+        self.units = tuple(units)
+        self.values = [entry.tensor for entry in synced]
+        self._synced = tuple(synced)
+        self._outer = outer
+        self._gta = gta
+        self._across = across
+        self._device = device
+        self._observe = observe
+        self._shard: OuterShard | None = None
+        self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
+        self._judge = Judge(self._penalty, self.units, clip=config.clip_pseudo_grad, across=across, inside=inside)
+        segments = plan_segments(
+            [value.numel() for value in self.values],
+            [self.units.index(entry.unit) for entry in synced],
+            limit=SEGMENT_NUMEL,
+            small=SMALL_NUMEL,
+        )
+        self._owned = OwnedRuns(segments, across)
+        self._compressed: CompressedRound | None = None
+        if config.codec is not None:
+            # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
+            union = min(1.0, config.codec_density * self._owned.workers)
+            self._compressed = CompressedRound(
+                self._owned,
+                self._judge,
+                outward=build_codec(config.codec, config.codec_density),
+                homeward=build_codec(config.codec, union),
+            )
+        self._round: Round
+        if self._compressed is not None:
+            self._round = self._compressed
+        elif config.has_penalty or gta != GTAConfig():
+            self._round = GuardedRound(self._owned, self._judge)
+        else:
+            self._round = PlainRound(self._owned, self._judge)
+
+    def begin(self) -> None:
+        """Take the present values, which must be equal on all workers, as the anchor."""
+        self._start(self._own_parts(self.values))
+        if self._compressed is not None:
+            self._compressed.start(self.values)
+
+    def sync(self, number: int) -> RoundReport:
+        """Run one round: collect, guard, reduce, outer step, apply.
+
+        Args:
+            number: of the round, from 1.
+
+        Raises:
+            RuntimeError: a worker brought weights that are not finite, and nothing was asked for that could leave it
+                out. They have spread by then; the run must end without saving.
+        """
+        clock = RoundClock()
+        with clock.measure("waiting"):
+            arrival = torch.zeros((), device=self._device)
+            dist.all_reduce(arrival, group=self._across)
+            arrival.item()  # on a GPU the reduction has only been launched before
+        shard = self._require_shard()
+        overlap = torch.zeros(2, dtype=torch.float64, device=self._device)
+        state = RoundState(
+            number=number,
+            shard=shard,
+            flats=flattened(self.values),
+            squares=torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device),
+            clock=clock,
+        )
+        shard.prepare(overlap if self._observe else None)
+        decisions = self._round.run(state)
+        shard.release()
+        put_back(state.flats, self.values)
+        if self._observe:
+            self._judge.add_up(overlap)
+        return self._report(state, overlap, decisions)
+
+    def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
+        """Return the report of the round that has just ended."""
+        *by_worker, common = state.squares.tolist()
+        workers = range(len(by_worker))
+        decided = dict(zip(self.units, decisions, strict=False))
+        norm = math.sqrt(math.fsum(common))
+        scale = norm * math.sqrt(overlap[1])
+        return RoundReport(
+            round=state.number,
+            pseudo_gradient_norm=norm,
+            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, common, strict=True)},
+            worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
+            rejected={
+                unit: sorted(set(workers) - set(verdict.accepted))
+                for unit, (verdict, _) in decided.items()
+                if len(verdict.accepted) < len(workers)
+            },
+            weights={
+                unit: [dict(zip(verdict.accepted, verdict.weights, strict=True)).get(worker, 0.0) for worker in workers]
+                for unit, (verdict, _) in decided.items()
+            },
+            clipped={unit: coefficient for unit, (_, coefficient) in decided.items() if coefficient != 1},
+            cosine=float(overlap[0]) / scale if scale > 0 else None,
+            bytes_sent=self._round.bytes_sent,
+            seconds=state.clock.seconds,
+            waiting_seconds=state.clock.waiting,
+            applying_seconds=state.clock.applying,
+        )
+
+    # State.
+
+    def tensor_state(self) -> dict[str, list[torch.Tensor]]:
+        """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.
+
+        Returns:
+            Lists by name, in the order and shapes of the values.
+        """
+        shard = self._require_shard()
+        parts = {"anchor": shard.anchors, **shard.optimizer.tensor_state()}
+        state = {name: self._gathered(owned) for name, owned in parts.items()}
+        if self._compressed is not None:
+            state["replica"] = self._compressed.replicas
+        return state
+
+    def worker_state(self) -> list[torch.Tensor]:
+        """Return what this worker alone has beside its values, in their order and shapes: its residuals."""
+        return [] if self._compressed is None else self._compressed.residuals
+
+    def gather_anchor(self) -> list[torch.Tensor]:
+        """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it."""
+        if self._compressed is not None:
+            return [replica.clone() for replica in self._compressed.replicas]
+        return self._gathered(self._require_shard().anchors)
+
+    def scalar_state(self) -> dict[str, Any]:
+        """Return the states that are equal on all ranks."""
+        return {"outer": self._require_shard().optimizer.scalar_state(), "penalty": self._penalty.state()}
+
+    def load(
+        self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, Any], own: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Take over a saved state.
+
+        Args:
+            tensors: as `tensor_state` returned them, perhaps with another number of workers.
+            scalars: as `scalar_state` returned them.
+            own: as `worker_state` returned it.
+        """
+        common = {name: values for name, values in tensors.items() if name != "replica"}
+        if self._compressed is not None:
+            self._compressed.start(tensors["replica"], own)
+        parts = {name: self._own_parts(values) for name, values in common.items()}
+        self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
+        self._penalty.load(scalars["penalty"])
+
+    def _start(self, anchors: list[torch.Tensor]) -> OuterShard:
+        """Begin at these parts of the anchor."""
+        self._shard = OuterShard(
+            anchors,
+            [self._ranges(run) for _, run in self._owned.numbered],
+            [self._ranges(run, counted=True) for _, run in self._owned.numbered],
+            optimizer=build_outer_optimizer(self._outer, anchors),
+            reducer=build_reducer(self._gta),
+            sparsifier=build_sparsifier(self._gta),
+            worker=self._owned.worker,
+            terms_are_gradients=self._compressed is not None,
+        )
+        return self._shard
+
+    def _require_shard(self) -> OuterShard:
+        assert self._shard is not None, "there is no anchor in warm-up"
+        return self._shard
+
+    def _ranges(self, run: Run, counted: bool = False) -> list[tuple[int, int]]:
+        """Return where the pieces of a run are, all of them or those that count in norms."""
+        ranges = []
+        offset = 0
+        for piece in run.pieces:
+            if not counted or self._synced[piece.index].counted:
+                ranges.append((offset, offset + piece.numel))
+            offset += piece.numel
+        return ranges
+
+    def _own_parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of this rank's runs of `tensors`, which are like the values."""
+        flats = flattened(tensors)
+        return [
+            run.clone()
+            for segment in self._owned.segments
+            for run in runs_within(packed(segment, flats), *self._owned.bounds(segment)[self._owned.worker])
+        ]
+
+    def _gathered(self, owned: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors like the values, put together from the runs that the workers own."""
+        tensors = [torch.empty(value.shape, dtype=torch.float32, device=value.device) for value in self.values]
+        flats = flattened(tensors)
+
+        def buffers() -> Iterator[Buffer]:
+            rest = iter(owned)
+            for segment in self._owned.segments:
+                buffer = packed(segment, flats)
+                for run in runs_within(buffer, *self._owned.bounds(segment)[self._owned.worker]):
+                    run.copy_(next(rest))
+                yield buffer
+
+        for segment, buffer in zip(self._owned.segments, from_owners(buffers(), self._across), strict=True):
+            unpack(segment, buffer, flats)
+        return tensors
