@@ -74,7 +74,7 @@ def read_readme() -> str:
 setup(
     name="megatron-ext",
     version=read_version(),
-    description="Local SGD (DiLoCo, EDiT) for stock Megatron-LM: workers that train apart and meet every few hundred steps",
+    description="Local SGD (DiLoCo, EDiT) for stock Megatron-LM: workers train apart and meet now and then",
     long_description=read_readme(),
     long_description_content_type="text/markdown",
     author="The megatron_ext authors",

@@ -3,11 +3,13 @@
 
 from megatron_ext.local_sgd.atorch_names import local_sgd_args_provider, patch_megatron_for_local_sgd
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig
 
 __all__ = [
     "GTAConfig",
     "LocalSGDConfig",
     "OuterOptimizerConfig",
+    "StreamingConfig",
     "local_sgd_args_provider",
     "patch_megatron_for_local_sgd",
 ]

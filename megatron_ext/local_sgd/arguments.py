@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
+from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
 
 __all__ = ["argument_problems", "notices"]
@@ -21,10 +22,14 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     """
     config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
     gta = GTAConfig.from_args(args)
+    streaming = StreamingConfig.from_args(args)
     problems = config.problems()
     if not config.use_local_sgd:
+        if streaming != StreamingConfig():
+            problems.append("--local-sgd-fragment options have no effect without --use-local-sgd; add it or drop them")
         return problems
     problems += outer_optimizer_problems(outer) + gta.problems(config)
+    problems += streaming.problems(config, outer)
     if config.local_sgd_workers == 1:
         if outer != OuterOptimizerConfig():
             problems.append(
@@ -32,6 +37,11 @@ def argument_problems(args: Any, feature: str) -> list[str]:
                 "would have no effect; drop them or use at least 2 workers"
             )
         return problems
+    if args.num_layers and streaming.fragments > args.num_layers:
+        problems.append(
+            f"--local-sgd-fragments is {streaming.fragments}; it must be at most --num-layers {args.num_layers}, "
+            "because every fragment needs a layer"
+        )
     problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
     length, given = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:
@@ -53,6 +63,13 @@ def notices(args: Any) -> list[str]:
         f"outer optimizer {args.outer_optimizer}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
+    streaming = StreamingConfig.from_args(args)
+    if streaming.active:
+        lines.append(
+            f"local SGD: streaming {streaming.fragments} {streaming.pattern} fragments, each with one round per "
+            f"interval, applied {streaming.sync_delay} steps after it began, with alpha {streaming.update_alpha:g}; "
+            "the last iteration makes all workers equal"
+        )
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
     if config.codec == "topk" and args.outer_optimizer == "sgd" and args.outer_optimizer_momentum > 0:
@@ -65,7 +82,7 @@ def notices(args: Any) -> list[str]:
             "local SGD: a gradient that is not finite still ends the run, before a round could leave the worker out; "
             "--no-check-for-nan-in-loss-and-grad lets it go on"
         )
-    if args.train_iters is not None:
+    if args.train_iters is not None and not streaming.active:
         rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval
         if rest:
             lines.append(

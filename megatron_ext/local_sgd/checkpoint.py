@@ -19,6 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD
+from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.seams.optimizer import InnerValues
@@ -119,7 +120,8 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
         "workers": groups.num_workers,
         "interval": engine.config.local_sgd_sync_interval,
         "synced": engine.synced,
-        "method": _method(engine.config, engine.outer, engine.gta),
+        "streaming": engine.streaming.active,
+        "method": _method(engine.config, engine.outer, engine.gta, engine.streaming),
         "tensors": list(tensors),
         "residuals": bool(residuals),
         "parameters": _shapes(values.view),
@@ -162,8 +164,8 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
         if plan.saved_workers != workers:
             raise UserError(
                 f"{where}: {rest}, so it needs --local-sgd-workers {plan.saved_workers}, not {workers}. To change the "
-                f"number of workers, resume with {plan.saved_workers} up to a sync point (a multiple of interval "
-                f"{summary['interval']} after warm-up), save there, and load that"
+                f"number of workers, resume with {plan.saved_workers} up to a sync point "
+                f"({_next_sync_point(summary)}), save there, and load that"
             )
         if args.no_load_optim or args.finetune:
             # --skip-train sets --no-load-optim.
@@ -194,9 +196,16 @@ def refuse_without_workers(context: LoadContext) -> None:
     raise UserError(
         f"--load {context.directory}: saved {summary['steps_since_sync']} steps after a sync point, where each of "
         f"{summary['workers']} workers has its own weights, so it needs --use-local-sgd --local-sgd-workers "
-        f"{summary['workers']}. To go on without, resume with them up to a sync point (a multiple of interval "
-        f"{summary['interval']} after warm-up), save there, and load that"
+        f"{summary['workers']}. To go on without, resume with them up to a sync point ({_next_sync_point(summary)}), "
+        "save there, and load that"
     )
+
+
+def _next_sync_point(summary: dict[str, Any]) -> str:
+    """Return where a run's workers become equal."""
+    if summary["streaming"]:
+        return "the last of --train-iters"
+    return f"a multiple of interval {summary['interval']} after warm-up"
 
 
 def request(
@@ -273,15 +282,22 @@ def restore(
     return True
 
 
-def _method(config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig) -> dict[str, Any]:
+def _method(
+    config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
+) -> dict[str, Any]:
     """Return by flag what a run must not change on its way."""
-    return {"--outer-optimizer": outer.outer_optimizer, "--local-sgd-codec": config.codec, **gta.by_flag()}
+    own = {"--outer-optimizer": outer.outer_optimizer, "--local-sgd-codec": config.codec}
+    return {**own, **gta.by_flag(), **streaming.by_flag()}
 
 
 def _check_method(saved: dict[str, Any], args: Any, where: str) -> None:
-    """Refuse another outer optimizer or codec, whose state would be missing, and another reducer."""
-    configs = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args), GTAConfig.from_args(args)
-    now = _method(*configs)
+    """Refuse another outer optimizer or codec, whose state would be missing, another reducer, other fragments."""
+    now = _method(
+        LocalSGDConfig.from_args(args),
+        OuterOptimizerConfig.from_args(args),
+        GTAConfig.from_args(args),
+        StreamingConfig.from_args(args),
+    )
     for flag, value in now.items():
         before = saved.get(flag)
         if value != before:

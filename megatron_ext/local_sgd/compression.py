@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_ext.local_sgd.judge import Judge
+from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.packing import flattened
-from megatron_ext.local_sgd.rounds import Decision, OwnedRuns, OwnedTerms, RoundState, decide_and_step
+from megatron_ext.local_sgd.rounds import Decision, OwnedTerms, RoundState, decide_and_step
 from megatron_ext.local_sgd.segments import Piece
 from megatron_ext.transport.codecs import Codec
 from megatron_ext.transport.collectives import Exchange, Memory
@@ -30,7 +31,7 @@ class CompressedRound:
     """Rounds with a codec, and the state that they need: replicas and residuals, 8 bytes per value."""
 
     def __init__(self, owned: OwnedRuns, judge: Judge, *, outward: Codec, homeward: Codec) -> None:
-        """Prepare; `start` comes before the first round.
+        """Prepare; `begin` comes before the first round.
 
         Args:
             owned: who owns what.
@@ -44,15 +45,16 @@ class CompressedRound:
         self._home = homeward
         self.replicas: list[torch.Tensor] = []
         self.residuals: list[torch.Tensor] = []
+        self._exchanges: list[Exchange] = []
 
-    def start(self, replicas: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None = None) -> None:
+    def begin(self, replicas: Sequence[torch.Tensor], residuals: Sequence[torch.Tensor] | None = None) -> None:
         """Begin at anchors that all workers know.
 
         Args:
             replicas: like the values; copied.
             residuals: what this worker's earlier messages lost, like the values; copied. Nothing when None.
         """
-        self.replicas = [tensor.detach().clone() for tensor in replicas]
+        self.replicas = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in replicas]
         self.residuals = [torch.zeros_like(tensor) for tensor in self.replicas]
         for residual, saved in zip(self.residuals, residuals or [], strict=False):
             residual.copy_(saved)
@@ -74,20 +76,36 @@ class CompressedRound:
         Raises:
             RuntimeError: a worker was broken, and is not to be left out.
         """
+        self.start(state)
+        decisions = self.turn(state)
+        self.finish(state)
+        return decisions
+
+    def start(self, state: RoundState) -> None:
+        """Start to send the owners what is theirs; what the messages lose is in the residuals from here on."""
         replicas, residuals = flattened(self.replicas), flattened(self.residuals)
         with state.clock.measure("applying"):
-            exchanges = [exchange.start() for exchange in self._outward(state.flats, replicas, residuals)]
-        messages = [[data for _, terms in exchange.arrived() for data in terms] for exchange in exchanges]
+            self._exchanges = [exchange.start() for exchange in self._outward(state.flats, replicas, residuals)]
+
+    def turn(self, state: RoundState) -> list[Decision]:
+        """Wait for what was sent, decide, make the outer step, and start to send the results back."""
+        messages = [[data for _, terms in exchange.arrived() for data in terms] for exchange in self._exchanges]
         decisions, anchors = decide_and_step(self._owned, self._judge, state, lambda: self._each(messages))
         with state.clock.measure("applying"):
-            returning = [exchange.return_own() for exchange in self._homeward(anchors, replicas)]
-        for index, exchange in enumerate(returning):
+            returning = self._homeward(anchors, flattened(self.replicas))
+            self._exchanges = [exchange.return_own() for exchange in returning]
+        return decisions
+
+    def finish(self, state: RoundState) -> None:
+        """Wait for the results."""
+        replicas = flattened(self.replicas)
+        for index, exchange in enumerate(self._exchanges):
             parts = exchange.finish()
             with state.clock.measure("applying"):
                 self._take_in(index, parts, replicas)
         for flat, replica in zip(state.flats, replicas, strict=True):
             flat.copy_(replica)
-        return decisions
+        self._exchanges = []
 
     def _outward(
         self, values: list[torch.Tensor], replicas: list[torch.Tensor], residuals: list[torch.Tensor]

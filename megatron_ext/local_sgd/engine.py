@@ -3,11 +3,17 @@
 
 The engine knows tensors and process groups, not Megatron: it is given the authoritative fp32 values of this rank
 (with the distributed optimizer its shard, so anchor, outer state and traffic are sharded too).
+
+Plain DiLoCo moves the whole model at the end of every interval. Streaming DiLoCo (arXiv 2501.18512, Algorithm 2) cuts
+it into fragments, each with a step of the interval at which its round begins; the result is applied tau steps later,
+mixed with what the worker has learned in the meantime.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +23,23 @@ from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimi
 from megatron_ext.local_sgd.digest import equal_across
 from megatron_ext.local_sgd.fragment import Fragment, SyncedTensor
 from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, due_steps
 
-__all__ = ["LocalSGD", "SyncedTensor"]
+__all__ = ["LocalSGD", "Progress", "SyncedTensor"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a step's rounds did."""
+
+    reports: list[RoundReport]
+    """Of the rounds whose outer step was made."""
+
+    changed: bool
+    """Whether the values were changed."""
+
+    healed: bool
+    """Whether this worker's values were not finite and are the common ones now."""
 
 
 class LocalSGD:
@@ -34,6 +55,7 @@ class LocalSGD:
         gta: GTAConfig,
         across: Any,
         inside: Any,
+        streaming: StreamingConfig | None = None,
         observe: bool = False,
     ) -> None:
         """Prepare; no memory is taken before the anchor is.
@@ -47,6 +69,7 @@ class LocalSGD:
             gta: how pseudo-gradients become one.
             across: process group of the ranks that hold the same values, one per worker, in worker order.
             inside: process group of all ranks of this worker; None when it is this one alone.
+            streaming: fragments, and how rounds overlap with training; by default the whole model at once.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.config = config
@@ -54,27 +77,43 @@ class LocalSGD:
         self.gta = gta
         self.synced_tensors = tuple(synced)
         self.values = [entry.tensor for entry in synced]
+        self.streaming = streaming or StreamingConfig()
         self.rounds = 0
         self.steps_since_sync = 0
         self.in_warmup = True
+        self.met = False
+        self._equal = True
+        self._healed = False
         self._across = across
+        self._worker = dist.get_rank(across)
         self._device = self.values[0].device if self.values else _collective_device(across)
-        self.fragment = Fragment(
-            synced,
-            units=units,
-            config=config,
-            outer=outer,
-            gta=gta,
-            across=across,
-            inside=inside,
-            device=self._device,
-            observe=observe,
-        )
+        self._due = due_steps(self.streaming.fragments, config.local_sgd_sync_interval)
+        self._reports: list[RoundReport] = []
+        self._fragments: list[Fragment] = []
+        self._members: list[list[int]] = []
+        self._left: list[int] = [0] * self.streaming.fragments
+        for index, within in enumerate(assign_fragments(units, self.streaming.fragments, self.streaming.pattern)):
+            members = [place for place, entry in enumerate(synced) if entry.unit in within]
+            fragment = Fragment(
+                [synced[place] for place in members],
+                units=within,
+                config=config,
+                outer=outer,
+                gta=gta,
+                across=across,
+                inside=inside,
+                device=self._device,
+                index=index,
+                background=self.streaming.active,
+                observe=observe,
+            )
+            self._fragments.append(fragment)
+            self._members.append(members)
 
     @property
     def synced(self) -> bool:
-        """Whether all workers hold the same values now: in warm-up, or right after a round."""
-        return self.in_warmup or self.steps_since_sync == 0
+        """Whether all workers hold the same values now: in warm-up, or right after a round of the whole model."""
+        return self.in_warmup or self._equal
 
     @torch.no_grad()
     def take_anchor(self) -> None:
@@ -96,24 +135,90 @@ class LocalSGD:
             )
         self.in_warmup = False
         self.steps_since_sync = 0
-        self.fragment.begin()
+        for fragment in self._fragments:
+            fragment.begin()
 
     def count_step(self) -> bool:
-        """Count one inner step of all workers, skipped updates included; return whether a round is due."""
+        """Count one inner step of all workers, skipped updates included; return whether `advance` has to be called."""
         self.steps_since_sync += 1
-        return self.steps_since_sync >= self.config.local_sgd_sync_interval
+        self._equal = self.met = False
+        # Not on its way, or one step nearer.
+        self._left = [max(left - 1, 0) for left in self._left]
+        return any(self._is_turning(index) or self._is_due(index) for index in range(len(self._fragments)))
 
     @torch.no_grad()
-    def sync(self) -> RoundReport:
-        """Run one outer round.
+    def advance(self) -> Progress:
+        """Do what the step that was just counted asks for: begin, turn and end rounds.
 
         Raises:
             RuntimeError: see `Fragment.sync`.
         """
-        report = self.fragment.sync(self.rounds + 1)
-        self.rounds += 1
+        if not self.streaming.active:
+            return self.sync()
+        changed = False
+        for index, fragment in enumerate(self._fragments):
+            if self._is_turning(index) and fragment.phase == "sent":
+                self._reports.append(fragment.turn())
+            if fragment.phase != "home" and self._left[index] == 0:
+                self._end(fragment)
+                changed = True
+        for index, fragment in enumerate(self._fragments):
+            if self._is_due(index):
+                self.rounds += 1
+                fragment.send(self.rounds)
+                self._left[index] = self.streaming.sync_delay
+                if self.streaming.sync_delay == 0:
+                    self._end(fragment)
+                    changed = True
+        if self.steps_since_sync == self.config.local_sgd_sync_interval:
+            self.steps_since_sync = 0
+        return self._progress(changed=changed)
+
+    @torch.no_grad()
+    def sync(self) -> Progress:
+        """End what is on its way, then run a round of the whole model at once: all workers are equal afterwards.
+
+        Raises:
+            RuntimeError: see `Fragment.sync`.
+        """
+        for fragment in self._fragments:
+            if fragment.phase != "home":
+                self._end(fragment)
+        for fragment in self._fragments:
+            self.rounds += 1
+            report = fragment.sync(self.rounds)
+            self._healed |= not math.isfinite(report.worker_norms[self._worker])
+            self._reports.append(report)
+        self._left = [0] * len(self._fragments)
         self.steps_since_sync = 0
-        return report
+        self._equal = self.met = True
+        return self._progress(changed=True)
+
+    def _is_turning(self, index: int) -> bool:
+        """Return whether a round is half-way or at its end."""
+        return self._fragments[index].phase != "home" and self._left[index] in (self.streaming.sync_delay // 2, 0)
+
+    def _is_due(self, index: int) -> bool:
+        return self.steps_since_sync == self._due[index]
+
+    def _end(self, fragment: Fragment) -> None:
+        """Apply the result of a round on its way."""
+        self._land(fragment)
+        self._healed |= self._worker in fragment.broken
+        fragment.apply(self.streaming.update_alpha)
+        self.met = True
+
+    def _land(self, fragment: Fragment) -> None:
+        """Wait for the result of a round on its way."""
+        if fragment.phase == "sent":
+            self._reports.append(fragment.turn())
+        if fragment.phase == "turned":
+            fragment.receive()
+
+    def _progress(self, changed: bool) -> Progress:
+        progress = Progress(reports=self._reports, changed=changed, healed=self._healed)
+        self._reports, self._healed = [], False
+        return progress
 
     # State.
 
@@ -121,26 +226,59 @@ class LocalSGD:
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.
 
+        Rounds on their way are waited for first, which changes when they end, but not what they end with.
+
         Returns:
             Lists by name, in the order and shapes of the values; empty in warm-up.
         """
-        return {} if self.in_warmup else self.fragment.tensor_state()
+        if self.in_warmup:
+            return {}
+        found: dict[str, list[torch.Tensor]] = {}
+        for fragment, members in zip(self._fragments, self._members, strict=True):
+            self._land(fragment)
+            for name, tensors in fragment.tensor_state().items():
+                whole = found.setdefault(name, list(self.values))
+                for place, tensor in zip(members, tensors, strict=True):
+                    whole[place] = tensor
+        return found
 
     def worker_state(self) -> list[torch.Tensor]:
         """Return what this worker alone has beside its values, in their order and shapes: its residuals."""
-        return self.fragment.worker_state()
+        found = list(self.values)
+        for fragment, members in zip(self._fragments, self._members, strict=True):
+            for place, tensor in zip(members, fragment.worker_state(), strict=False):
+                found[place] = tensor
+        return found if self.config.codec is not None and not self.in_warmup else []
 
     @torch.no_grad()
     def gather_anchor(self) -> list[torch.Tensor]:
-        """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it."""
-        return self.fragment.gather_anchor()
+        """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it.
+
+        Rounds on their way are waited for first.
+        """
+        found = list(self.values)
+        for fragment, members in zip(self._fragments, self._members, strict=True):
+            self._land(fragment)
+            for place, tensor in zip(members, fragment.gather_anchor(), strict=True):
+                found[place] = tensor
+        return found
 
     def scalar_state(self) -> dict[str, Any]:
-        """Return the counters and what else is equal on all ranks."""
+        """Return the counters and what else is equal on all ranks; after `tensor_state`."""
         return {
             "rounds": self.rounds,
             "steps_since_sync": self.steps_since_sync,
-            "fragment": {} if self.in_warmup else self.fragment.scalar_state(),
+            "equal": self._equal,
+            "fragments": [
+                {
+                    "left": self._left[index],
+                    "on_its_way": fragment.phase != "home",
+                    "broken": fragment.broken,
+                    **fragment.scalar_state(),
+                }
+                for index, fragment in enumerate(self._fragments)
+                if not self.in_warmup
+            ],
         }
 
     @torch.no_grad()
@@ -150,7 +288,7 @@ class LocalSGD:
         scalars: dict[str, Any],
         own: Sequence[torch.Tensor] | None = None,
     ) -> None:
-        """Take over a saved state.
+        """Take over a saved state; all ranks of `across` must call it.
 
         Args:
             tensors: as `tensor_state` returned them, perhaps with another number of workers.
@@ -159,9 +297,17 @@ class LocalSGD:
         """
         if tensors:
             self.in_warmup = False
-            self.fragment.load(tensors, scalars["fragment"], own)
+            saved = zip(self._fragments, self._members, scalars["fragments"], strict=True)
+            for index, (fragment, members, state) in enumerate(saved):
+                parts = {name: [whole[place] for place in members] for name, whole in tensors.items()}
+                fragment.load(parts, state, [own[place] for place in members] if own else None)
+                self._left[index] = int(state["left"])
+                if state["on_its_way"]:
+                    fragment.resume(list(state["broken"]))
+        self._equal = bool(scalars["equal"])
         self.rounds = int(scalars["rounds"])
-        self.steps_since_sync = int(scalars["steps_since_sync"])
+        # A shorter interval than the one that was saved has its round after the next step.
+        self.steps_since_sync = min(int(scalars["steps_since_sync"]), self.config.local_sgd_sync_interval - 1)
 
 
 def _collective_device(group: Any) -> torch.device:

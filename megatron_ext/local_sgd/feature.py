@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from megatron_ext.local_sgd.arguments import argument_problems, notices
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
@@ -57,14 +57,16 @@ class LocalSGDFeature(Feature):
         self._last: RoundReport | None = None
         self._unwritten: RoundReport | None = None
         self._round_log: Path | None = None
+        self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
         self._plan: checkpoint.LoadPlan | None = None
 
     # Arguments.
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the groups of local SGD and of its outer optimizer."""
+        """Add the groups of local SGD, of its fragments and of its outer optimizer."""
         add_config_group(parser, LocalSGDConfig, "local SGD")
+        add_config_group(parser, StreamingConfig, "local SGD in fragments (Streaming DiLoCo)")
         add_config_group(parser, OuterOptimizerConfig, "outer optimizer")
         add_config_group(parser, GTAConfig, "pseudo-gradient reduction")
 
@@ -110,6 +112,7 @@ class LocalSGDFeature(Feature):
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
+        self._last_iteration = context.args.train_iters
         if dist.get_rank() == 0:
             self._round_log = _round_log_path(context.args)
         if not self._restored:
@@ -133,23 +136,30 @@ class LocalSGDFeature(Feature):
             engine.take_anchor()
 
     def after_step(self, context: StepContext) -> None:
-        """Count the step and run the outer round when one is due."""
+        """Count the step and run what is due of outer rounds; with streaming, the last one makes the workers equal."""
         engine = self._require_engine()
-        if not context.completed or self._in_warmup or not engine.count_step():
+        if not context.completed or self._in_warmup:
+            return
+        due = engine.count_step()
+        last = engine.streaming.active and context.iteration + 1 == self._last_iteration
+        if not due and not last:
             return
         from megatron.training import get_timers
 
         timer = get_timers()(_TIMER, log_level=1)
         timer.start()
-        self._last = self._unwritten = engine.sync()
-        self._require_values().refresh()
+        progress = engine.sync() if last else engine.advance()
+        if progress.changed:
+            self._require_values().refresh()
         timer.stop()
-        if not math.isfinite(self._last.worker_norms[self._require_groups().worker]):
+        if progress.healed:
             # It goes on from the synced weights; its moments would spoil them in the next step.
             self._require_values().reset_broken_moments()
-        for remark in self._last.remarks():
-            say(f"local SGD: {remark}")
-        self._write_round(self._last, context)
+        for report in progress.reports:
+            self._last = self._unwritten = report
+            for remark in report.remarks():
+                say(f"local SGD: {remark}")
+            self._write_round(report, context)
 
     def _write_round(self, report: RoundReport, context: StepContext) -> None:
         """Append the round to its file. A full disk costs the file, not the run."""
@@ -164,7 +174,8 @@ class LocalSGDFeature(Feature):
 
     def may_exit(self, iteration: int) -> bool:
         """Let the run end where the workers meet anyway."""
-        return self._require_engine().synced
+        engine = self._require_engine()
+        return engine.synced or engine.met
 
     def on_train_end(self, context: TrainContext) -> None:
         """Say so when the weights that go on from here are not the synced ones."""
@@ -303,6 +314,7 @@ class LocalSGDFeature(Feature):
                 gta=GTAConfig.from_args(args),
                 across=groups.across,
                 inside=groups.inside,
+                streaming=StreamingConfig.from_args(args),
                 observe=_round_log_path(args) is not None,
             )
         return self._engine

@@ -13,9 +13,9 @@ traffic of one all-reduce, and anchor and momentum together take 8 / W bytes per
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,23 @@ from megatron_ext.local_sgd.compression import CompressedRound
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
-from megatron_ext.local_sgd.packing import flattened, packed, put_back, unpack
+from megatron_ext.local_sgd.owned import OwnedRuns
+from megatron_ext.local_sgd.packing import flattened, put_back
 from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
 from megatron_ext.local_sgd.report import RoundClock, RoundReport
-from megatron_ext.local_sgd.rounds import Decision, GuardedRound, OwnedRuns, PlainRound, Round, RoundState
+from megatron_ext.local_sgd.rounds import (
+    BackgroundRound,
+    Decision,
+    GuardedRound,
+    PlainRound,
+    Round,
+    RoundState,
+)
 from megatron_ext.local_sgd.segments import Run, plan_segments
 from megatron_ext.local_sgd.shard import OuterShard
 from megatron_ext.transport.codecs import build_codec
-from megatron_ext.transport.collectives import SEGMENT_NUMEL, Buffer, from_owners, runs_within
+from megatron_ext.transport.collectives import SEGMENT_NUMEL
 
 __all__ = ["Fragment", "SyncedTensor"]
 
@@ -58,6 +66,31 @@ class SyncedTensor:
 
 
 
+@dataclass(kw_only=True)
+class _Flight:
+    """A round on its way."""
+
+    state: RoundState | None = None
+    """What it works on, until the result is there."""
+
+    overlap: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+    """What the pseudo-gradient and the momentum have in common."""
+
+    turned: bool = False
+    """Whether the outer step was made."""
+
+    result: list[torch.Tensor] | None = None
+    """The values that all workers agreed on, 1-D, once they are there."""
+
+    broken: list[int] = field(default_factory=list)
+    """The workers whose values were not finite."""
+
+    def require_state(self) -> RoundState:
+        """Return the state."""
+        assert self.state is not None, "the result is there already"
+        return self.state
+
+
 class Fragment:
     """Some of a rank's values on their way through rounds."""
 
@@ -72,6 +105,8 @@ class Fragment:
         across: Any,
         inside: Any,
         device: torch.device,
+        index: int = 0,
+        background: bool = False,
         observe: bool = False,
     ) -> None:
         """Prepare; no memory is taken before `begin`.
@@ -85,6 +120,8 @@ class Fragment:
             across: process group of the ranks that hold the same values, one per worker, in worker order.
             inside: process group of all ranks of this worker; None when it is this one alone.
             device: where norms are added up.
+            index: which fragment it is.
+            background: whether rounds are to travel while training goes on.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.units = tuple(units)
@@ -94,7 +131,9 @@ class Fragment:
         self._gta = gta
         self._across = across
         self._device = device
+        self._index = index
         self._observe = observe
+        self._flight: _Flight | None = None
         self._shard: OuterShard | None = None
         self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
         self._judge = Judge(self._penalty, self.units, clip=config.clip_pseudo_grad, across=across, inside=inside)
@@ -115,19 +154,15 @@ class Fragment:
                 outward=build_codec(config.codec, config.codec_density),
                 homeward=build_codec(config.codec, union),
             )
-        self._round: Round
-        if self._compressed is not None:
-            self._round = self._compressed
-        elif config.has_penalty or gta != GTAConfig():
-            self._round = GuardedRound(self._owned, self._judge)
-        else:
-            self._round = PlainRound(self._owned, self._judge)
+        self._background: BackgroundRound = self._compressed or GuardedRound(self._owned, self._judge)
+        plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not background
+        self._round: Round = PlainRound(self._owned, self._judge) if plain else self._background
 
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""
-        self._start(self._own_parts(self.values))
+        self._start(self._owned.cut(self.values))
         if self._compressed is not None:
-            self._compressed.start(self.values)
+            self._compressed.begin(self.values)
 
     def sync(self, number: int) -> RoundReport:
         """Run one round: collect, guard, reduce, outer step, apply.
@@ -140,26 +175,107 @@ class Fragment:
                 out. They have spread by then; the run must end without saving.
         """
         clock = RoundClock()
-        with clock.measure("waiting"):
-            arrival = torch.zeros((), device=self._device)
-            dist.all_reduce(arrival, group=self._across)
-            arrival.item()  # on a GPU the reduction has only been launched before
-        shard = self._require_shard()
-        overlap = torch.zeros(2, dtype=torch.float64, device=self._device)
-        state = RoundState(
-            number=number,
-            shard=shard,
-            flats=flattened(self.values),
-            squares=torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device),
-            clock=clock,
-        )
-        shard.prepare(overlap if self._observe else None)
-        decisions = self._round.run(state)
-        shard.release()
-        put_back(state.flats, self.values)
-        if self._observe:
-            self._judge.add_up(overlap)
+        with clock.measure("seconds"):
+            with clock.measure("waiting"):
+                arrival = torch.zeros((), device=self._device)
+                dist.all_reduce(arrival, group=self._across)
+                arrival.item()  # on a GPU the reduction has only been launched before
+            state, overlap = self._state(number, flattened(self.values), clock)
+            state.shard.prepare(overlap if self._observe else None)
+            decisions = self._round.run(state)
+            state.shard.release()
+            put_back(state.flats, self.values)
+            if self._observe:
+                self._judge.add_up(overlap)
         return self._report(state, overlap, decisions)
+
+    # A round in the background.
+
+    def send(self, number: int) -> None:
+        """Begin a round with the present values; training goes on with them.
+
+        Args:
+            number: of the round, from 1.
+        """
+        assert self._flight is None, "the last round of this fragment is still on its way"
+        clock = RoundClock()
+        with clock.measure("seconds"):
+            state, overlap = self._state(number, [flat.clone() for flat in flattened(self.values)], clock)
+            self._background.start(state)
+        self._flight = _Flight(state=state, overlap=overlap)
+
+    def turn(self) -> RoundReport:
+        """Make the outer step of the round on its way with what the workers sent, and start to send the result back.
+
+        Raises:
+            RuntimeError: as `sync`.
+        """
+        flight = self._require_flight()
+        state = flight.require_state()
+        with state.clock.measure("seconds"):
+            state.shard.prepare(flight.overlap if self._observe else None)
+            decisions = self._background.turn(state)
+            state.shard.release()
+            if self._observe:
+                self._judge.add_up(flight.overlap)
+        flight.turned = True
+        report = self._report(state, flight.overlap, decisions)
+        flight.broken = [worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)]
+        return report
+
+    def receive(self) -> None:
+        """Wait for the result of the round on its way."""
+        flight = self._require_flight()
+        state = flight.require_state()
+        self._background.finish(state)
+        flight.result, flight.state = state.flats, None
+
+    def apply(self, alpha: float) -> None:
+        """End the round on its way: go on from alpha * own values + (1 - alpha) * result.
+
+        A worker that was broken when it sent takes the result alone.
+        """
+        flight = self._require_flight()
+        own = 0.0 if self._owned.worker in flight.broken else alpha
+        assert flight.result is not None, "the result has not been received"
+        for value, result in zip(self.values, flight.result, strict=True):
+            if own == 0:
+                value.copy_(result.view(value.shape))
+            else:
+                value.lerp_(result.view(value.shape), 1 - own)
+        self._flight = None
+
+    @property
+    def phase(self) -> Literal["home", "sent", "turned", "received"]:
+        """Where the round on its way is."""
+        if self._flight is None:
+            return "home"
+        if self._flight.result is not None:
+            return "received"
+        return "turned" if self._flight.turned else "sent"
+
+    @property
+    def broken(self) -> list[int]:
+        """The workers whose values were not finite in the round on its way, once it has turned."""
+        return [] if self._flight is None else self._flight.broken
+
+    def resume(self, broken: list[int]) -> None:
+        """Take the anchor for the result of a round on its way, as it is when the outer step was made before a save.
+
+        Args:
+            broken: the property of that name, at the time of the save.
+        """
+        self._flight = _Flight(turned=True, result=flattened(self.gather_anchor()), broken=broken)
+
+    def _require_flight(self) -> _Flight:
+        assert self._flight is not None, "no round of this fragment is on its way"
+        return self._flight
+
+    def _state(self, number: int, flats: list[torch.Tensor], clock: RoundClock) -> tuple[RoundState, torch.Tensor]:
+        """Return what a round works on, and where the comparison with the momentum is added up."""
+        squares = torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device)
+        state = RoundState(number=number, shard=self._require_shard(), flats=flats, squares=squares, clock=clock)
+        return state, torch.zeros(2, dtype=torch.float64, device=self._device)
 
     def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
         """Return the report of the round that has just ended."""
@@ -170,6 +286,7 @@ class Fragment:
         scale = norm * math.sqrt(overlap[1])
         return RoundReport(
             round=state.number,
+            fragment=self._index,
             pseudo_gradient_norm=norm,
             unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, common, strict=True)},
             worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
@@ -200,7 +317,7 @@ class Fragment:
         """
         shard = self._require_shard()
         parts = {"anchor": shard.anchors, **shard.optimizer.tensor_state()}
-        state = {name: self._gathered(owned) for name, owned in parts.items()}
+        state = {name: self._owned.gather(owned, self.values) for name, owned in parts.items()}
         if self._compressed is not None:
             state["replica"] = self._compressed.replicas
         return state
@@ -213,7 +330,7 @@ class Fragment:
         """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it."""
         if self._compressed is not None:
             return [replica.clone() for replica in self._compressed.replicas]
-        return self._gathered(self._require_shard().anchors)
+        return self._owned.gather(self._require_shard().anchors, self.values)
 
     def scalar_state(self) -> dict[str, Any]:
         """Return the states that are equal on all ranks."""
@@ -231,8 +348,8 @@ class Fragment:
         """
         common = {name: values for name, values in tensors.items() if name != "replica"}
         if self._compressed is not None:
-            self._compressed.start(tensors["replica"], own)
-        parts = {name: self._own_parts(values) for name, values in common.items()}
+            self._compressed.begin(tensors["replica"], own)
+        parts = {name: self._owned.cut(values) for name, values in common.items()}
         self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
         self._penalty.load(scalars["penalty"])
 
@@ -263,29 +380,3 @@ class Fragment:
                 ranges.append((offset, offset + piece.numel))
             offset += piece.numel
         return ranges
-
-    def _own_parts(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of this rank's runs of `tensors`, which are like the values."""
-        flats = flattened(tensors)
-        return [
-            run.clone()
-            for segment in self._owned.segments
-            for run in runs_within(packed(segment, flats), *self._owned.bounds(segment)[self._owned.worker])
-        ]
-
-    def _gathered(self, owned: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return tensors like the values, put together from the runs that the workers own."""
-        tensors = [torch.empty(value.shape, dtype=torch.float32, device=value.device) for value in self.values]
-        flats = flattened(tensors)
-
-        def buffers() -> Iterator[Buffer]:
-            rest = iter(owned)
-            for segment in self._owned.segments:
-                buffer = packed(segment, flats)
-                for run in runs_within(buffer, *self._owned.bounds(segment)[self._owned.worker]):
-                    run.copy_(next(rest))
-                yield buffer
-
-        for segment, buffer in zip(self._owned.segments, from_owners(buffers(), self._across), strict=True):
-            unpack(segment, buffer, flats)
-        return tensors

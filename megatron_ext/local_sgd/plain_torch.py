@@ -22,6 +22,7 @@ from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimi
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.local_sgd.streaming import StreamingConfig
 
 __all__ = [
     "OuterOptimPeriodicModelAverager",
@@ -44,6 +45,7 @@ class OuterOptimPeriodicModelAverager:
         local_sgd_config: LocalSGDConfig,
         outer_optim_config: OuterOptimizerConfig | None = None,
         gta_config: GTAConfig | None = None,
+        streaming_config: StreamingConfig | None = None,
         shard_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Check the configuration.
@@ -54,6 +56,7 @@ class OuterOptimPeriodicModelAverager:
             local_sgd_config: schedule and penalty; `use_local_sgd` and `local_sgd_workers` are set from the group.
             outer_optim_config: the outer optimizer; DiLoCo's when None.
             gta_config: how pseudo-gradients become one; their mean when None.
+            streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
             shard_group: all ranks of this worker, when its parameters are sharded over several.
 
         Raises:
@@ -65,7 +68,9 @@ class OuterOptimPeriodicModelAverager:
         self.config = dataclasses.replace(local_sgd_config, use_local_sgd=True, local_sgd_workers=workers)
         self.outer = outer_optim_config or OuterOptimizerConfig()
         self.gta = gta_config or GTAConfig()
+        self.streaming = streaming_config or StreamingConfig()
         problems = self.config.problems() + outer_optimizer_problems(self.outer) + self.gta.problems(self.config)
+        problems += self.streaming.problems(self.config, self.outer)
         if problems:
             raise combine(problems, "local SGD")
         self._engine: LocalSGD | None = None
@@ -113,27 +118,35 @@ class OuterOptimPeriodicModelAverager:
             gta=self.gta,
             across=self._across,
             inside=self._inside,
+            streaming=self.streaming,
         )
         if self.config.local_sgd_warmup_steps == 0:
             self._engine.take_anchor()
 
     @torch.no_grad()
     def average_parameters(self, params: object = None) -> RoundReport | None:
-        """Count one inner step, and run the round when it is due; all ranks call it after each of their steps.
+        """Count one inner step, and do what is due of rounds; all ranks call it after each of their steps.
 
         Args:
             params: ignored; torch's averagers take it.
 
         Returns:
-            The report of the round, if there was one.
+            The report of the last round whose outer step was made, if there was one.
         """
         engine = self.engine
         self.step += 1
         if self.step == self.config.local_sgd_warmup_steps:
             engine.take_anchor()
         elif self.step > self.config.local_sgd_warmup_steps and engine.count_step():
-            return engine.sync()
+            reports = engine.advance().reports
+            return reports[-1] if reports else None
         return None
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
+        if not self.engine.synced:
+            self.engine.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""

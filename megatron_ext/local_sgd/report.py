@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = ["RoundClock", "RoundReport", "listed"]
@@ -15,30 +15,25 @@ __all__ = ["RoundClock", "RoundReport", "listed"]
 
 @dataclass
 class RoundClock:
-    """Where the wall time of a round goes on this rank."""
+    """Where the time that a round keeps this rank from training goes."""
 
-    start: float = field(default_factory=time.perf_counter)
-    """When the round began, on the clock of `time.perf_counter`."""
+    seconds: float = 0.0
+    """Seconds of the whole round, without those in which training went on."""
 
     waiting: float = 0.0
-    """Seconds until the last of the workers that this rank meets had arrived."""
+    """Seconds of them until the last of the workers that this rank meets had arrived."""
 
     applying: float = 0.0
-    """Seconds of arithmetic: norms, reduction, outer step. With a GPU, of launching it."""
+    """Seconds of them of arithmetic: norms, reduction, outer step. With a GPU, of launching it."""
 
     @contextlib.contextmanager
-    def measure(self, part: Literal["waiting", "applying"]) -> Iterator[None]:
+    def measure(self, part: Literal["seconds", "waiting", "applying"]) -> Iterator[None]:
         """Add the time of the body to `part`."""
         start = time.perf_counter()
         try:
             yield
         finally:
             setattr(self, part, getattr(self, part) + time.perf_counter() - start)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self.start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +43,17 @@ class RoundReport:
     round: int
     """Number of the round, from 1."""
 
+    fragment: int
+    """Which fragment of the model it moved, from 0; 0 where the model is not cut."""
+
     pseudo_gradient_norm: float
-    """L2 norm of the mean pseudo-gradient over the whole model."""
+    """L2 norm of the mean pseudo-gradient over the whole fragment."""
 
     unit_norms: dict[str, float]
     """The same over each unit, in model order."""
 
     worker_norms: list[float]
-    """L2 norm of each worker's own pseudo-gradient over the whole model."""
+    """L2 norm of each worker's own pseudo-gradient over the whole fragment."""
 
     rejected: dict[str, list[int]]
     """The workers that were left out, for every unit in which any was."""
@@ -74,7 +72,7 @@ class RoundReport:
     """Bytes that this rank sent to other workers."""
 
     seconds: float
-    """Wall time of the round on this rank."""
+    """Wall time that the round kept this rank from training."""
 
     waiting_seconds: float
     """What of it passed until all workers had come."""

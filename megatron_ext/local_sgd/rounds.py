@@ -3,23 +3,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.local_sgd.judge import Judge
+from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.packing import packed, unpack
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.report import RoundClock
-from megatron_ext.local_sgd.segments import Piece, Run, Segment
 from megatron_ext.local_sgd.shard import OuterShard
-from megatron_ext.transport.collectives import Exchange, Memory, part_bounds, through_owners
+from megatron_ext.transport.collectives import Exchange, Memory, through_owners
 
-__all__ = ["Decision", "GuardedRound", "OwnedRuns", "PlainRound", "Round", "RoundState", "decide_and_step"]
+__all__ = [
+    "BackgroundRound",
+    "Decision",
+    "GuardedRound",
+    "PlainRound",
+    "Round",
+    "RoundState",
+    "decide_and_step",
+]
 
 Decision = tuple[Verdict, float]
 """What was decided over a unit, and by what its common pseudo-gradient was multiplied."""
@@ -29,49 +35,6 @@ OwnedTerms = tuple[int, int, list[torch.Tensor]]
 
 Arrived = list[tuple[int, list[torch.Tensor]]]
 """(start, terms) of the runs that a rank owns of a segment."""
-
-
-class OwnedRuns:
-    """Which runs of elements this rank owns, as (index of the segment, run), numbered as in `OuterShard`."""
-
-    def __init__(self, segments: Sequence[Segment], group: Any) -> None:
-        """Find them.
-
-        Args:
-            segments: what is exchanged, the same on all ranks of `group`.
-            group: process group, one rank per worker in worker order.
-        """
-        self.segments = segments
-        self.group = group
-        self.worker = dist.get_rank(group)
-        self.workers = dist.get_world_size(group)
-        self.numbered: list[tuple[int, Run]] = [
-            (index, run)
-            for index, segment in enumerate(segments)
-            for run in segment.runs(*self.bounds(segment)[self.worker])
-        ]
-        self._number = {(index, run.start): number for number, (index, run) in enumerate(self.numbered)}
-
-    def bounds(self, segment: Segment) -> list[tuple[int, int]]:
-        """Return (first, one past the last) element of a segment that each worker owns."""
-        return list(pairwise(part_bounds(segment.numel, self.workers)))
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank sends when every value travels as fp32, outward and homeward."""
-        sent = 0
-        for segment in self.segments:
-            first, last = self.bounds(segment)[self.worker]
-            sent += segment.numel - (last - first) + (self.workers - 1) * (last - first)
-        return 4 * sent
-
-    def number(self, index: int, start: int) -> int:
-        """Return the number of the run at `start` of this rank's part of segment `index`."""
-        return self._number[index, start]
-
-    def pieces(self, segment: Segment, worker: int) -> list[Piece]:
-        """Return what of the tensors a worker owns of a segment."""
-        return list(segment.within(*self.bounds(segment)[worker]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +67,19 @@ class Round(Protocol):
 
     def run(self, state: RoundState) -> list[Decision]:
         """Make a round; return what was decided over each unit, nothing for the plain mean."""
+
+
+class BackgroundRound(Round, Protocol):
+    """A round whose messages can travel while training goes on; one at a time."""
+
+    def start(self, state: RoundState) -> None:
+        """Start to send the owners what is theirs; `state.flats` must not change until the end."""
+
+    def turn(self, state: RoundState) -> list[Decision]:
+        """Wait for what was sent, decide, make the outer step, and start to send the results back."""
+
+    def finish(self, state: RoundState) -> None:
+        """Wait for the results; they are in `state.flats` then."""
 
 
 class PlainRound:
@@ -148,6 +124,7 @@ class GuardedRound:
     def __init__(self, owned: OwnedRuns, judge: Judge) -> None:
         self._owned = owned
         self._judge = judge
+        self._exchanges: list[Exchange] = []
 
     @property
     def bytes_sent(self) -> int:
@@ -160,18 +137,32 @@ class GuardedRound:
         Raises:
             RuntimeError: a worker was broken, and is not to be left out.
         """
+        self.start(state)
+        decisions = self.turn(state)
+        self.finish(state)
+        return decisions
+
+    def start(self, state: RoundState) -> None:
+        """Start to send the owners what is theirs."""
         owned, memory = self._owned, Memory()
-        exchanges = [
+        self._exchanges = [
             Exchange(index, packed(segment, state.flats), owned.group, memory).start()
             for index, segment in enumerate(owned.segments)
         ]
-        arrived = [exchange.arrived() for exchange in exchanges]
-        decisions, _ = decide_and_step(owned, self._judge, state, lambda: self._each(arrived))
-        for exchange in exchanges:
+
+    def turn(self, state: RoundState) -> list[Decision]:
+        """Wait for what was sent, decide, make the outer step, and start to send the results back."""
+        arrived = [exchange.arrived() for exchange in self._exchanges]
+        decisions, _ = decide_and_step(self._owned, self._judge, state, lambda: self._each(arrived))
+        for exchange in self._exchanges:
             exchange.return_own()
-        for segment, exchange in zip(owned.segments, exchanges, strict=True):
-            unpack(segment, exchange.finish(), state.flats)
         return decisions
+
+    def finish(self, state: RoundState) -> None:
+        """Wait for the results."""
+        for segment, exchange in zip(self._owned.segments, self._exchanges, strict=True):
+            unpack(segment, exchange.finish(), state.flats)
+        self._exchanges = []
 
     def _each(self, arrived: list[Arrived]) -> Iterator[OwnedTerms]:
         """Yield every run that this rank owns."""

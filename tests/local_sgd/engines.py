@@ -4,7 +4,7 @@
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
 
 
 def start_groups():
@@ -15,7 +15,7 @@ def start_groups():
     return dist.group.WORLD, alone[dist.get_rank()]
 
 
-def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=None, **outer):
+def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=None, streaming=None, **outer):
     """Return an engine whose workers are the ranks.
 
     Args:
@@ -25,6 +25,7 @@ def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=
         groups: what `start_groups` returned, where it was called already.
         penalty: further fields of `LocalSGDConfig`.
         gta: fields of `GTAConfig`.
+        streaming: fields of `StreamingConfig`.
         outer: fields of `OuterOptimizerConfig`.
     """
     from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
@@ -47,6 +48,7 @@ def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=
         gta=GTAConfig(**(gta or {})),
         across=across,
         inside=inside,
+        streaming=StreamingConfig(**(streaming or {})),
     )
 
 

@@ -52,8 +52,24 @@ from tests.support.pretrain import run_failing_pretrain
                 "--local-sgd-pseudo-grad-consensus needs --local-sgd-pseudo-grad-reducer gta",
             ],
         ),
+        (
+            {
+                "local_sgd_fragments": 3,
+                "local_sgd_fragment_sync_delay": 4,
+                "local_sgd_fragment_update_alpha": 1.5,
+                "local_sgd_sync_interval": 4,
+                "outer_optimizer": "adam",
+                "outer_optimizer_lr": 0.1,
+            },
+            [
+                "--local-sgd-fragments is 3; it must be at most --num-layers 2",
+                "--local-sgd-fragments above 1 steps fragments apart",
+                "--local-sgd-fragment-sync-delay is 4; it must be 0 or more, and below --local-sgd-sync-interval 4",
+                "--local-sgd-fragment-update-alpha is 1.5",
+            ],
+        ),
     ],
-    ids=["workers", "one worker", "samples", "schedule and outer optimizer", "penalty"],
+    ids=["workers", "one worker", "samples", "schedule and outer optimizer", "penalty", "streaming"],
 )
 def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)

@@ -26,6 +26,13 @@ PENALTY = {
     "local_sgd_pseudo_grad_sparsification": "random",
     "local_sgd_pseudo_grad_density": 0.5,
 }
+# At iteration 4 the first fragment's second round is on its way, at 6 the second one's.
+STREAMING = {
+    "local_sgd_fragments": 2,
+    "local_sgd_sync_interval": 4,
+    "local_sgd_fragment_sync_delay": 3,
+    "local_sgd_fragment_update_alpha": 0.5,
+}
 
 
 @pytest.mark.slow
@@ -43,6 +50,7 @@ PENALTY = {
         pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
         pytest.param("single", "bf16", 2, APART_AND_SYNCED, {"local_sgd_codec": "int4"}, id="codec"),
         pytest.param("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, id="sharded codec"),
+        pytest.param("pp2", "bf16-distopt-overlap", 2, (4, 6), STREAMING, id="streaming"),
     ],
 )
 def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
@@ -54,6 +62,16 @@ def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
         resumed = local_run(layout, precision, workers=workers, load=str(tmp_path), ckpt_step=iteration, **options)
         assert same_state(resumed, whole), f"resumed at {iteration}"
         assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
+
+
+def test_streaming_ends_with_equal_workers_in_a_checkpoint_that_stock_megatron_reads(tmp_path):
+    options = {**SCHEDULE, **STREAMING, "train_iters": 5}
+    ranks = local_run("dp2", "bf16-distopt", workers=2, save=str(tmp_path), save_interval=5, **options)
+    first, second = (model_digests(part) for part in worker_slices(ranks, "dp2", 2))
+    assert first == second
+    run = arguments("dp2", "bf16-distopt", workers=None, load=str(tmp_path), **{**ONLY_LOAD, "train_iters": 5})
+    stock = run_pretrain(run, 2, patch="backend-only")
+    assert [rank.parameters for rank in stock] == [rank.parameters for rank in worker_slices(ranks, "dp2", 2)[0]]
 
 
 @pytest.fixture(scope="module")

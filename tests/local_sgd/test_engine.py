@@ -185,7 +185,7 @@ def norms_of_a_round():
     engine.take_anchor()
     for scale, value in zip((1.0, 2.0, 3.0), values, strict=True):
         value += scale * (dist.get_rank() + 1)
-    return engine.sync()
+    return engine.sync().reports[0]
 
 
 def test_a_round_reports_the_norm_of_the_mean_pseudo_gradient_per_unit():
@@ -211,7 +211,7 @@ def worker_norms_and_bytes():
                 sent.append(tensor.numel() * tensor.element_size())
 
     dist.P2POp = Recorded
-    report = engine.sync()
+    (report,) = engine.sync().reports
     return report, sum(sent)
 
 

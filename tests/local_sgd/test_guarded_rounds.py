@@ -116,7 +116,7 @@ def one_bad_worker(bad, penalty):
         value += 1.0
     if dist.get_rank() == 1:
         values[1] += bad - 1.0
-    report = engine.sync()
+    (report,) = engine.sync().reports
     return [value.tolist() for value in values], [value.tolist() for value in before], report.rejected
 
 
@@ -143,7 +143,7 @@ def everybody_bad(bad):
         engine.sync()
     before = value.clone()
     value += bad
-    report = engine.sync()
+    (report,) = engine.sync().reports
     after = value.clone()
     value += 1.0
     engine.sync()
@@ -170,7 +170,7 @@ def three_anomalies():
     found = []
     for _ in range(3):
         value += 1.0 + 499.0 * dist.get_rank()
-        found.append(engine.sync().rejected)
+        found.append(engine.sync().reports[0].rejected)
     return found
 
 
@@ -221,7 +221,7 @@ def continued(penalty, gta):
         else:
             other.load(*state)
         moved(values, step)
-        report = other.sync()
+        (report,) = other.sync().reports
         state = (other.tensor_state(), other.scalar_state())
         if number == 5:
             rejected = report.rejected

@@ -3,6 +3,7 @@
 
 import pytest
 
+from megatron_ext.local_sgd.round_log import read_rounds
 from tests.local_sgd.runs import arguments, local_run, model_digests, worker_slices
 from tests.support.presets import LAYOUTS
 from tests.support.pretrain import run_pretrain
@@ -67,6 +68,28 @@ def test_all_workers_hold_equal_weights_after_compressed_rounds(layout, precisio
     ranks = local_run(layout, precision, workers=2, local_sgd_sync_interval=3, local_sgd_codec=codec)
     first, other = (model_digests(part) for part in worker_slices(ranks, layout, 2))
     assert other == first
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "extra"),
+    [
+        ("pp2-vpp2", "bf16-distopt", {"local_sgd_fragments": 4, "global_batch_size": 8}),
+        ("moe-ep2", "bf16-distopt-overlap", {"local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 2}),
+    ],
+)
+def test_every_unit_is_streamed_once_per_interval_under_any_layout(tmp_path, layout, precision, extra):
+    options = {"local_sgd_sync_interval": 4, "train_iters": 9, "local_sgd_round_log": str(tmp_path / "rounds")}
+    ranks = local_run(layout, precision, workers=2, **options, **extra)
+    first, other = (model_digests(part) for part in worker_slices(ranks, layout, 2))
+    assert other == first
+    rounds = read_rounds(tmp_path / "rounds")
+    count = extra["local_sgd_fragments"]
+    # Two intervals, and the round at the end.
+    assert [entry["fragment"] for entry in rounds] == [*range(count)] * 3
+    units = [unit for entry in rounds[:count] for unit in entry["unit_norms"]]
+    layers = 4 if "vpp" in layout else 2
+    assert sorted(units) == sorted(["embedding", *(f"layer.{index}" for index in range(layers)), "final_norm"])
+    assert all(norm > 0 for entry in rounds[: 2 * count] for norm in entry["unit_norms"].values())
 
 
 def worker_one_goes_astray():

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which elements a rank owns among the workers: those whose anchor, outer state and outer step are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.local_sgd.packing import flattened, packed, unpack
+from megatron_ext.local_sgd.segments import Piece, Run, Segment
+from megatron_ext.transport.collectives import Buffer, from_owners, part_bounds, runs_within
+
+__all__ = ["OwnedRuns"]
+
+
+class OwnedRuns:
+    """Which runs of elements this rank owns, as (index of the segment, run), numbered as in `OuterShard`."""
+
+    def __init__(self, segments: Sequence[Segment], group: Any) -> None:
+        """Find them.
+
+        Args:
+            segments: what is exchanged, the same on all ranks of `group`.
+            group: process group, one rank per worker in worker order.
+        """
+        self.segments = segments
+        self.group = group
+        self.worker = dist.get_rank(group)
+        self.workers = dist.get_world_size(group)
+        self.numbered: list[tuple[int, Run]] = [
+            (index, run)
+            for index, segment in enumerate(segments)
+            for run in segment.runs(*self.bounds(segment)[self.worker])
+        ]
+        self._number = {(index, run.start): number for number, (index, run) in enumerate(self.numbered)}
+
+    def bounds(self, segment: Segment) -> list[tuple[int, int]]:
+        """Return (first, one past the last) element of a segment that each worker owns."""
+        return list(pairwise(part_bounds(segment.numel, self.workers)))
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sends when every value travels as fp32, outward and homeward."""
+        sent = 0
+        for segment in self.segments:
+            first, last = self.bounds(segment)[self.worker]
+            sent += segment.numel - (last - first) + (self.workers - 1) * (last - first)
+        return 4 * sent
+
+    def number(self, index: int, start: int) -> int:
+        """Return the number of the run at `start` of this rank's part of segment `index`."""
+        return self._number[index, start]
+
+    def pieces(self, segment: Segment, worker: int) -> list[Piece]:
+        """Return what of the tensors a worker owns of a segment."""
+        return list(segment.within(*self.bounds(segment)[worker]))
+
+    def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of this rank's runs of `tensors`, which are those that the segments were made of."""
+        flats = flattened(tensors)
+        return [
+            run.clone()
+            for segment in self.segments
+            for run in runs_within(packed(segment, flats), *self.bounds(segment)[self.worker])
+        ]
+
+    def gather(self, runs: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return fp32 tensors like `like`, put together from the runs that each worker owns; all must call it."""
+        tensors = [torch.empty(value.shape, dtype=torch.float32, device=value.device) for value in like]
+        flats = flattened(tensors)
+
+        def buffers() -> Iterator[Buffer]:
+            rest = iter(runs)
+            for segment in self.segments:
+                buffer = packed(segment, flats)
+                for run in runs_within(buffer, *self.bounds(segment)[self.worker]):
+                    run.copy_(next(rest))
+                yield buffer
+
+        for segment, buffer in zip(self.segments, from_owners(buffers(), self.group), strict=True):
+            unpack(segment, buffer, flats)
+        return tensors

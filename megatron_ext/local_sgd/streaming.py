@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streaming DiLoCo: which units make up a fragment, and when a fragment's round begins (arXiv 2501.18512)."""
+
+# Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig, _flag, _FromArgs
+
+__all__ = ["StreamingConfig", "assign_fragments", "due_steps", "numbered"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfig(_FromArgs):
+    """Rounds of parts of the model, one after the other within an interval, and their overlap with training."""
+
+    fragments: int = _flag("--local-sgd-fragments", 1)
+    """Cut the model into this many fragments of whole layers. Each has its own round once per interval, all at
+    different steps, so that the largest amount sent at a time falls by as much."""
+
+    pattern: Literal["strided", "sequential"] = _flag(
+        "--local-sgd-fragment-pattern", "strided", type=str, choices=["strided", "sequential"]
+    )
+    """Layers of a fragment: 'strided' = every P-th one, 'sequential' = neighbours. The embedding goes with the first
+    layer, the final norm and the output layer with the last one."""
+
+    sync_delay: int = _flag("--local-sgd-fragment-sync-delay", 0)
+    """Steps tau that training goes on while a round is on its way; its result is applied after them. 0 waits."""
+
+    update_alpha: float = _flag("--local-sgd-fragment-update-alpha", 0.0)
+    """What a worker keeps of its own weights where a round's result is applied: alpha * own + (1 - alpha) * global,
+    in [0, 1]. 0 takes the global ones, and loses the steps that were made during the delay."""
+
+    @property
+    def active(self) -> bool:
+        """Whether workers differ after a round: in other fragments, by later steps, or by what they keep."""
+        return self.fragments > 1 or self.sync_delay > 0 or self.update_alpha > 0
+
+    def problems(self, local_sgd: LocalSGDConfig, outer: OuterOptimizerConfig) -> list[str]:
+        """Return what is wrong with the values, one sentence each."""
+        found = []
+        interval = local_sgd.local_sgd_sync_interval
+        if self.fragments < 1:
+            found.append(f"--local-sgd-fragments is {self.fragments}; it must be at least 1")
+        elif self.fragments == 1 and self.pattern != type(self)().pattern:
+            found.append("--local-sgd-fragment-pattern has no effect without --local-sgd-fragments above 1; drop it")
+        if self.fragments > 1 and not outer.is_sgd and outer.outer_optimizer != "none":
+            found.append(
+                f"--local-sgd-fragments above 1 steps fragments apart, which --outer-optimizer {outer.outer_optimizer} "
+                "has not been tested with; use sgd or none"
+            )
+        if not 0 <= self.sync_delay < max(interval, 1):
+            found.append(
+                f"--local-sgd-fragment-sync-delay is {self.sync_delay}; it must be 0 or more, and below "
+                f"--local-sgd-sync-interval {interval}"
+            )
+        if not 0 <= self.update_alpha <= 1:
+            found.append(f"--local-sgd-fragment-update-alpha is {self.update_alpha}; it must be in 0 to 1")
+        return found
+
+
+def numbered(unit: str) -> bool:
+    """Return whether a unit is one of the layers, as its name's last part tells."""
+    return unit.rpartition(".")[2].isdigit()
+
+
+def assign_fragments(units: Sequence[str], count: int, pattern: str) -> list[tuple[str, ...]]:
+    """Return the units of every fragment, each in model order; together they are all units, each once.
+
+    Args:
+        units: in model order. Those that are no layers go with the layer that follows, or else with the last one.
+        count: fragments, at most as many as layers.
+        pattern: 'strided' or 'sequential'.
+
+    Raises:
+        ValueError: there are fewer layers than fragments.
+    """
+    layers = [unit for unit in units if numbered(unit)] or list(units)
+    if not 1 <= count <= max(len(layers), 1):
+        raise ValueError(f"{count} fragments of {len(layers)} layers; every fragment needs a layer")
+    place = {}
+    for index, layer in enumerate(layers):
+        place[layer] = index % count if pattern == "strided" else index * count // len(layers)
+    fragments: list[list[str]] = [[] for _ in range(count)]
+    for index, unit in enumerate(units):
+        following = next((layer for layer in units[index:] if layer in place), layers[-1])
+        fragments[place[following]].append(unit)
+    return [tuple(members) for members in fragments]
+
+
+def due_steps(count: int, interval: int) -> list[int]:
+    """Return for every fragment the step of an interval, 1 to `interval`, after which its round begins.
+
+    The last one's is the interval's end, so that a single fragment is plain DiLoCo.
+    """
+    return [max(interval * (fragment + 1) // count, 1) for fragment in range(count)]
