@@ -2,7 +2,8 @@
 """Local SGD: workers that train apart and meet through an outer optimizer."""
 
 from megatron_ext.local_sgd.atorch_names import local_sgd_args_provider, patch_megatron_for_local_sgd
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 
 __all__ = [

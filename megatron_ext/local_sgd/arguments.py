@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
@@ -30,6 +31,13 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         return problems
     problems += outer_optimizer_problems(outer) + gta.problems(config)
     problems += streaming.problems(config, outer)
+    if config.use_async:
+        problems.append(
+            "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop, where every rank "
+            "decides by its own iteration when all save, evaluate, log and end, and where sampler and schedule count "
+            "the samples of all workers; use rounds by steps (--local-sgd-sync-interval), with "
+            "--local-sgd-fragment-sync-delay against waiting, or megatron_ext.local_sgd.plain_torch without Megatron"
+        )
     if config.local_sgd_workers == 1:
         if outer != OuterOptimizerConfig():
             problems.append(

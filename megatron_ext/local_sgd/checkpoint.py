@@ -17,8 +17,9 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING

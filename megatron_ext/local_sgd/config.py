@@ -3,54 +3,17 @@
 
 # Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
 
-import argparse
 import math
-from dataclasses import Field, dataclass, field
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["GTAConfig", "LocalSGDConfig", "OuterOptimizerConfig"]
+from megatron_ext.local_sgd.options import FromArgs, flag, flag_of, on_off
 
-
-def _flag(name: str, default: Any, **argparse_meta: Any) -> Any:
-    """Return a field whose command-line flag is not simply its name."""
-    # Megatron's namespace is flat, and a bare `normalize` or `density` would be anybody's.
-    dest = name.removeprefix("--").replace("-", "_")
-    return field(default=default, metadata={"argparse_meta": {"arg_names": [name], "dest": dest, **argparse_meta}})
-
-
-def _on_off(name: str, default: bool) -> Any:
-    """Return a field whose flag has a `--no-` form."""
-    return _flag(name, default, action=argparse.BooleanOptionalAction)
-
-
-def _flag_of(entry: "Field[Any]") -> str:
-    """Return the command-line flag of a config field."""
-    meta = entry.metadata.get("argparse_meta", {})
-    return str(meta["arg_names"][0]) if "arg_names" in meta else "--" + entry.name.replace("_", "-")
-
-
-class _FromArgs:
-    """A config whose fields are Megatron arguments."""
-
-    @classmethod
-    def from_args(cls, args: Any) -> Self:
-        """Read the fields from Megatron's argument namespace."""
-        fields: dict[str, Field[Any]] = getattr(cls, "__dataclass_fields__")  # noqa: B009  # every subclass is one
-        return cls(
-            **{
-                name: getattr(args, _flag_of(entry).removeprefix("--").replace("-", "_"))
-                for name, entry in fields.items()
-            }
-        )
-
-    def by_flag(self) -> dict[str, Any]:
-        """Return the values by their command-line flags."""
-        fields: dict[str, Field[Any]] = getattr(self, "__dataclass_fields__")  # noqa: B009  # every subclass is one
-        return {_flag_of(entry): getattr(self, name) for name, entry in fields.items()}
+__all__ = ["GTAConfig", "LocalSGDConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSGDConfig(_FromArgs):
+class LocalSGDConfig(FromArgs):
     """Data-parallel workers train apart and meet every few steps through an outer optimizer.
 
     The pseudo-gradient penalty is EDiT's (arXiv 2412.07210). A unit is a decoder layer, the embedding, the final norm
@@ -80,42 +43,68 @@ class LocalSGDConfig(_FromArgs):
     """File to which every outer round appends a line of JSON. By default local_sgd_rounds.jsonl in the --save
     folder, and none without --save; 'none' writes none. Shown by `megatron-ext local-sgd report`."""
 
-    codec: Literal["bf16", "fp16", "fp8", "int8", "int4", "topk"] | None = _flag(
+    use_async: bool = flag("--local-sgd-use-async", False)
+    """A-EDiT: rounds by time instead of steps, so that workers of different speed do not wait for each other. Inside
+    Megatron's own loop it is refused; megatron_ext.local_sgd.plain_torch has it."""
+
+    local_sgd_sync_time: float = 600.0
+    """With --local-sgd-use-async: seconds between two rounds."""
+
+    min_total_global_steps: int = flag("--local-sgd-min-total-global-steps", 100)
+    """With --local-sgd-use-async: steps of all workers together without which there is no round."""
+
+    use_step_weight: bool = flag("--local-sgd-use-step-weight", False)
+    """With --local-sgd-use-async: weight the workers by the steps that they made since the last round."""
+
+    step_weight_ratio: float = flag("--local-sgd-step-weight-ratio", 0.5)
+    """With --local-sgd-use-step-weight and --local-sgd-pseudo-gradnorm-reduce: share of the weights by steps, the rest
+    being those by norms."""
+
+    gradient_accumulation_steps: int = flag("--local-sgd-gradient-accumulation-steps", 1)
+    """Steps are counted by the optimizer's, whatever was accumulated for one: only 1 is accepted."""
+
+    cpu_offload: bool = flag("--local-sgd-cpu-offload", False)
+    """Keep anchor and outer state in the host's memory. Refused: there is no such form yet."""
+
+    is_debug: bool = flag("--local-sgd-is-debug", False)
+    """Say in the log which units were clipped, too; workers that are left out always are."""
+
+    codec: Literal["bf16", "fp16", "fp8", "int8", "int4", "topk"] | None = flag(
         "--local-sgd-codec", None, type=str, choices=["bf16", "fp16", "fp8", "int8", "int4", "topk"]
     )
     """Compress what workers send each other in a round, with error feedback: to 16, 8 or 4 bits per value, or to the
     largest values only. Takes 8 more bytes of memory per value of a rank."""
 
-    codec_density: float = _flag("--local-sgd-codec-density", 1 / 32)
+    codec_density: float = flag("--local-sgd-codec-density", 1 / 32)
     """Fraction of the values that the codec topk sends, in (0, 1]."""
 
-    skip_anomaly: bool = _flag("--local-sgd-skip-anomaly", False)
+    skip_anomaly: bool = flag("--local-sgd-skip-anomaly", False)
     """Leave workers whose pseudo-gradient is anomalously large out of a round, unit by unit, and those that are
     not finite. When all are, the unit goes back to the anchor. Without it, weights that are not finite end the run."""
 
-    ewma_alpha: float = _flag("--local-sgd-ewma-alpha", 0.02)
+    ewma_alpha: float = flag("--local-sgd-ewma-alpha", 0.02)
     """Weight of the newest norm in the anomaly detector's moving mean and variance."""
 
-    ewma_warmup_steps: int = _flag("--local-sgd-ewma-warmup-steps", 120)
+    ewma_warmup_steps: int = flag("--local-sgd-ewma-warmup-steps", 120)
     """Rounds, not steps, before the anomaly detector flags anything that is finite."""
 
-    ewma_threshold: float = _flag("--local-sgd-ewma-threshold", 3.0)
+    ewma_threshold: float = flag("--local-sgd-ewma-threshold", 3.0)
     """Standard deviations above the mean at which a norm is anomalous."""
 
-    ewma_official_start: bool = _flag("--local-sgd-ewma-official-start", False)
+    ewma_official_start: bool = flag("--local-sgd-ewma-official-start", False)
     """Start the moving mean and variance at zero without bias correction, as the official implementation does."""
 
-    pseudo_gradnorm_reduce: bool = _flag("--local-sgd-pseudo-gradnorm-reduce", False)
+    pseudo_gradnorm_reduce: bool = flag("--local-sgd-pseudo-gradnorm-reduce", False)
     """Weight the workers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
 
-    weight_softmax_temperature: float | None = _flag("--local-sgd-weight-softmax-temperature", None, type=float)
+    weight_softmax_temperature: float | None = flag("--local-sgd-weight-softmax-temperature", None, type=float)
     """Temperature of those weights, 1.0 unless given; needs --local-sgd-pseudo-gradnorm-reduce."""
 
-    weight_scale_free: bool = _flag("--local-sgd-weight-scale-free", False)
+    weight_scale_free: bool = flag("--local-sgd-weight-scale-free", False)
     """Divide the norms by their mean over the workers before the softmax, so that large layers do not make it
     winner-take-all."""
 
-    clip_pseudo_grad: float | None = _flag("--local-sgd-clip-pseudo-grad", None, type=float)
+    clip_pseudo_grad: float | None = flag("--local-sgd-clip-pseudo-grad", None, type=float)
     """Clip the common pseudo-gradient of each unit to this norm; usually 1 or 10."""
 
     @property
@@ -127,7 +116,7 @@ class LocalSGDConfig(_FromArgs):
         """Return what is wrong with the values by themselves, one sentence each."""
         if not self.use_local_sgd:
             changed = [
-                _flag_of(entry)
+                flag_of(entry)
                 for name, entry in self.__dataclass_fields__.items()
                 if getattr(self, name) != entry.default
             ]
@@ -141,7 +130,34 @@ class LocalSGDConfig(_FromArgs):
             found.append(f"--local-sgd-sync-interval is {self.local_sgd_sync_interval}; it must be at least 1 step")
         if self.local_sgd_warmup_steps < 0:
             found.append(f"--local-sgd-warmup-steps is {self.local_sgd_warmup_steps}; it must be 0 or more")
-        return found + self._round_problems()
+        return found + self._round_problems() + self._async_problems()
+
+    def _async_problems(self) -> list[str]:
+        found = []
+        if self.gradient_accumulation_steps != 1:
+            found.append(
+                f"{self._flag('gradient_accumulation_steps')} is {self.gradient_accumulation_steps}; drop it: the "
+                "optimizer's steps are counted, whatever was accumulated for one"
+            )
+        if self.cpu_offload:
+            found.append(f"{self._flag('cpu_offload')} is not supported yet; drop it")
+        if not self.use_async:
+            for name in ("local_sgd_sync_time", "min_total_global_steps", "use_step_weight"):
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
+                    found.append(f"{self._flag(name)} has no effect without {self._flag('use_async')}; drop it")
+        elif self.local_sgd_sync_interval != 1:
+            found.append(
+                f"{self._flag('use_async')} has rounds every {self._flag('local_sgd_sync_time')} seconds; drop "
+                f"{self._flag('local_sgd_sync_interval')}"
+            )
+        if self.step_weight_ratio != self.__dataclass_fields__["step_weight_ratio"].default and not (
+            self.use_step_weight and self.pseudo_gradnorm_reduce
+        ):
+            found.append(
+                f"{self._flag('step_weight_ratio')} has no effect without {self._flag('use_step_weight')} and "
+                f"{self._flag('pseudo_gradnorm_reduce')}; drop it"
+            )
+        return found
 
     def _round_problems(self) -> list[str]:
         found = []
@@ -152,6 +168,9 @@ class LocalSGDConfig(_FromArgs):
             ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be above 0"),
             ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be above 0"),
             ("codec_density", 0 < self.codec_density <= 1, "it must be above 0 and at most 1"),
+            ("local_sgd_sync_time", 0 < self.local_sgd_sync_time < math.inf, "it must be a finite number above 0"),
+            ("min_total_global_steps", self.min_total_global_steps >= 1, "it must be at least 1"),
+            ("step_weight_ratio", 0 <= self.step_weight_ratio <= 1, "it must be in 0 to 1"),
         ):
             if not allowed:
                 found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
@@ -167,44 +186,44 @@ class LocalSGDConfig(_FromArgs):
         return found
 
     def _flag(self, name: str) -> str:
-        return _flag_of(self.__dataclass_fields__[name])
+        return flag_of(self.__dataclass_fields__[name])
 
 
 @dataclass(frozen=True, kw_only=True)
-class GTAConfig(_FromArgs):
+class GTAConfig(FromArgs):
     """How the workers' pseudo-gradients become one (generalized task arithmetic)."""
 
-    reducer: Literal["linear", "gta"] | None = _flag(
+    reducer: Literal["linear", "gta"] | None = flag(
         "--local-sgd-pseudo-grad-reducer", None, type=str, choices=["linear", "gta"]
     )
     """'linear' = the weighted mean, which is the default as well; 'gta' = generalized task arithmetic: sign
     consensus, sparsification."""
 
-    consensus_method: Literal["sum", "count"] | None = _flag(
+    consensus_method: Literal["sum", "count"] | None = flag(
         "--local-sgd-pseudo-grad-consensus", None, type=str, choices=["sum", "count"]
     )
     """With gta: every element keeps only the workers on the majority's side, decided by the 'sum' of the
     pseudo-gradients or by the 'count' of their signs."""
 
-    sparsification_method: Literal["magnitude", "random", "rescaled_random"] | None = _flag(
+    sparsification_method: Literal["magnitude", "random", "rescaled_random"] | None = flag(
         "--local-sgd-pseudo-grad-sparsification", None, type=str, choices=["magnitude", "random", "rescaled_random"]
     )
     """With gta: keep only a part of each worker's pseudo-gradient: its largest elements, tensor by tensor as far as a
     rank owns them, or random ones (divided by the density when rescaled)."""
 
-    normalize: bool = _on_off("--local-sgd-pseudo-grad-normalize", True)
+    normalize: bool = on_off("--local-sgd-pseudo-grad-normalize", True)
     """Divide by the weights that were summed."""
 
-    density: float = _flag("--local-sgd-pseudo-grad-density", 1.0)
+    density: float = flag("--local-sgd-pseudo-grad-density", 1.0)
     """Fraction of the elements that sparsification keeps, in (0, 1]."""
 
-    int8_mask: bool = _flag("--local-sgd-pseudo-grad-int8-mask", False)
+    int8_mask: bool = flag("--local-sgd-pseudo-grad-int8-mask", False)
     """Compare signs as 8-bit integers, to save memory."""
 
     def problems(self, local_sgd: LocalSGDConfig) -> list[str]:
         """Return what is wrong with the values, one sentence each."""
         found = []
-        names = {name: _flag_of(entry) for name, entry in self.__dataclass_fields__.items()}
+        names = {name: flag_of(entry) for name, entry in self.__dataclass_fields__.items()}
         if not 0 < self.density <= 1:
             found.append(f"{names['density']} is {self.density}; it must be above 0 and at most 1")
         if self.reducer != "gta":
@@ -229,50 +248,3 @@ class GTAConfig(_FromArgs):
 
 def _positive(value: float | None) -> bool:
     return value is None or 0 < value < math.inf
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuterOptimizerConfig(_FromArgs):
-    """The optimizer that applies the workers' averaged pseudo-gradient (DiLoCo, arXiv 2311.08105)."""
-
-    outer_optimizer: str = "sgd"
-    """Outer optimizer: 'sgd', 'adam', 'adamw', 'none' (plain averaging of the weights), or the import path of
-    a torch optimizer class, such as mypackage.optimizers.Lion."""
-
-    outer_optimizer_lr: float | None = _flag("--outer-optimizer-lr", None, type=float)
-    """Outer learning rate: 0.7 for sgd unless given; all others need one of their own, since theirs mean something
-    else (adam moves every weight by about the learning rate)."""
-
-    outer_optimizer_momentum: float = 0.9
-    """Momentum of the outer sgd."""
-
-    outer_optimizer_nesterov: bool = _on_off("--outer-optimizer-nesterov", True)
-    """Nesterov momentum in the outer sgd; no effect when the momentum is 0."""
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with the values by themselves, one sentence each."""
-        found = []
-        name, rate = self.outer_optimizer, self.outer_optimizer_lr
-        if rate is not None and (not math.isfinite(rate) or rate <= 0):
-            found.append(f"--outer-optimizer-lr is {rate}; it must be a finite number above 0")
-        if rate is not None and name == "none":
-            found.append("--outer-optimizer-lr has no effect with --outer-optimizer none; drop it")
-        if rate is None and name != "none" and not self.is_sgd:
-            found.append(f"--outer-optimizer {name} needs --outer-optimizer-lr; the default of 0.7 is for sgd only")
-        if not 0 <= self.outer_optimizer_momentum < 1:
-            found.append(f"--outer-optimizer-momentum is {self.outer_optimizer_momentum}; it must be in [0, 1)")
-        elif not self.is_sgd and self.outer_optimizer_momentum != type(self).outer_optimizer_momentum:
-            found.append(f"--outer-optimizer-momentum has no effect with --outer-optimizer {name}; drop it")
-        if not self.is_sgd and not self.outer_optimizer_nesterov:
-            found.append(f"--no-outer-optimizer-nesterov has no effect with --outer-optimizer {name}; drop it")
-        return found
-
-    @property
-    def is_sgd(self) -> bool:
-        """Whether momentum and Nesterov mean something."""
-        return self.outer_optimizer in ("sgd", "torch.optim.SGD", "torch.optim.sgd.SGD")
-
-    @property
-    def learning_rate(self) -> float:
-        """The learning rate in force."""
-        return 0.7 if self.outer_optimizer_lr is None else self.outer_optimizer_lr

@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.digest import equal_across
 from megatron_ext.local_sgd.fragment import Fragment, SyncedTensor
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, due_steps
 
-__all__ = ["LocalSGD", "Progress", "SyncedTensor"]
+__all__ = ["LocalSGD", "Progress", "SyncedTensor", "collective_device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class LocalSGD:
         self._healed = False
         self._across = across
         self._worker = dist.get_rank(across)
-        self._device = self.values[0].device if self.values else _collective_device(across)
+        self._device = self.values[0].device if self.values else collective_device(across)
         self._due = due_steps(self.streaming.fragments, config.local_sgd_sync_interval)
         self._reports: list[RoundReport] = []
         self._fragments: list[Fragment] = []
@@ -104,7 +105,7 @@ class LocalSGD:
                 inside=inside,
                 device=self._device,
                 index=index,
-                background=self.streaming.active,
+                guarded=self.streaming.active or config.use_async,
                 observe=observe,
             )
             self._fragments.append(fragment)
@@ -175,8 +176,11 @@ class LocalSGD:
         return self._progress(changed=changed)
 
     @torch.no_grad()
-    def sync(self) -> Progress:
+    def sync(self, steps: Sequence[int] | None = None) -> Progress:
         """End what is on its way, then run a round of the whole model at once: all workers are equal afterwards.
+
+        Args:
+            steps: how many every worker has made since the last round, where they differ.
 
         Raises:
             RuntimeError: see `Fragment.sync`.
@@ -186,7 +190,7 @@ class LocalSGD:
                 self._end(fragment)
         for fragment in self._fragments:
             self.rounds += 1
-            report = fragment.sync(self.rounds)
+            report = fragment.sync(self.rounds, steps)
             self._healed |= not math.isfinite(report.worker_norms[self._worker])
             self._reports.append(report)
         self._left = [0] * len(self._fragments)
@@ -310,7 +314,7 @@ class LocalSGD:
         self.steps_since_sync = min(int(scalars["steps_since_sync"]), self.config.local_sgd_sync_interval - 1)
 
 
-def _collective_device(group: Any) -> torch.device:
+def collective_device(group: Any) -> torch.device:
     """Return a device whose tensors the group's backend can carry."""
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())

@@ -23,8 +23,9 @@ from megatron_ext.hooks import (
 )
 from megatron_ext.local_sgd import checkpoint, round_log
 from megatron_ext.local_sgd.arguments import argument_problems, notices
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
@@ -157,7 +158,7 @@ class LocalSGDFeature(Feature):
             self._require_values().reset_broken_moments()
         for report in progress.reports:
             self._last = self._unwritten = report
-            for remark in report.remarks():
+            for remark in report.remarks(engine.config.is_debug):
                 say(f"local SGD: {remark}")
             self._write_round(report, context)
 

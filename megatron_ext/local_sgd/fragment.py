@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd.compression import CompressedRound
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.judge import Judge
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.packing import flattened, put_back
@@ -106,7 +107,7 @@ class Fragment:
         inside: Any,
         device: torch.device,
         index: int = 0,
-        background: bool = False,
+        guarded: bool = False,
         observe: bool = False,
     ) -> None:
         """Prepare; no memory is taken before `begin`.
@@ -121,7 +122,8 @@ class Fragment:
             inside: process group of all ranks of this worker; None when it is this one alone.
             device: where norms are added up.
             index: which fragment it is.
-            background: whether rounds are to travel while training goes on.
+            guarded: whether rounds must not reduce before all messages are there, because they travel while training
+                goes on, or because workers do not count alike.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.units = tuple(units)
@@ -155,7 +157,7 @@ class Fragment:
                 homeward=build_codec(config.codec, union),
             )
         self._background: BackgroundRound = self._compressed or GuardedRound(self._owned, self._judge)
-        plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not background
+        plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not guarded
         self._round: Round = PlainRound(self._owned, self._judge) if plain else self._background
 
     def begin(self) -> None:
@@ -164,11 +166,12 @@ class Fragment:
         if self._compressed is not None:
             self._compressed.begin(self.values)
 
-    def sync(self, number: int) -> RoundReport:
+    def sync(self, number: int, steps: Sequence[int] | None = None) -> RoundReport:
         """Run one round: collect, guard, reduce, outer step, apply.
 
         Args:
             number: of the round, from 1.
+            steps: how many every worker has made since the last round, where they differ.
 
         Raises:
             RuntimeError: a worker brought weights that are not finite, and nothing was asked for that could leave it
@@ -180,7 +183,7 @@ class Fragment:
                 arrival = torch.zeros((), device=self._device)
                 dist.all_reduce(arrival, group=self._across)
                 arrival.item()  # on a GPU the reduction has only been launched before
-            state, overlap = self._state(number, flattened(self.values), clock)
+            state, overlap = self._state(number, flattened(self.values), clock, steps)
             state.shard.prepare(overlap if self._observe else None)
             decisions = self._round.run(state)
             state.shard.release()
@@ -271,16 +274,20 @@ class Fragment:
         assert self._flight is not None, "no round of this fragment is on its way"
         return self._flight
 
-    def _state(self, number: int, flats: list[torch.Tensor], clock: RoundClock) -> tuple[RoundState, torch.Tensor]:
+    def _state(
+        self, number: int, flats: list[torch.Tensor], clock: RoundClock, steps: Sequence[int] | None = None
+    ) -> tuple[RoundState, torch.Tensor]:
         """Return what a round works on, and where the comparison with the momentum is added up."""
         squares = torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device)
-        state = RoundState(number=number, shard=self._require_shard(), flats=flats, squares=squares, clock=clock)
+        shard = self._require_shard()
+        state = RoundState(number=number, shard=shard, flats=flats, squares=squares, clock=clock, steps=steps)
         return state, torch.zeros(2, dtype=torch.float64, device=self._device)
 
     def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
         """Return the report of the round that has just ended."""
         *by_worker, common = state.squares.tolist()
         workers = range(len(by_worker))
+        counted = {worker for worker in workers if state.steps is None or state.steps[worker]}
         decided = dict(zip(self.units, decisions, strict=False))
         norm = math.sqrt(math.fsum(common))
         scale = norm * math.sqrt(overlap[1])
@@ -289,11 +296,12 @@ class Fragment:
             fragment=self._index,
             pseudo_gradient_norm=norm,
             unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, common, strict=True)},
+            worker_steps=None if state.steps is None else list(state.steps),
             worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
             rejected={
-                unit: sorted(set(workers) - set(verdict.accepted))
+                unit: sorted(counted - set(verdict.accepted))
                 for unit, (verdict, _) in decided.items()
-                if len(verdict.accepted) < len(workers)
+                if len(verdict.accepted) < len(counted)
             },
             weights={
                 unit: [dict(zip(verdict.accepted, verdict.weights, strict=True)).get(worker, 0.0) for worker in workers]

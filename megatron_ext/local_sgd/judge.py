@@ -45,14 +45,19 @@ class Judge:
         # Workers may have added in another order; what is decided by these numbers must not differ.
         dist.broadcast(squares, group=self._across, group_src=0)
 
-    def verdicts(self, squares: torch.Tensor, number: int) -> list[Verdict]:
-        """Return a verdict per unit, given what `add_up` made of the workers' squared norms, (workers, units).
+    def verdicts(self, squares: torch.Tensor, number: int, steps: Sequence[int] | None = None) -> list[Verdict]:
+        """Return a verdict per unit.
+
+        Args:
+            squares: what `add_up` made of the workers' squared norms, (workers, units).
+            number: of the round.
+            steps: as `Penalty.decide` takes them.
 
         Raises:
             RuntimeError: see `refuse_broken`.
         """
         self.refuse_broken(squares, number)
-        return self.penalty.decide(squares.sqrt().cpu())
+        return self.penalty.decide(squares.sqrt().cpu(), steps)
 
     def coefficients(self, squares: torch.Tensor) -> list[float]:
         """Return by what to multiply each unit's common pseudo-gradient, given its squared norms, (units,)."""

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 
 __all__ = [
     "OuterOptimizer",
@@ -212,6 +212,8 @@ def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.
     Raises:
         UserError: the class cannot be found, or refuses its arguments.
     """
+    if config.outer_optim_class is not None:
+        return _build_class(config.outer_optim_class, config.outer_optim_kwargs, anchors)
     chosen = resolve_class(config.outer_optimizer)
     if chosen is None:
         return OuterSGD(anchors, lr=1.0)
@@ -226,9 +228,24 @@ def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.
     if chosen in _BUILT_IN.values():
         # The inner optimizer decays the weights already; decaying the anchor again would count it twice.
         arguments["weight_decay"] = 0.0
+    return _build_torch(chosen, arguments, anchors, f"--outer-optimizer {config.outer_optimizer!r}")
+
+
+def _build_class(
+    chosen: type[torch.optim.Optimizer], arguments: dict[str, Any], anchors: Sequence[torch.Tensor]
+) -> OuterOptimizer:
+    """Return an optimizer that was given as a class and its arguments."""
+    if chosen is torch.optim.SGD and arguments.keys() <= {"lr", "momentum", "nesterov"}:
+        return OuterSGD(anchors, **{"lr": 1e-3, **arguments})
+    return _build_torch(chosen, arguments, anchors, f"outer_optim_class {chosen.__name__}")
+
+
+def _build_torch(
+    chosen: Callable[..., torch.optim.Optimizer], arguments: dict[str, Any], anchors: Sequence[torch.Tensor], said: str
+) -> OuterOptimizer:
     # A rank whose shard is empty owns nothing; torch's optimizers insist on a parameter.
     parameters = list(anchors) or [torch.empty(0)]
     try:
         return TorchOuter(anchors, chosen(parameters, **arguments))
     except (TypeError, ValueError) as error:
-        raise UserError(f"--outer-optimizer {config.outer_optimizer!r} refused {arguments}: {error}") from error
+        raise UserError(f"{said} refused {arguments}: {error}") from error

@@ -8,6 +8,7 @@ worker, in this order: anomalous workers are excluded, the rest weighted, and th
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,20 +52,23 @@ class Penalty:
         """Whether a worker whose weights are not finite is excluded instead of ending the run."""
         return self._detector is not None
 
-    def decide(self, norms: torch.Tensor) -> list[Verdict]:
+    def decide(self, norms: torch.Tensor, steps: Sequence[int] | None = None) -> list[Verdict]:
         """Decide over a round, and learn from what was accepted.
 
         Args:
             norms: L2 norms of the pseudo-gradients, fp64, (workers, units), on the CPU.
+            steps: how many every worker has made since the last round, where they differ. One that has made none
+                brings nothing, and does not count.
 
         Returns:
             One verdict per unit.
         """
-        accepted = torch.ones_like(norms, dtype=torch.bool)
+        made = torch.ones(len(norms)) if steps is None else torch.tensor(steps, dtype=torch.float64)
+        accepted = (made > 0).unsqueeze(1).expand_as(norms)
         if self._detector is not None:
-            accepted = ~self._detector.verdicts(norms)
+            accepted = accepted & ~self._detector.verdicts(norms)
             self._detector.learn(norms, accepted)
-        return [self._verdict(norms[:, unit], accepted[:, unit]) for unit in range(norms.shape[1])]
+        return [self._verdict(norms[:, unit], accepted[:, unit], made) for unit in range(norms.shape[1])]
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold."""
@@ -75,7 +79,7 @@ class Penalty:
         if self._detector is not None and "detector" in state:
             self._detector.load(state["detector"])
 
-    def _verdict(self, norms: torch.Tensor, accepted: torch.Tensor) -> Verdict:
+    def _verdict(self, norms: torch.Tensor, accepted: torch.Tensor, steps: torch.Tensor) -> Verdict:
         workers = accepted.nonzero().view(-1).tolist()
         if not workers:
             return Verdict(accepted=(), weights=())
@@ -86,6 +90,10 @@ class Penalty:
                 scale *= float(norms[workers].mean())
             if scale > 0:
                 weights = torch.softmax(-norms[workers] / scale, dim=0)
+        if self._config.use_step_weight:
+            by_steps = steps[workers] / steps[workers].sum()
+            ratio = self._config.step_weight_ratio if self._config.pseudo_gradnorm_reduce else 1.0
+            weights = (1 - ratio) * weights + ratio * by_steps
         return Verdict(accepted=tuple(workers), weights=tuple(weights.tolist()))
 
     @property

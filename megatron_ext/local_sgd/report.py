@@ -55,6 +55,9 @@ class RoundReport:
     worker_norms: list[float]
     """L2 norm of each worker's own pseudo-gradient over the whole fragment."""
 
+    worker_steps: list[int] | None
+    """Steps that each worker has made since the last round, where they differ. One that has made none did not count."""
+
     rejected: dict[str, list[int]]
     """The workers that were left out, for every unit in which any was."""
 
@@ -84,8 +87,12 @@ class RoundReport:
         """Return the fields for a JSON line."""
         return dataclasses.asdict(self)
 
-    def remarks(self) -> list[str]:
-        """Return what the user should know of the workers that were left out, one sentence each."""
+    def remarks(self, debug: bool = False) -> list[str]:
+        """Return what the user should know of the workers that were left out, one sentence each.
+
+        Args:
+            debug: say what was clipped, too.
+        """
         everyone = len(self.worker_norms)
         units_without: dict[tuple[int, ...], list[str]] = {}
         for unit, workers in self.rejected.items():
@@ -97,6 +104,8 @@ class RoundReport:
             else:
                 names = ", ".join(map(str, left_out))
                 found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}")
+        if debug:
+            found += [f"clipped {unit} to {coefficient:.3g} of its norm" for unit, coefficient in self.clipped.items()]
         return [f"outer round {self.round}: {text}" for text in found]
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,9 @@ class RoundState:
 
     clock: RoundClock
     """Takes the times."""
+
+    steps: Sequence[int] | None = None
+    """How many steps every worker has made since the last round, where they differ."""
 
 
 class Round(Protocol):
@@ -193,7 +196,7 @@ def decide_and_step(
         for run, unit, terms in each():
             shard.measure(run, terms, squares[:-1, unit])
     judge.add_up(squares)
-    verdicts = judge.verdicts(squares[:-1], state.number)
+    verdicts = judge.verdicts(squares[:-1], state.number, state.steps)
 
     common: dict[int, torch.Tensor] = {}
     with state.clock.measure("applying"):

@@ -7,29 +7,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.local_sgd.config import LocalSGDConfig, OuterOptimizerConfig, _flag, _FromArgs
+from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.options import FromArgs, flag
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 
 __all__ = ["StreamingConfig", "assign_fragments", "due_steps", "numbered"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingConfig(_FromArgs):
+class StreamingConfig(FromArgs):
     """Rounds of parts of the model, one after the other within an interval, and their overlap with training."""
 
-    fragments: int = _flag("--local-sgd-fragments", 1)
+    fragments: int = flag("--local-sgd-fragments", 1)
     """Cut the model into this many fragments of whole layers. Each has its own round once per interval, all at
     different steps, so that the largest amount sent at a time falls by as much."""
 
-    pattern: Literal["strided", "sequential"] = _flag(
+    pattern: Literal["strided", "sequential"] = flag(
         "--local-sgd-fragment-pattern", "strided", type=str, choices=["strided", "sequential"]
     )
     """Layers of a fragment: 'strided' = every P-th one, 'sequential' = neighbours. The embedding goes with the first
     layer, the final norm and the output layer with the last one."""
 
-    sync_delay: int = _flag("--local-sgd-fragment-sync-delay", 0)
+    sync_delay: int = flag("--local-sgd-fragment-sync-delay", 0)
     """Steps tau that training goes on while a round is on its way; its result is applied after them. 0 waits."""
 
-    update_alpha: float = _flag("--local-sgd-fragment-update-alpha", 0.0)
+    update_alpha: float = flag("--local-sgd-fragment-update-alpha", 0.0)
     """What a worker keeps of its own weights where a round's result is applied: alpha * own + (1 - alpha) * global,
     in [0, 1]. 0 takes the global ones, and loses the steps that were made during the delay."""
 

@@ -8,6 +8,7 @@ what a run does.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import os
@@ -71,12 +72,14 @@ def add_config_group(parser: argparse.ArgumentParser, config_class: type, title:
 
     Args:
         parser: Megatron's parser.
-        config_class: a dataclass whose module does not postpone the evaluation of annotations.
+        config_class: a dataclass whose module does not postpone the evaluation of annotations. Fields whose metadata
+            say `without_flag` get no argument.
         title: title of the argument group.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    ArgumentGroupFactory(config_class).build_group(parser, title=title)
+    hidden = [entry.name for entry in dataclasses.fields(config_class) if entry.metadata.get("without_flag")]
+    ArgumentGroupFactory(config_class, exclude=hidden).build_group(parser, title=title)
 
 
 def say(message: str) -> None:

@@ -68,8 +68,17 @@ from tests.support.pretrain import run_failing_pretrain
                 "--local-sgd-fragment-update-alpha is 1.5",
             ],
         ),
+        (
+            {"local_sgd_use_async": True, "local_sgd_sync_interval": 4, "local_sgd_cpu_offload": True},
+            [
+                "3 problems",
+                "--local-sgd-use-async has rounds every --local-sgd-sync-time seconds; drop --local-sgd-sync-interval",
+                "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop",
+                "--local-sgd-cpu-offload is not supported yet",
+            ],
+        ),
     ],
-    ids=["workers", "one worker", "samples", "schedule and outer optimizer", "penalty", "streaming"],
+    ids=["workers", "one worker", "samples", "schedule and outer optimizer", "penalty", "streaming", "asynchronous"],
 )
 def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)

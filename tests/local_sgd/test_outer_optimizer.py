@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.local_sgd import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import OuterSGD, build_outer_optimizer
+from megatron_ext.local_sgd.outer_optimizer import OuterSGD, build_outer_optimizer, outer_optimizer_problems
 
 
 @given(
@@ -72,3 +72,37 @@ def test_a_rank_that_owns_nothing_has_an_outer_optimizer_too(name):
     optimizer = build_outer_optimizer(OuterOptimizerConfig(outer_optimizer=name), [])
     assert all(tensors == [] for tensors in optimizer.tensor_state().values())
     assert optimizer.scalar_state() == {}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "arguments"),
+    [
+        (torch.optim.SGD, {"lr": 0.7, "momentum": 0.8, "nesterov": True}),
+        (torch.optim.SGD, {"lr": 0.5, "momentum": 0.9, "dampening": 0.1}),
+        (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5}),
+    ],
+)
+def test_a_class_and_its_arguments_are_taken_as_they_are(chosen, arguments):
+    config = OuterOptimizerConfig(outer_optim_class=chosen, outer_optim_kwargs=arguments)
+    assert outer_optimizer_problems(config) == []
+    anchor, parameter = torch.ones(5), torch.nn.Parameter(torch.ones(5))
+    ours, theirs = build_outer_optimizer(config, [anchor]), chosen([parameter], **arguments)
+    for step in range(3):
+        gradient = torch.arange(5.0) + step
+        ours.step(0, slice(0, 5), gradient.clone())
+        parameter.grad = gradient
+        theirs.step()
+    assert anchor.tolist() == parameter.tolist()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"outer_optim_kwargs": {"lr": 1.0}}, "no effect without outer_optim_class"),
+        ({"outer_optim_class": torch.optim.SGD, "outer_optimizer_momentum": 0.5}, "replaces the other fields"),
+        ({"outer_optim_class": torch.optim.SGD, "outer_optim_kwargs": {"rate": 1.0}}, "outer_optim_class SGD refused"),
+    ],
+)
+def test_a_class_that_cannot_work_as_asked_is_refused(fields, said):
+    (problem,) = outer_optimizer_problems(OuterOptimizerConfig(**fields))
+    assert said in problem

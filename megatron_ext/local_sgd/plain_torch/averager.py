@@ -1,35 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD without Megatron: for modules under DistributedDataParallel and under FSDP2's `fully_shard`.
-
-The names are those of atorch's README. The wrapped optimizer makes the inner step, then the averager counts it and runs
-an outer round when one is due. Whatever synchronises gradients must stay inside a worker: with DDP, torch's
-`post_localSGD_hook` with `start_localSGD_iter` = our warm-up; with FSDP2, a mesh of the worker's own ranks.
-"""
+"""What runs the rounds."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError, combine
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+from megatron_ext.local_sgd.asynchronous import AsyncSchedule
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig
 
-__all__ = [
-    "OuterOptimPeriodicModelAverager",
-    "StatefulPostLocalSGDOptimizer",
-    "load_local_sgd_state_dict",
-    "save_local_sgd_state_dict",
-]
+__all__ = ["OuterOptimPeriodicModelAverager", "unit_of"]
 
 # The first number in a parameter's name is that of its layer.
 _LAYER = re.compile(r"^(.*?\.)?\d+(?=\.)")
@@ -47,6 +38,7 @@ class OuterOptimPeriodicModelAverager:
         gta_config: GTAConfig | None = None,
         streaming_config: StreamingConfig | None = None,
         shard_group: dist.ProcessGroup | None = None,
+        total_global_steps: int | None = None,
     ) -> None:
         """Check the configuration.
 
@@ -58,6 +50,7 @@ class OuterOptimPeriodicModelAverager:
             gta_config: how pseudo-gradients become one; their mean when None.
             streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
             shard_group: all ranks of this worker, when its parameters are sharded over several.
+            total_global_steps: with `use_async`, steps of all workers together after which `finished` is true.
 
         Raises:
             UserError: a value is bad.
@@ -71,9 +64,20 @@ class OuterOptimPeriodicModelAverager:
         self.streaming = streaming_config or StreamingConfig()
         problems = self.config.problems() + outer_optimizer_problems(self.outer) + self.gta.problems(self.config)
         problems += self.streaming.problems(self.config, self.outer)
+        if self.config.use_async and self.streaming.active:
+            problems.append("use_async has rounds of the whole model by time; drop the streaming_config")
+        if total_global_steps is not None and not self.config.use_async:
+            problems.append("total_global_steps has no effect without use_async; drop it")
         if problems:
             raise combine(problems, "local SGD")
         self._engine: LocalSGD | None = None
+        self._schedule = AsyncSchedule(
+            self.config,
+            total_steps=total_global_steps,
+            across=self._across,
+            inside=self._inside,
+            device=collective_device(self._across),
+        )
         self.step = 0
 
     @property
@@ -121,7 +125,7 @@ class OuterOptimPeriodicModelAverager:
             streaming=self.streaming,
         )
         if self.config.local_sgd_warmup_steps == 0:
-            self._engine.take_anchor()
+            self._begin()
 
     @torch.no_grad()
     def average_parameters(self, params: object = None) -> RoundReport | None:
@@ -136,11 +140,57 @@ class OuterOptimPeriodicModelAverager:
         engine = self.engine
         self.step += 1
         if self.step == self.config.local_sgd_warmup_steps:
-            engine.take_anchor()
-        elif self.step > self.config.local_sgd_warmup_steps and engine.count_step():
+            self._begin()
+        elif self.step < self.config.local_sgd_warmup_steps:
+            pass
+        elif self.config.use_async:
+            engine.count_step()
+            if self._schedule.is_over(self.step):
+                return self._meet()
+        elif engine.count_step():
             reports = engine.advance().reports
             return reports[-1] if reports else None
         return None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the workers of an asynchronous run have made `total_global_steps` together; the same on all."""
+        return self._schedule.finished
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Go on to join rounds without a weight until the run is finished: for a worker that has no more data.
+
+        Raises:
+            UserError: the run is not asynchronous, or has no `total_global_steps`.
+        """
+        if not self.config.use_async or self._schedule.total_steps is None:
+            raise UserError("wait() is for workers of an asynchronous run: use_async=True, total_global_steps=N")
+        while not self.finished:
+            self._meet()
+
+    def replay(self, meetings: Sequence[int]) -> None:
+        """Meet the other workers after the steps that another run has recorded, which repeats that run exactly.
+
+        Args:
+            meetings: what `meetings` of this worker's averager was there.
+        """
+        self._schedule.replay(meetings)
+
+    @property
+    def meetings(self) -> list[int]:
+        """After which of its steps this worker of an asynchronous run met the others."""
+        return self._schedule.meetings
+
+    def _begin(self) -> None:
+        """Take the anchor; the first interval begins."""
+        self.engine.take_anchor()
+        self._schedule.start(self.step)
+
+    def _meet(self) -> RoundReport | None:
+        """Wait for the others, and make a round if all together have made enough steps."""
+        steps = self._schedule.meet(self.step)
+        return None if steps is None else self.engine.sync(steps).reports[-1]
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -156,124 +206,21 @@ class OuterOptimPeriodicModelAverager:
             "common": engine.tensor_state(),
             "own": engine.worker_state(),
             "scalars": engine.scalar_state(),
+            "schedule": self._schedule.state(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank; the parameters must be those of that time."""
         self.engine.load(state["common"], state["scalars"], state["own"])
+        self._schedule.load(state["schedule"])
         self.step = int(state["step"])
-
-
-class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
-    """An optimizer whose steps are followed by outer rounds, and whose state includes theirs."""
-
-    def __init__(
-        self,
-        optim: torch.optim.Optimizer,
-        averager: OuterOptimPeriodicModelAverager,
-        model: torch.nn.Module | None = None,
-    ) -> None:
-        """Wrap an optimizer.
-
-        Args:
-            optim: the inner optimizer.
-            averager: runs the rounds.
-            model: gives the parameters their names, by which layers become units of the penalty. Without it every
-                parameter is a unit.
-        """
-        # Not torch's own initialisation: everything it would keep is the inner optimizer's.
-        self.optim = optim
-        self.averager = averager
-        self.defaults = optim.defaults
-        self.last_round: RoundReport | None = None
-        names = {} if model is None else {id(value): name for name, value in model.named_parameters()}
-        parameters = [value for group in optim.param_groups for value in group["params"]]
-        averager.attach((names.get(id(value), f"parameter{index}"), value) for index, value in enumerate(parameters))
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute there
-        """The inner optimizer's own groups, also after a state was loaded."""
-        return self.optim.param_groups
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]  # an attribute there
-        """The inner optimizer's own state."""
-        return self.optim.state
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.optim!r})"
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
-        """Make the inner step, then the outer round if it is due; `last_round` has its report."""
-        loss = self.optim.step(closure) if closure is not None else self.optim.step()
-        self.last_round = self.averager.average_parameters() or self.last_round
-        return loss
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optim.zero_grad(set_to_none=set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: the workers agreed on a set of parameters.
-
-        Raises:
-            UserError: always.
-        """
-        raise UserError("parameters cannot be added once local SGD has started; add them to the inner optimizer before")
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state and local SGD's, of this rank; all ranks must call it."""
-        return {**self.optim.state_dict(), "local_sgd": self.averager.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank, after the model's parameters were loaded."""
-        inner = {key: value for key, value in state_dict.items() if key != "local_sgd"}
-        self.optim.load_state_dict(inner)
-        self.averager.load_state_dict(state_dict["local_sgd"])
-
-
-def save_local_sgd_state_dict(
-    optimizer: StatefulPostLocalSGDOptimizer, save_dir: str | Path, ckpt_name: str = "local_sgd_ckpt"
-) -> Path:
-    """Write local SGD's state, a file per rank, and return this rank's; all ranks must call it.
-
-    Args:
-        optimizer: whose averager is saved.
-        save_dir: folder, made when it does not exist.
-        ckpt_name: beginning of the files' names.
-    """
-    state = optimizer.averager.state_dict()
-    file = _file(save_dir, ckpt_name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(file)
-    return file
-
-
-def load_local_sgd_state_dict(
-    optimizer: StatefulPostLocalSGDOptimizer, load_dir: str | Path, ckpt_name: str = "local_sgd_ckpt"
-) -> None:
-    """Take over what `save_local_sgd_state_dict` wrote; all ranks must call it, after the parameters were loaded.
-
-    Raises:
-        UserError: this rank's file does not exist.
-    """
-    file = _file(load_dir, ckpt_name)
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; local SGD's state is loaded on as many ranks as saved it")
-    optimizer.averager.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 def unit_of(name: str) -> str:
     """Return the unit of a parameter: its layer, which the first number in its name tells, else its module."""
     layer = _LAYER.match(name)
     return layer[0] if layer else name.rpartition(".")[0] or name
-
-
-def _file(folder: str | Path, name: str) -> Path:
-    return Path(folder) / f"{name}_rank{dist.get_rank()}.pt"
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

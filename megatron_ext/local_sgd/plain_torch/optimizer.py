@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer whose steps are followed by rounds, and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
+from megatron_ext.local_sgd.report import RoundReport
+
+__all__ = ["StatefulPostLocalSGDOptimizer", "load_local_sgd_state_dict", "save_local_sgd_state_dict"]
+
+
+class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
+    """An optimizer whose steps are followed by outer rounds, and whose state includes theirs."""
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        averager: OuterOptimPeriodicModelAverager,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """Wrap an optimizer.
+
+        Args:
+            optim: the inner optimizer.
+            averager: runs the rounds.
+            model: gives the parameters their names, by which layers become units of the penalty. Without it every
+                parameter is a unit.
+        """
+        # Not torch's own initialisation: everything it would keep is the inner optimizer's.
+        self.optim = optim
+        self.averager = averager
+        self.defaults = optim.defaults
+        self.last_round: RoundReport | None = None
+        names = {} if model is None else {id(value): name for name, value in model.named_parameters()}
+        parameters = [value for group in optim.param_groups for value in group["params"]]
+        averager.attach((names.get(id(value), f"parameter{index}"), value) for index, value in enumerate(parameters))
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute there
+        """The inner optimizer's own groups, also after a state was loaded."""
+        return self.optim.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # an attribute there
+        """The inner optimizer's own state."""
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optim!r})"
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
+        """Make the inner step, then the outer round if it is due; `last_round` has its report."""
+        loss = self.optim.step(closure) if closure is not None else self.optim.step()
+        self.last_round = self.averager.average_parameters() or self.last_round
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: the workers agreed on a set of parameters.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError("parameters cannot be added once local SGD has started; add them to the inner optimizer before")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the inner optimizer's state and local SGD's, of this rank; all ranks must call it."""
+        return {**self.optim.state_dict(), "local_sgd": self.averager.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned on this rank, after the model's parameters were loaded."""
+        inner = {key: value for key, value in state_dict.items() if key != "local_sgd"}
+        self.optim.load_state_dict(inner)
+        self.averager.load_state_dict(state_dict["local_sgd"])
+
+
+def save_local_sgd_state_dict(
+    optimizer: StatefulPostLocalSGDOptimizer, save_dir: str | Path, ckpt_name: str = "local_sgd_ckpt"
+) -> Path:
+    """Write local SGD's state, a file per rank, and return this rank's; all ranks must call it.
+
+    Args:
+        optimizer: whose averager is saved.
+        save_dir: folder, made when it does not exist.
+        ckpt_name: beginning of the files' names.
+    """
+    state = optimizer.averager.state_dict()
+    file = _file(save_dir, ckpt_name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(file)
+    return file
+
+
+def load_local_sgd_state_dict(
+    optimizer: StatefulPostLocalSGDOptimizer, load_dir: str | Path, ckpt_name: str = "local_sgd_ckpt"
+) -> None:
+    """Take over what `save_local_sgd_state_dict` wrote; all ranks must call it, after the parameters were loaded.
+
+    Raises:
+        UserError: this rank's file does not exist.
+    """
+    file = _file(load_dir, ckpt_name)
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; local SGD's state is loaded on as many ranks as saved it")
+    optimizer.averager.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+
+
+def _file(folder: str | Path, name: str) -> Path:
+    return Path(folder) / f"{name}_rank{dist.get_rank()}.pt"

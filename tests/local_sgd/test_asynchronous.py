@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A-EDiT: rounds by time, workers at their own speed, weights by steps."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
+from tests.support.distributed import run_ranks
+
+ASYNC = {"use_async": True, "local_sgd_sync_time": 600.0, "min_total_global_steps": 1}
+
+
+def averager_over(value, *, total=None, outer=None, groups=(None, None), **fields):
+    """Return an averager of one parameter over all ranks."""
+    from megatron_ext.local_sgd.plain_torch import OuterOptimPeriodicModelAverager
+
+    across, inside = groups
+    averager = OuterOptimPeriodicModelAverager(
+        across,
+        local_sgd_config=LocalSGDConfig(**{**ASYNC, **fields}),
+        outer_optim_config=OuterOptimizerConfig(**(outer or {"outer_optimizer": "none"})),
+        shard_group=inside,
+        total_global_steps=total,
+    )
+    averager.attach([("value", value)])
+    return averager
+
+
+def after_unequal_steps(steps, fields):
+    """Return the value after a round in which worker i went to 1 + 2 i in `steps[i]` steps."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    value = torch.zeros(1)
+    averager = averager_over(value, **fields)
+    averager.replay([steps[rank]])
+    reports = []
+    for _ in range(steps[rank]):
+        value += (1 + 2 * rank) / steps[rank]
+        reports.append(averager.average_parameters())
+    assert reports[:-1] == [None] * (steps[rank] - 1)
+    return float(value), reports[-1].worker_steps
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 2.0),
+        ({"use_step_weight": True}, 1.5),
+        # Softmax of the norms 1 and 3: 0.8808 and 0.1192, half of it; the other half is 6/8 and 2/8.
+        (
+            {"use_step_weight": True, "pseudo_gradnorm_reduce": True},
+            0.5 * 1.5 + 0.5 * (0.880797 * 1 + 0.119203 * 3),
+        ),
+        (
+            {"use_step_weight": True, "pseudo_gradnorm_reduce": True, "step_weight_ratio": 0.0},
+            0.880797 * 1 + 0.119203 * 3,
+        ),
+    ],
+    ids=["mean", "by steps", "by both", "by norms"],
+)
+def test_workers_count_by_their_steps(fields, expected):
+    for value, steps in run_ranks(after_unequal_steps, 2, [6, 2], fields):
+        assert value == pytest.approx(expected, rel=1e-5)
+        assert steps == [6, 2]
+
+
+def with_too_few_steps():
+    """Return the value after every step, with meetings after 2, 4 and 6 steps and a round only from 10 on."""
+    dist.init_process_group("gloo")
+    value = torch.zeros(1)
+    averager = averager_over(value, min_total_global_steps=10)
+    averager.replay([2, 4, 6])
+    found = []
+    for _ in range(6):
+        value += dist.get_rank() + 1.0
+        averager.average_parameters()
+        found.append(float(value))
+    return found
+
+
+def test_without_enough_steps_a_meeting_makes_no_round():
+    # 4 and 8 steps together are too few; the third meeting, with 12, makes the workers equal.
+    assert run_ranks(with_too_few_steps, 2) == [[1.0, 2.0, 3.0, 4.0, 5.0, 9.0], [2.0, 4.0, 6.0, 8.0, 10.0, 9.0]]
+
+
+def at_their_own_speed(slow):
+    """Train until 60 steps are made together, worker 1 with a pause of `slow` seconds in each."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    value = torch.zeros(3)
+    averager = averager_over(value, total=60, local_sgd_sync_time=0.2, outer={})
+    while not averager.finished:
+        time.sleep(slow if rank else slow / 20)
+        value += torch.rand(3, generator=torch.Generator().manual_seed(100 * rank + averager.step))
+        averager.average_parameters()
+    again = torch.zeros(3)
+    replayed = averager_over(again, total=60, local_sgd_sync_time=0.2, outer={})
+    replayed.replay(averager.meetings)
+    while not replayed.finished:
+        again += torch.rand(3, generator=torch.Generator().manual_seed(100 * rank + replayed.step))
+        replayed.average_parameters()
+    return averager.step, value.tolist(), again.tolist()
+
+
+def test_a_fast_worker_makes_more_steps_and_the_recorded_meetings_replay_the_run():
+    (fast, first, again), (slow, second, also_again) = run_ranks(at_their_own_speed, 2, 0.05)
+    assert fast >= 2 * slow
+    assert fast + slow >= 60
+    assert first == second == again == also_again
+
+
+def without_more_data():
+    """Return the values of two workers of which one stops after 2 steps and waits for the other's 10."""
+    dist.init_process_group("gloo")
+    value = torch.zeros(1)
+    averager = averager_over(value, total=12)
+    if dist.get_rank() == 0:
+        averager.replay([2, 6, 10])
+        while not averager.finished:
+            value += 1.0
+            averager.average_parameters()
+    else:
+        averager.replay([2])
+        for _ in range(2):
+            value += 3.0
+            averager.average_parameters()
+        averager.wait()
+    return averager.step, float(value)
+
+
+def test_a_worker_without_data_joins_rounds_without_a_weight():
+    # The first round is the mean of 2 and 6; to the others the second worker brings nothing, and dilutes nothing.
+    assert run_ranks(without_more_data, 2) == [(10, 12.0), (2, 12.0)]
+
+
+def over_shards():
+    """Return the values and meetings of 2 workers of 2 ranks whose clocks run apart."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    value = torch.zeros(1)
+    averager = averager_over(value, total=16, local_sgd_sync_time=0.05, groups=(across, inside))
+    while not averager.finished:
+        time.sleep(0.005 * (1 + rank % 2))
+        dist.barrier(inside)
+        value += 1.0 + rank
+        averager.average_parameters()
+    return averager.meetings, float(value)
+
+
+def test_the_ranks_of_a_worker_meet_together():
+    results = run_ranks(over_shards, 4)
+    assert results[0][0] == results[1][0]
+    assert results[2][0] == results[3][0]
+    assert results[0][1] == results[2][1]
+
+
+def resumed():
+    """Return the values of a straight run and of one that was saved and loaded between two meetings."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def run(saved_at):
+        value = torch.zeros(4)
+        averager = averager_over(value, outer={}, use_step_weight=True)
+        averager.replay([[3, 7, 11], [2, 4, 9]][rank])
+        for step in range([11, 9][rank]):
+            value += torch.rand(4, generator=torch.Generator().manual_seed(100 * rank + step))
+            averager.average_parameters()
+            if step + 1 == saved_at:
+                state, own = averager.state_dict(), value.clone()
+                averager = averager_over(value.zero_(), outer={}, use_step_weight=True)
+                value.copy_(own)
+                averager.load_state_dict(state)
+                averager.replay([[3, 7, 11], [2, 4, 9]][rank])
+        return value.tolist(), averager.meetings
+
+    return run(None), run([5, 3][rank])
+
+
+def test_a_resume_between_two_meetings_repeats_the_schedule_exactly():
+    for straight, other in run_ranks(resumed, 2):
+        assert other == straight
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"local_sgd_sync_interval": 4}, "drop --local-sgd-sync-interval"),
+        ({"local_sgd_sync_time": 0.0}, "--local-sgd-sync-time is 0.0"),
+        ({"min_total_global_steps": 0}, "--local-sgd-min-total-global-steps is 0"),
+        ({"use_step_weight": True, "step_weight_ratio": 0.2}, "--local-sgd-step-weight-ratio has no effect"),
+        (
+            {"use_step_weight": True, "pseudo_gradnorm_reduce": True, "step_weight_ratio": 1.5},
+            "--local-sgd-step-weight-ratio is 1.5",
+        ),
+        ({"use_async": False}, "--local-sgd-min-total-global-steps has no effect without --local-sgd-use-async"),
+        ({"gradient_accumulation_steps": 4}, "--local-sgd-gradient-accumulation-steps is 4; drop it"),
+        ({"cpu_offload": True}, "--local-sgd-cpu-offload is not supported yet"),
+    ],
+)
+def test_a_bad_value_is_named_by_its_flag(fields, said):
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2, **{**ASYNC, "local_sgd_sync_time": 5.0, **fields})
+    assert any(said in problem for problem in config.problems())
+
+
+def misused(how):
+    from megatron_ext.local_sgd.plain_torch import OuterOptimPeriodicModelAverager
+
+    dist.init_process_group("gloo")
+    if how == "wait":
+        averager_over(torch.zeros(1)).wait()
+    OuterOptimPeriodicModelAverager(
+        local_sgd_config=LocalSGDConfig(**(ASYNC if how == "streaming" else {})),
+        streaming_config=StreamingConfig(update_alpha=0.5) if how == "streaming" else None,
+        total_global_steps=10 if how == "total" else None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("wait", "wait() is for workers of an asynchronous run"),
+        ("streaming", "use_async has rounds of the whole model"),
+        ("total", "total_global_steps has no effect without use_async"),
+    ],
+)
+def test_misuse_is_refused_with_the_way_out(how, said):
+    assert said in run_ranks(misused, 1, how, expect_failure=True)[0].stderr
