@@ -136,6 +136,27 @@ def overlaps(source: Slice, target: Slice) -> list[Overlap]:
     return found
 
 
+def flat_offset(shape: Index, start: Index, box_shape: Index) -> int | None:
+    """Where a box begins in the flattened (row-major) tensor, if its elements lie there without a gap.
+
+    Args:
+        shape: shape of the tensor.
+        start: first element of the box.
+        box_shape: size of the box, at least one element.
+
+    Returns:
+        The offset of the box' first element, or None when other elements lie between its own.
+    """
+    offset = 0
+    is_full = True  # whether the box spans all axes behind this one
+    for axis in reversed(range(len(shape))):
+        if box_shape[axis] > 1 and not is_full:
+            return None
+        is_full = is_full and box_shape[axis] == shape[axis]
+        offset += start[axis] * math.prod(shape[axis + 1 :])
+    return offset
+
+
 def flat_boxes(shape: Index, start: int, stop: int) -> list[tuple[Index, Index]]:
     """Cut a range of a flattened (row-major) tensor into boxes.
 

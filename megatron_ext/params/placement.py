@@ -76,6 +76,9 @@ class Placement:
         self.by_name = {tensor.name: tensor for tensor in self.tensors}
         self.units = tuple(dict.fromkeys(tensor.unit for tensor in self.tensors))
         self.chunk_layers = layout.chunk_layers(shape.num_layers)
+        self._stage_of_layer = {
+            layer: stage for stage, layers in enumerate(self.chunk_layers) for layer in layers
+        }
         experts = shape.num_moe_experts or 0
         if layout.ep > 1 and not experts:
             raise ParamsError(f"layout: ep is {layout.ep}, but the model has no experts")
@@ -97,30 +100,37 @@ class Placement:
 
     def on_chunk(self, place: Coordinates, chunk: int) -> tuple[Placed, ...]:
         """What one model chunk of the rank at ``place`` holds, in the order of ``on``."""
-        stage = chunk * self.layout.pp + place.pp
+        here = chunk * self.layout.pp + place.pp
         held = [
-            self._place(tensor, tensor.name, chunk, place)
+            self._place(tensor, name, chunk, place)
             for tensor in self.tensors
-            if self._is_at_home(tensor, stage, place)
+            if self.expert_rank(tensor) in (None, place.ep)
+            for stage, name in self.stages_of(tensor)
+            if stage == here
         ]
-        held += [
-            self._place(tensor, tensor.shared_with[0], chunk, place)
-            for tensor in self.tensors
-            if self._is_copied_to(tensor, stage)
-        ]
-        return tuple(held)
+        return tuple(sorted(held, key=lambda placed: placed.is_tied_copy))
 
-    def _is_at_home(self, tensor: GlobalTensor, stage: int, place: Coordinates) -> bool:
-        if tensor.layer is None:
-            home = 0 if tensor.unit == EMBEDDING_UNIT else len(self.chunk_layers) - 1
-            return stage == home
-        if tensor.expert is not None and tensor.expert // self.experts_per_rank != place.ep:
-            return False
-        return tensor.layer in self.chunk_layers[stage]
+    def stages_of(self, tensor: GlobalTensor) -> tuple[tuple[int, str], ...]:
+        """Where in the pipeline a tensor lives.
 
-    def _is_copied_to(self, tensor: GlobalTensor, stage: int) -> bool:
+        Returns:
+            ``(stage, name)`` pairs: the chunk in the model's order (``v * pp + p`` is chunk v of pipeline rank
+            p), and the tensor's name there. A tied embedding has two where it is copied to the last chunk,
+            its own first; every other tensor has one.
+        """
+        last = len(self.chunk_layers) - 1
+        if tensor.layer is not None:
+            home = self._stage_of_layer[tensor.layer]
+        else:
+            home = 0 if tensor.unit == EMBEDDING_UNIT else last
         # On a single stage the output layer uses the embedding's own weight: there is no second copy.
-        return bool(tensor.shared_with) and stage == len(self.chunk_layers) - 1 and stage > 0
+        if tensor.shared_with and last != home:
+            return ((home, tensor.name), (last, tensor.shared_with[0]))
+        return ((home, tensor.name),)
+
+    def expert_rank(self, tensor: GlobalTensor) -> int | None:
+        """The expert parallel rank that holds a tensor; None for one that belongs to no routed expert."""
+        return None if tensor.expert is None else tensor.expert // self.experts_per_rank
 
     def _place(self, tensor: GlobalTensor, name: str, chunk: int, place: Coordinates) -> Placed:
         index, parts = (place.etp, self.layout.expert_tp) if tensor.is_expert else (place.tp, self.layout.tp)
@@ -156,8 +166,7 @@ def scatter(values: Mapping[str, torch.Tensor], held: Iterable[Placed]) -> dict[
             raise ParamsError(f"no value for {placed.tensor.name}")
         if tuple(value.shape) != placed.tensor.shape:
             raise ParamsError(
-                f"{placed.tensor.name}: the value has shape {tuple(value.shape)}, the tensor "
-                f"{placed.tensor.shape}"
+                f"{placed.tensor.name}: the value has shape {tuple(value.shape)}, the tensor {placed.tensor.shape}"
             )
         local[placed.name] = take(value, placed.slice)
     return local

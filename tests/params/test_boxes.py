@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.params import ParamsError, Split, flat_boxes, global_views, overlaps, put, take
+from megatron_ext.params import ParamsError, Split, flat_boxes, flat_offset, global_views, overlaps, put, take
 from megatron_ext.params.boxes import cut, whole
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -47,6 +47,16 @@ def test_flat_boxes_are_the_range_in_order(case: tuple[tuple[int, ...], int, int
     ]
     assert torch.equal(torch.cat([*content, torch.empty(0, dtype=torch.long)]), torch.arange(start, stop))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 2)), max_size=4))
+def test_a_flat_offset_is_given_exactly_for_boxes_without_a_gap(axes: list[tuple[int, int, int]]) -> None:
+    shape = tuple(before + size + after for before, size, after in axes)
+    start, box_shape = tuple(before for before, _, _ in axes), tuple(size for _, size, _ in axes)
+    box = numbered(shape)[tuple(slice(a, a + n) for a, n in zip(start, box_shape, strict=True))].reshape(-1)
+    first, last = int(box[0]), int(box[-1])
+    expected = first if last - first + 1 == box.numel() else None
+    assert flat_offset(shape, start, box_shape) == expected
 
 
 @given(splits())

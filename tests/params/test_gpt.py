@@ -229,6 +229,32 @@ def test_tied_embeddings_are_one_tensor_with_a_copy_on_the_last_stage() -> None:
     assert single["embedding.word_embeddings.weight"] == 1
 
 
+def test_the_stages_of_a_tensor_are_the_chunks_that_hold_it() -> None:
+    tied = replace(TINY, num_layers=4, num_moe_experts=4, share_embeddings_and_output_weights=True)
+    placement = Placement(tied, Layout(pp=2, vpp=2, ep=2, dp=2))
+    found = {
+        (tensor.name, stage): name
+        for tensor in placement.tensors
+        for stage, name in placement.stages_of(tensor)
+    }
+    held = {
+        (placed.tensor.name, placed.chunk * 2 + pp): placed.name
+        for pp in range(2)
+        for rank in (2 * pp, 2 * pp + 1)
+        for placed in placement.on_rank(rank)
+    }
+    assert found == held
+    assert placement.stages_of(placement.tensors[0]) == (
+        (0, "embedding.word_embeddings.weight"),
+        (3, "output_layer.weight"),
+    )
+    experts = [
+        placement.expert_rank(placement.by_name[f"decoder.layers.0.mlp.{name}"])
+        for name in ("router.weight", "experts.1.linear_fc2.weight", "experts.2.linear_fc2.weight")
+    ]
+    assert experts == [None, 0, 1]
+
+
 def test_gather_refuses_holes_and_copies_that_differ() -> None:
     placement = Placement(TINY, Layout(tp=2))
     values = full_values(placement.tensors)
