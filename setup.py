@@ -35,6 +35,8 @@ SPES = [
     "safetensors>=0.5",
 ]
 
+HOT_SWITCH = ["pyyaml>=6"]  # strategy files
+
 # Transformer Engine compiles against the installed torch and CUDA; it is of no use without a GPU.
 TE = ["transformer-engine[pytorch]>=2.0"]
 
@@ -50,6 +52,7 @@ TESTS = [
     "hypothesis>=6.100",
     "ruff>=0.9",
     "mypy>=1.15",
+    *HOT_SWITCH,
     "tensorboard>=2.16",  # Megatron's TensorBoard writer, which the logging tests read back
 ]
 
@@ -97,6 +100,7 @@ setup(
     install_requires=REQUIRES,
     extras_require={
         "spes": SPES,
+        "hot-switch": HOT_SWITCH,
         "te": TE,
         "plots": PLOTS,
         "data": DATA,
