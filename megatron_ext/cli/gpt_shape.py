@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that describe a GPT: a preset, Megatron's own flags, or a preset with some of them changed."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import combine
+
+if TYPE_CHECKING:
+    from megatron_ext.params import GptShape
+
+__all__ = ["add_shape_options", "read_shape"]
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
+
+_FIELDS = (
+    *_REQUIRED,
+    *("ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "qk_layernorm", "add_qkv_bias"),
+    *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+)
+"""Options whose names are those of fields of `GptShape`."""
+
+
+def add_shape_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--model` and the flags of a GPT, under Megatron's names where it has them."""
+    group = parser.add_argument_group("model", "A preset, Megatron's flags, or a preset with some flags changed.")
+    group.add_argument(
+        "--model", metavar="NAME", help="llama-3b, llama-7b, llama-13b or llama-32b, as in HotSPa's artifact"
+    )
+    for name, text in (
+        ("--num-layers", "decoder layers"),
+        ("--hidden-size", "width of the residual stream"),
+        ("--num-attention-heads", "query heads"),
+        ("--padded-vocab-size", "rows of the word embedding, padding included"),
+        ("--ffn-hidden-size", "inner width of the MLP (default: 4 h, with --swiglu 8/3 h as in Megatron)"),
+        ("--num-query-groups", "key and value heads (default: one per query head)"),
+        ("--kv-channels", "size of one head (default: hidden size / heads)"),
+        ("--num-experts", "routed experts per layer (default: a dense model)"),
+        ("--moe-ffn-hidden-size", "inner width of one expert (default: that of the MLP)"),
+        ("--moe-shared-expert-intermediate-size", "inner width of the shared expert (default: none)"),
+        ("--max-position-embeddings", "rows of the position embedding, if it is learned"),
+    ):
+        group.add_argument(name, type=int, metavar="N", help=text)
+    group.add_argument("--position-embedding-type", choices=("rope", "none", "learned_absolute"), default="rope")
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), help="kind of norm (default LayerNorm)")
+    for name, text in (
+        ("--swiglu", "gated MLP"),
+        ("--disable-bias-linear", "no bias in linear layers"),
+        ("--add-qkv-bias", "a bias in the QKV projection nevertheless"),
+        ("--qk-layernorm", "norms of queries and keys"),
+        ("--untie-embeddings-and-output-weights", "an output layer of its own"),
+    ):
+        group.add_argument(name, action="store_true", default=None, help=text)
+
+
+def read_shape(options: argparse.Namespace) -> GptShape:
+    """Return the GPT that the options describe, its parameters in bf16.
+
+    Raises:
+        UserError: the preset is not known, a size is missing, or sizes contradict each other.
+    """
+    import torch
+
+    from megatron_ext.hot_switch import PRESETS
+    from megatron_ext.params import GptShape
+
+    given = _given(options)
+    if options.model is not None:
+        if options.model not in PRESETS:
+            raise combine([f"'{options.model}' is not known; use one of {', '.join(PRESETS)}"], "--model")
+        return replace(PRESETS[options.model], **given)
+    missing = [
+        f"--{name.replace('_', '-')} is missing; give it, or a preset with --model"
+        for name in _REQUIRED
+        if name not in given
+    ]
+    if missing:
+        raise combine(missing, "model")
+    width = 4 * given["hidden_size"]
+    if given.get("gated_linear_unit"):
+        width = width * 2 // 3 // 64 * 64
+    defaults = {"ffn_hidden_size": width, "share_embeddings_and_output_weights": True, "dtype": torch.bfloat16}
+    return GptShape(**{**defaults, **given})
+
+
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `GptShape` that the command line sets."""
+    given = {name: getattr(options, name) for name in _FIELDS}
+    given["num_moe_experts"] = options.num_experts
+    given["gated_linear_unit"] = options.swiglu
+    given["add_bias_linear"] = False if options.disable_bias_linear else None
+    given["share_embeddings_and_output_weights"] = False if options.untie_embeddings_and_output_weights else None
+    if options.position_embedding_type == "learned_absolute":
+        if options.max_position_embeddings is None:
+            raise combine(["give it with --position-embedding-type learned_absolute"], "--max-position-embeddings")
+        given["max_sequence_length"] = options.max_position_embeddings
+    return {name: value for name, value in given.items() if value is not None}
