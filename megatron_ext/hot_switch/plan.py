@@ -142,10 +142,8 @@ class SwitchPlan:
             boxes = tuple(overlaps(before, after))
             offset = None
             if planned.is_contiguous and rank in planned.route.complete:
-                # Equal slices have one box per block, which together are the whole tensor.
-                offset = (
-                    0 if before == after else flat_offset(before.local_shape, boxes[0].source_start, boxes[0].shape)
-                )
+                # Where there are several boxes, they lie one behind the other in both tensors.
+                offset = flat_offset(before.local_shape, boxes[0].source_start, boxes[0].shape)
             names = self._names(planned.tensor, rank, rank)
             found.append(
                 Stay(

@@ -10,9 +10,14 @@ from itertools import pairwise
 from megatron_ext.hot_switch.strategy import RECOMPUTE, Strategy
 from megatron_ext.params import GptShape, ParamsError, Placement, uneven_layers
 
-__all__ = ["bucket_problems", "model_problems", "size_problems", "sizes_are_usable"]
+__all__ = ["bucket_order", "bucket_problems", "model_problems", "size_problems", "sizes_are_usable"]
 
 _SIZES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
+
+
+def bucket_order(count: int) -> list[int]:
+    """Return the bucket of each of `count` strategies, home first; bucket 0 has the longest sequences."""
+    return [0, *reversed(range(1, count))]
 
 
 def sizes_are_usable(strategy: Strategy) -> bool:
@@ -61,8 +66,7 @@ def bucket_problems(sizes: Sequence[int], strategies: Sequence[Strategy | None],
             f"the first bucket size is {sizes[0]}, but the sequence length is {seq_length}; make them equal"
         )
     if not problems:
-        order = [0, *reversed(range(1, len(strategies)))]
-        for strategy, bucket in zip(strategies, order, strict=True):
+        for strategy, bucket in zip(strategies, bucket_order(len(strategies)), strict=True):
             if strategy is not None and sizes_are_usable(strategy):
                 problems += _row_problems(strategy, sizes[bucket])
     return problems

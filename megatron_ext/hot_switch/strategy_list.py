@@ -9,7 +9,13 @@ from itertools import pairwise
 
 from megatron_ext.errors import combine
 from megatron_ext.hot_switch.strategy import Strategy
-from megatron_ext.hot_switch.strategy_checks import bucket_problems, model_problems, size_problems, sizes_are_usable
+from megatron_ext.hot_switch.strategy_checks import (
+    bucket_order,
+    bucket_problems,
+    model_problems,
+    size_problems,
+    sizes_are_usable,
+)
 from megatron_ext.params import GptShape
 
 __all__ = ["Bucket", "StrategyList", "check_strategies", "read_strategies"]
@@ -153,4 +159,4 @@ def _parse(text: str, problems: list[str]) -> Strategy | None:
 
 def _buckets(sizes: Sequence[int]) -> tuple[Bucket, ...]:
     longest_first = [Bucket(above=lower, up_to=upper) for upper, lower in pairwise(sizes)]
-    return (longest_first[0], *reversed(longest_first[1:]))
+    return tuple(longest_first[number] for number in bucket_order(len(longest_first)))

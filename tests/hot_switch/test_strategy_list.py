@@ -129,8 +129,10 @@ def test_more_tensor_parallel_ranks_than_query_groups_are_legal() -> None:
 
 def test_rows_must_be_divisible_over_context_and_sequence_parallel_ranks() -> None:
     home = Strategy(dp=1, tp=4, pp=1, cp=2, sequence_parallel=True)
-    guest = Strategy(dp=8, tp=1, pp=1)
-    check_strategies([home, guest], [4096, 1000, 0])
+    guest, other = Strategy(dp=8, tp=1, pp=1), Strategy(dp=4, tp=1, pp=1, cp=2)
+    check_strategies([home, guest, other], [4096, 1000, 998, 0])
+    with pytest.raises(UserError, match=r"strategy 4,1,1 cp2: rows of its bucket, 1002 tokens, cannot be divided by 4"):
+        check_strategies([home, guest, other], [4096, 1002, 998, 0])
     with pytest.raises(
         UserError, match=r"strategy 1,4,1 cp2: rows of its bucket, 4100 tokens, cannot be divided by 16"
     ):
