@@ -59,6 +59,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail a session whose tests left processes behind, and end those."""
+    if getattr(session.config.option, "dist", "no") != "no" and not hasattr(session.config, "workerinput"):
+        return  # With pytest-xdist the workers run the tests, and look after them.
     mark = os.environ[SESSION_MARK]
     deadline = time.monotonic() + VANISH_SECONDS
     while (leftovers := session_processes(mark)) and time.monotonic() < deadline:
