@@ -49,6 +49,7 @@ DOCS = [
 TESTS = [
     "pytest>=8.3",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.6",
     "hypothesis>=6.100",
     "ruff>=0.9",
     "mypy>=1.15",

@@ -3,7 +3,7 @@
 #
 # Sets up .venv when needed, then runs the linter, the type checker and the tests.
 #
-#   ./tests/run.sh                        everything
+#   ./tests/run.sh                        everything, two files of tests at a time
 #   ./tests/run.sh --fast                 without the tests marked slow
 #   ./tests/run.sh tests/params -k tied   further arguments go to pytest
 #
@@ -15,13 +15,19 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 source "$root/scripts/lib/python_env.sh"
 
 pytest_args=()
+chosen=""
 for arg in "$@"; do
     if [[ $arg == --fast ]]; then
         pytest_args+=(-m "not slow")
     else
         pytest_args+=("$arg")
+        chosen=yes
     fi
 done
+if [[ -z $chosen ]]; then
+    # Tests of several processes wait for each other most of their time, so two at once take less than twice as long.
+    pytest_args+=(-n 2 --dist loadfile)
+fi
 
 use_python_env || exit 1
 # Paths given by the caller are relative to the repository root, as in the examples above.
