@@ -105,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks_per_worker=options.ranks_per_worker,
         blocks=options.warmup_blocks + measured,
         block=options.block,
-        ports=_free_ports(2 * WORKERS),
+        ports=free_ports(2 * WORKERS),
         script=options.script,
         stock_only=options.stock_on_both_sides,
     )
@@ -229,13 +229,13 @@ def _compare(plan: Plan, warmup: int) -> Case:
     print_table(
         ("side", "median ms per iteration", "quartiles"),
         [
-            (name, f"{statistics.median(times) * 1e3:.2f}", _quartiles([time * 1e3 for time in times]))
+            (name, f"{statistics.median(times) * 1e3:.2f}", quartiles([time * 1e3 for time in times]))
             for name, times in zip(names, sides, strict=True)
         ],
     )
     print(
         f"\nmedian of {len(ratios)} paired ratios {ratio:.4f}, 95 % interval {low:.4f} - {high:.4f}, quartiles "
-        f"{_quartiles(ratios, 4)}; the goal of {RATIO_GOAL} is for the interval's lower bound\n"
+        f"{quartiles(ratios, 4)}; the goal of {RATIO_GOAL} is for the interval's lower bound\n"
         "after the run the weights of both sides are equal, digest for digest\n"
     )
     return Case(case="step_time_ratio", value=ratio, unit="ratio", goal=RATIO_GOAL, direction="lower", judged_by=low)
@@ -247,7 +247,7 @@ def _instrumented(plan: Plan, iterations: int) -> list[Case]:
     calls = [calls for count in counts for calls in count.crossing_calls]
     print(
         f"with instruments, {iterations} iterations: {statistics.median(microseconds):.0f} us per step in our wrappers "
-        f"(quartiles {_quartiles(microseconds, 0)}), {sum(calls)} collectives or sends across workers in all"
+        f"(quartiles {quartiles(microseconds, 0)}), {sum(calls)} collectives or sends across workers in all"
     )
     return [
         Case(
@@ -299,7 +299,8 @@ def _become(rank: int, world_size: int, port: int) -> None:
     )
 
 
-def _free_ports(count: int) -> tuple[int, ...]:
+def free_ports(count: int) -> tuple[int, ...]:
+    """Return ports that were free a moment ago."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for probe in sockets:
@@ -307,7 +308,8 @@ def _free_ports(count: int) -> tuple[int, ...]:
         return tuple(probe.getsockname()[1] for probe in sockets)
 
 
-def _quartiles(values: Sequence[float], digits: int = 2) -> str:
+def quartiles(values: Sequence[float], digits: int = 2) -> str:
+    """Return the middle half of the values, for people."""
     if len(values) < 2:
         return "-"
     low, _, high = statistics.quantiles(values, n=4)
