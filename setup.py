@@ -30,9 +30,10 @@ DATA = [
 ]
 
 SPES = [
+    # The generated code of the protocol asks for no less than these two.
     "grpcio>=1.74",
-    "protobuf>=6.31",
-    "safetensors>=0.5",
+    "protobuf>=6.31.1",
+    "PyYAML>=6",  # configuration files of the server
 ]
 
 HOT_SWITCH = ["pyyaml>=6"]  # strategy files
@@ -55,6 +56,8 @@ TESTS = [
     "mypy>=1.15",
     *HOT_SWITCH,
     "tensorboard>=2.16",  # Megatron's TensorBoard writer, which the logging tests read back
+    "safetensors>=0.5",  # reads the sync service's snapshots back
+    "trustme>=1.2",  # certificates for the sync service's tests
 ]
 
 DEV = [*TESTS, *PLOTS, *DATA, *SPES, *DOCS, "build>=1.2"]

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext server start | status | drain | evict`: the sync service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+__all__ = ["add_parser", "run_drain", "run_evict", "run_start", "run_status"]
+
+_START = """\
+Start a server at which separate jobs (peers) meet in rounds. What it is given by flags replaces what the
+file says. Its state is in --dir: started again with the same folder, it goes on where it was, however it ended.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "server", help="the sync service: start it, look at it, end it", description="The sync service."
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _add_start(actions)
+    status = actions.add_parser("status", help="show runs, rounds and peers", description="Show runs, rounds, peers.")
+    status.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    status.set_defaults(func=run_status)
+    drain = actions.add_parser(
+        "drain",
+        help="finish the open round, then end the server",
+        description="Finish the open round, let the peers fetch it, end the server. Peers wait for it to come back.",
+    )
+    drain.set_defaults(func=run_drain)
+    evict = actions.add_parser(
+        "evict",
+        help="end a peer's membership",
+        description="End a peer's membership. Its process is refused from then on; a new process may register again.",
+    )
+    evict.add_argument("peer", metavar="PEER", help="the peer's name")
+    evict.add_argument("--run", metavar="RUN", help="the run (default: the only one)")
+    evict.add_argument("--reason", default="", metavar="TEXT", help="goes into the journal and to the peer")
+    evict.set_defaults(func=run_evict)
+    for action in (status, drain, evict):
+        _add_connection(action)
+
+
+def _add_start(actions: Any) -> None:
+    start = actions.add_parser(
+        "start", help="start a server", description=_START, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    start.add_argument("--config", type=Path, metavar="FILE", help="YAML file; see configs/sync_server_toy.yaml")
+    start.add_argument("--dir", metavar="DIR", help="folder of the durable state")
+    start.add_argument("--bind", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:50051)")
+    start.add_argument("--token-file", metavar="FILE", help="file with the token that every caller has to show")
+    start.add_argument("--tls-cert", metavar="FILE", help="the server's certificate chain (PEM); switches TLS on")
+    start.add_argument("--tls-key", metavar="FILE", help="the certificate's key (PEM)")
+    start.add_argument("--tls-client-ca", metavar="FILE", help="who signs the callers' certificates (PEM; mutual TLS)")
+    start.add_argument(
+        "--insecure", action="store_true", default=None, help="listen where others reach it without token and TLS"
+    )
+    run = start.add_argument_group("one run, when --config names none")
+    run.add_argument("--run", metavar="NAME", help="its name (default: default)")
+    run.add_argument("--peers", type=int, metavar="N", help="how many peers meet")
+    run.add_argument("--quorum", type=int, metavar="N", help="uploads without which no round closes (default: all)")
+    run.add_argument("--grace-seconds", type=float, metavar="S", help="how long slow peers are awaited after that")
+    run.add_argument("--max-norm", type=float, metavar="X", help="larger pseudo-gradients do not count")
+    run.add_argument("--outer-optimizer", metavar="NAME", help="none (default, FedAvg), sgd (DiLoCo), adam, ...")
+    run.add_argument("--outer-optimizer-lr", type=float, metavar="X", help="default: 0.7 for sgd")
+    run.add_argument("--outer-optimizer-momentum", type=float, metavar="X", help="of sgd (default: 0.9)")
+    # For tests: dies at a place of the code as if the power had gone.
+    start.add_argument("--failpoint", action="append", default=[], help=argparse.SUPPRESS)
+    start.set_defaults(func=run_start)
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--server", default="127.0.0.1:50051", metavar="HOST:PORT", help="the server (default: 127.0.0.1:50051)"
+    )
+    parser.add_argument("--token-file", metavar="FILE", help="file with the server's token")
+    parser.add_argument("--tls-ca", metavar="FILE", help="who signed the server's certificate (PEM); switches TLS on")
+    parser.add_argument("--tls-cert", metavar="FILE", help="own certificate (PEM; mutual TLS)")
+    parser.add_argument("--tls-key", metavar="FILE", help="its key (PEM)")
+    parser.add_argument("--insecure", action="store_true", help="talk to another machine without TLS")
+
+
+def run_start(args: argparse.Namespace) -> int:
+    """Serve until the end.
+
+    Raises:
+        UserError: the configuration cannot be used.
+    """
+    import logging
+
+    from megatron_ext.sync_service.config import RunConfig, ServerConfig, read_config, run_config
+    from megatron_ext.sync_service.server import serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    given = {} if args.config is None else read_config(args.config)
+    flags = ("dir", "bind", "token_file", "tls_cert", "tls_key", "tls_client_ca", "insecure")
+    given |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
+    of_run = [entry.name for entry in fields(RunConfig) if hasattr(args, entry.name)]
+    run = {name: getattr(args, name) for name in of_run if getattr(args, name) is not None}
+    if run or args.run is not None:
+        if given.get("runs"):
+            flag = next(iter(run), "run").replace("_", "-")
+            raise UserError(f"--{flag}: {args.config} names runs already; change the file, or drop the flag")
+        given["runs"] = {args.run or "default": run_config(run, f"run {args.run or 'default'} (--peers N ...)")}
+    if "dir" not in given:
+        raise UserError(
+            "dir is missing: where shall the server keep its state? Give --dir DIR, or dir in --config FILE"
+        )
+    return serve(ServerConfig(**given), args.failpoint)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Print the status.
+
+    Raises:
+        UserError: the server does not answer.
+    """
+    content = json.loads(_call(args, "Status", {}).json)
+    if args.json:
+        print(json.dumps(content, indent=2))
+        return 0
+    for run in content["runs"]:
+        newest = "none yet" if run["newest_round"] is None else f"{run['newest_round']} ({run['digest'][:12]})"
+        print(f"run {run['run']}: newest round {newest}; {run['waiting_for']}")
+        if run["problem"]:
+            print(f"  PROBLEM: {run['problem']}")
+        print(f"  {len(run['peers'])} of {run['places']} peers, quorum {run['quorum']}")
+        for peer in run["peers"]:
+            state = "uploaded" if peer["uploaded"] else "awaited" if peer["awaited"] else "absent"
+            sent = f"{peer['bytes_uploaded'] / 1e6:.1f} MB"
+            print(f"  {peer['index']:>3}  {peer['peer']:<24} {state:<9} {sent:>10}  missed {peer['missed']}")
+        for peer, reason in run["rejected"].items():
+            print(f"  round {run['newest_round']} did not count {peer}: {reason}")
+    return 0
+
+
+def run_drain(args: argparse.Namespace) -> int:
+    """Ask the server to end.
+
+    Raises:
+        UserError: the server does not answer.
+    """
+    print(f"draining; {_call(args, 'Drain', {}).message}")
+    return 0
+
+
+def run_evict(args: argparse.Namespace) -> int:
+    """Evict a peer.
+
+    Raises:
+        UserError: the server refuses.
+    """
+    run = args.run
+    if run is None:
+        names = [entry["run"] for entry in json.loads(_call(args, "Status", {}).json)["runs"]]
+        if len(names) != 1:
+            raise UserError(f"--run is missing; the server has the runs {', '.join(names)}")
+        (run,) = names
+    _call(args, "Evict", {"run": run, "peer": args.peer, "reason": args.reason})
+    print(f"evicted {args.peer} from run {run}")
+    return 0
+
+
+def _call(args: argparse.Namespace, method: str, fields: dict[str, str]) -> Any:
+    from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+    from megatron_ext.sync_service.protocol import pb2
+
+    config = ConnectionConfig(
+        server=args.server,
+        token_file=args.token_file,
+        tls_ca=args.tls_ca,
+        tls_cert=args.tls_cert,
+        tls_key=args.tls_key,
+        insecure=args.insecure,
+        patience_seconds=5.0,
+        call_seconds=10.0,
+    )
+    connection = Connection(config)
+    try:
+        return connection.call(method, getattr(pb2, f"{method}Request")(**fields))
+    finally:
+        connection.close()

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of the server and of its runs, and reading it from YAML."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError, combine
+from megatron_ext.local_sgd.config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
+from megatron_ext.sync_service.round import Policy
+
+__all__ = ["NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+"""Names of runs and peers: they become names of files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: how many peers meet, when a round closes, and what is done with their values."""
+
+    peers: int
+    """Places for peers. Peers cut the data into so many parts, so that it stays the same for the whole run."""
+
+    quorum: int | None = None
+    """Uploads without which no round closes; all peers unless given."""
+
+    grace_seconds: float = 60.0
+    """How long a round stays open for slow peers after the quorum is reached."""
+
+    max_norm: float | None = None
+    """A contribution whose pseudo-gradient has a larger L2 norm does not count; no limit unless given."""
+
+    outer_optimizer: str = "none"
+    """'none' for the mean of the peers' values (FedAvg), or what `--outer-optimizer` takes: 'sgd' is DiLoCo's."""
+
+    outer_optimizer_lr: float | None = None
+    """Outer learning rate: 0.7 for sgd unless given; the others need one of their own."""
+
+    outer_optimizer_momentum: float = 0.9
+    """Momentum of the outer sgd."""
+
+    outer_optimizer_nesterov: bool = True
+    """Nesterov momentum in the outer sgd."""
+
+    @property
+    def policy(self) -> Policy:
+        """When a round closes."""
+        quorum = self.peers if self.quorum is None else self.quorum
+        return Policy(peers=self.peers, quorum=quorum, grace_seconds=self.grace_seconds)
+
+    @property
+    def outer(self) -> OuterOptimizerConfig:
+        """The outer optimizer."""
+        return OuterOptimizerConfig(
+            outer_optimizer=self.outer_optimizer,
+            outer_optimizer_lr=self.outer_optimizer_lr,
+            outer_optimizer_momentum=self.outer_optimizer_momentum,
+            outer_optimizer_nesterov=self.outer_optimizer_nesterov,
+        )
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the values, one sentence each."""
+        found = []
+        for name, allowed, rule in (
+            ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),
+            ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
+            ("grace_seconds", 0 <= self.grace_seconds < math.inf, "it must be a number of seconds, 0 or more"),
+            ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
+        ):
+            if not allowed:
+                found.append(f"{name} is {getattr(self, name)}; {rule}")
+        return found + outer_optimizer_problems(self.outer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """The server: where it keeps its state, where it listens, who may talk to it, and its runs."""
+
+    dir: str
+    """Folder of the durable state; made when it is not there."""
+
+    bind: str = "127.0.0.1:50051"
+    """Address and port to listen at. Port 0 takes a free one, which is printed."""
+
+    token_file: str | None = None
+    """File with the token that every caller has to show."""
+
+    tls_cert: str | None = None
+    """PEM file with the server's certificate chain; switches TLS on."""
+
+    tls_key: str | None = None
+    """PEM file with the certificate's key."""
+
+    tls_client_ca: str | None = None
+    """PEM file with the authority that has to have signed the callers' certificates (mutual TLS)."""
+
+    insecure: bool = False
+    """Listen at an address that others reach without token and TLS. Anybody there can then take part in the runs."""
+
+    keep_snapshots: int = 2
+    """How many committed rounds stay on the disk."""
+
+    runs: Mapping[str, RunConfig] = field(default_factory=dict)
+    """The runs by their name, the run id that peers give."""
+
+    def check(self) -> None:
+        """Check everything.
+
+        Raises:
+            UserError: something is wrong; names every problem.
+        """
+        found = []
+        host, _, port = self.bind.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            found.append(f"bind is {self.bind!r}; give ADDRESS:PORT, such as 127.0.0.1:50051")
+        elif not is_loopback(host) and not self.insecure and (self.token_file is None or self.tls_cert is None):
+            found.append(
+                f"bind is {self.bind}, which others reach, so that token_file, tls_cert and tls_key are needed; give "
+                "them, listen at 127.0.0.1, or say insecure (--insecure)"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            found.append("tls_cert and tls_key belong together; give both or none")
+        if self.tls_client_ca is not None and self.tls_cert is None:
+            found.append("tls_client_ca has no meaning without tls_cert and tls_key")
+        if self.keep_snapshots < 1:
+            found.append(f"keep_snapshots is {self.keep_snapshots}; it must be 1 or more")
+        if not self.runs:
+            found.append("there is no run; name at least one under runs (--run NAME --peers N)")
+        for name, run in self.runs.items():
+            if not NAME.fullmatch(name):
+                found.append(f"{name!r} cannot be the name of a run; use letters, digits, '.', '_' and '-'")
+            found += [f"run {name}: {problem}" for problem in run.problems()]
+        if found:
+            raise combine(found, "server configuration")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; a name other than localhost may mean any."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the fields of `ServerConfig` that a YAML file gives, relative paths being relative to the file.
+
+    Raises:
+        UserError: the file cannot be read, or a field is unknown or of the wrong type.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise UserError(
+            "--config needs the package PyYAML; install it with: pip install 'megatron-ext[spes]'"
+        ) from error
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: is not YAML: {error}") from error
+    given = _checked(content, ServerConfig, str(path))
+    for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca"):
+        if given.get(name) is not None:
+            given[name] = str(path.parent / given[name])
+    runs = given.get("runs", {})
+    if not isinstance(runs, dict):
+        raise UserError(f"{path}: runs must be a mapping from names to runs")
+    given["runs"] = {str(name): run_config(run, f"{path}: run {name}") for name, run in runs.items()}
+    return given
+
+
+def run_config(content: Any, where: str) -> RunConfig:
+    """Return the run that a mapping describes.
+
+    Raises:
+        UserError: a field is missing, unknown or of the wrong type.
+    """
+    given = _checked(content, RunConfig, where)
+    if "peers" not in given:
+        raise UserError(f"{where}: peers is missing; say how many peers meet")
+    return RunConfig(**given)
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+
+
+def _checked(content: Any, config: type, where: str) -> dict[str, Any]:
+    """Return a mapping whose keys are fields of a config, with values of their types."""
+    if not isinstance(content, dict):
+        raise UserError(f"{where}: must be a mapping of fields to values")
+    known = {entry.name: str(entry.type) for entry in fields(config)}
+    for name, value in content.items():
+        if name not in known:
+            raise UserError(f"{where}: field {name!r} is unknown; the fields are {', '.join(known)}")
+        allowed = known[name].split(" | ")
+        if (value is None and "None" in allowed) or allowed[0] not in _TYPES:
+            continue
+        if not isinstance(value, _TYPES[allowed[0]]) or (isinstance(value, bool) and allowed[0] != "bool"):
+            raise UserError(f"{where}: {name} is {value!r}; it must be of type {allowed[0]}")
+    return dict(content)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A connection to a server that is tried again: every method of the protocol may be."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.config import is_loopback
+from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
+from megatron_ext.sync_service.security import TOKEN_KEY, read_file, read_token
+
+__all__ = ["Connection", "ConnectionConfig", "DamagedOnTheWay"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 5.0
+_DAMAGE_RETRIES = 5
+
+_RETRIED = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    # The server's disk is full: somebody can make room.
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+    # What a dying server leaves of a call.
+    grpc.StatusCode.CANCELLED,
+)
+_DAMAGED = (grpc.StatusCode.DATA_LOSS,)
+
+
+class DamagedOnTheWay(Exception):
+    """What was received is not what was sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionConfig:
+    """Where the server is and how to talk to it."""
+
+    server: str
+    """ADDRESS:PORT."""
+
+    token_file: str | None = None
+    """File with the server's token."""
+
+    tls_ca: str | None = None
+    """PEM file with the authority that has signed the server's certificate; switches TLS on."""
+
+    tls_cert: str | None = None
+    """PEM file with the caller's own certificate (mutual TLS)."""
+
+    tls_key: str | None = None
+    """PEM file with its key."""
+
+    insecure: bool = False
+    """Talk to a server on another machine without TLS."""
+
+    patience_seconds: float = 300.0
+    """How long a call is tried again while the server is away or its disk is full."""
+
+    call_seconds: float = 120.0
+    """Deadline of one try of a call."""
+
+
+class Connection:
+    """A channel with the token, and the way of calling again."""
+
+    def __init__(self, config: ConnectionConfig) -> None:
+        """Prepare; nothing is sent yet.
+
+        Raises:
+            UserError: a file cannot be read, or the server would be talked to in the open.
+        """
+        self.config = config
+        host = config.server.rpartition(":")[0]
+        if not host:
+            raise UserError(f"server is {config.server!r}; give ADDRESS:PORT")
+        if config.tls_ca is None and not is_loopback(host) and not config.insecure:
+            raise UserError(
+                f"server {config.server} is on another machine, and without tls_ca everything goes there in the open; "
+                "give tls_ca, or say insecure"
+            )
+        if (config.tls_cert is None) != (config.tls_key is None) or (config.tls_cert and config.tls_ca is None):
+            raise UserError("tls_cert and tls_key belong together, and need tls_ca; give all three or only tls_ca")
+        token = read_token(config.token_file)
+        self._metadata = () if token is None else ((TOKEN_KEY, f"Bearer {token}"),)
+        self._channel = self._open()
+        self._stub = pb2_grpc.SyncServiceStub(self._channel)
+
+    def close(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+    def call(self, method: str, request: Any, *, seconds: float | None = None) -> Any:
+        """Return the answer to a call.
+
+        Args:
+            method: its name in the protocol.
+            request: the message, or a function that makes an iterator of messages anew for every try.
+            seconds: deadline of one try instead of the configured one.
+
+        Raises:
+            UserError: the server refuses, or is away for longer than the patience.
+        """
+
+        def once() -> Any:
+            sent = request() if callable(request) else request
+            return getattr(self._stub, method)(
+                sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
+            )
+
+        return self.again(method, once)
+
+    def stream(self, method: str, request: Any) -> Any:
+        """Return an iterator over the messages of one try of a call."""
+        return getattr(self._stub, method)(request, timeout=self.config.call_seconds, metadata=self._metadata)
+
+    def again(self, what: str, once: Callable[[], _T]) -> _T:
+        """Return what a function returns, calling it again while the server is away.
+
+        Raises:
+            UserError: the server refuses, or is away for longer than the patience.
+        """
+        end = time.monotonic() + self.config.patience_seconds
+        pause, damaged, said = _FIRST_PAUSE, 0, False
+        while True:
+            try:
+                return once()
+            except grpc.RpcError as error:
+                code, text = error.code(), error.details() or ""
+                is_damage = code in _DAMAGED
+                problem = error
+            except DamagedOnTheWay as error:
+                code, text, is_damage = grpc.StatusCode.DATA_LOSS, str(error), True
+                problem = error
+            damaged += is_damage
+            if code not in _RETRIED and not (is_damage and damaged <= _DAMAGE_RETRIES):
+                raise UserError(f"server {self.config.server} refuses {what}: {text}") from problem
+            if time.monotonic() + pause > end:
+                raise UserError(
+                    f"server {self.config.server} has not answered {what} for {self.config.patience_seconds:.0f} s "
+                    f"({code.name}: {text}); see that it runs (megatron-ext server status), then start again"
+                ) from problem
+            if not said:
+                log.warning("%s: %s (%s); trying again", what, code.name, text)
+                said = True
+            # Peers that lost the server at the same moment shall not come back at the same moment.
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _open(self) -> Any:
+        config = self.config
+        options = [
+            ("grpc.max_receive_message_length", MAX_MESSAGE),
+            ("grpc.max_send_message_length", MAX_MESSAGE),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            ("grpc.keepalive_time_ms", 60_000),
+            # Connections of other channels of this process are none of ours.
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
+        if config.tls_ca is None:
+            return grpc.insecure_channel(config.server, options)
+        credentials = grpc.ssl_channel_credentials(
+            read_file(config.tls_ca, "tls_ca"),
+            None if config.tls_key is None else read_file(config.tls_key, "tls_key"),
+            None if config.tls_cert is None else read_file(config.tls_cert, "tls_cert"),
+        )
+        return grpc.secure_channel(config.server, credentials, options)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal of a run: one line of JSON per event, each with a checksum, only ever appended to.
+
+It is both what a restarted server goes on from and the history for people. An event has happened once its line is on
+the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+__all__ = ["Event", "Journal", "sync_folder"]
+
+Event = dict[str, Any]
+"""`event` is what happened, `time` when (seconds since 1970); the other keys depend on it."""
+
+
+class Journal:
+    """The file, open for appending. Not for several threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the file, and read what is there into `events`.
+
+        A last line that is not whole is cut off: the server died while it wrote it, so nobody was told of it.
+
+        Raises:
+            UserError: a line in the middle is damaged.
+        """
+        self.path = path
+        self.events: list[Event] = []
+        self._file = path.open("a+b", buffering=0)
+        self._file.seek(0)
+        self._size = 0
+        lines = self._file.read().splitlines(keepends=True)
+        for number, line in enumerate(lines, 1):
+            event = _parse(line)
+            if event is None and number < len(lines):
+                raise UserError(
+                    f"{path}: line {number} is damaged, and there are lines after it; restore the file from a copy, "
+                    "or move the run's folder away to start it anew"
+                )
+            if event is not None:
+                self.events.append(event)
+                self._size += len(line)
+        self._file.truncate(self._size)
+        sync_folder(path.parent)
+
+    def append(self, event: Event) -> Event:
+        """Write an event; it is on the disk when this returns.
+
+        Returns:
+            The event with its time.
+
+        Raises:
+            OSError: it could not be written; the file is as it was.
+        """
+        event = {**event, "time": round(time.time(), 3)}
+        body = json.dumps(event)
+        line = f'{{"crc": "{zlib.crc32(body.encode()):08x}", {body[1:]}\n'.encode()
+        try:
+            written = self._file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
+            os.fsync(self._file.fileno())
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(line)
+        return event
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _parse(line: bytes) -> Event | None:
+    """Return the event of a line, None when the line is not whole."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        event = json.loads(line)
+        crc = event.pop("crc")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        return None
+    return event if f"{zlib.crc32(json.dumps(event).encode()):08x}" == crc else None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a round does to the values: contributions are judged, reduced and stepped by, tensor after tensor.
+
+Everything is read from the disk and written to it, so that memory holds a few tensors whatever the number of peers, and
+a round that fails halfway has changed nothing. Peers come in the order of their indices: who uploaded first changes no
+bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from megatron_ext.local_sgd.config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
+from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.local_sgd.reducers import Linear
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.snapshot import RoundDigest, Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.spool import Contribution
+
+__all__ = ["Contributor", "DamagedContribution", "Outcome", "Reduction"]
+
+_ADD = Linear(normalize=False)
+
+
+class DamagedContribution(Exception):
+    """A contribution cannot be read any more; its peer has to upload it again."""
+
+    def __init__(self, peer: str, problem: str) -> None:
+        super().__init__(f"the contribution of peer {peer!r} is damaged on the server's disk: {problem}")
+        self.peer = peer
+        self.problem = problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contributor:
+    """A peer whose contribution was in when the round closed."""
+
+    peer: str
+    """Its name."""
+
+    index: int
+    """Its place among the peers."""
+
+    contribution: Contribution
+    """What it has uploaded."""
+
+
+@dataclass(kw_only=True)
+class Outcome:
+    """What came of a round; its values are in the snapshot."""
+
+    digest: str = ""
+    """Of the values."""
+
+    outer_scalars: dict[str, float] = field(default_factory=dict)
+    """States of the outer optimizer that all tensors share."""
+
+    norms: dict[str, float] = field(default_factory=dict)
+    """By peer, the L2 norm of its pseudo-gradient over the tensors that it trains; of the values at the start."""
+
+    rejected: dict[str, str] = field(default_factory=dict)
+    """By peer, why its contribution did not count."""
+
+
+class Reduction:
+    """One round's work."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        optimizer: OuterOptimizerConfig,
+        *,
+        absolute: bool,
+        max_norm: float | None,
+        before: Snapshot | None,
+        outer_scalars: Mapping[str, float],
+        failpoints: Failpoints,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            catalog: the tensors.
+            optimizer: the outer optimizer.
+            absolute: whether contributions are values instead of pseudo-gradients.
+            max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
+            before: the last round; None at the start, which has no pseudo-gradients.
+            outer_scalars: of the last round.
+            failpoints: where to die in tests.
+        """
+        self._catalog = catalog
+        self._config = optimizer
+        self._absolute = absolute or before is None
+        self._max_norm = max_norm
+        self._before = before
+        self._scalars = dict(outer_scalars)
+        self._failpoints = failpoints
+        # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
+        tried = build_outer_optimizer(optimizer, [torch.zeros(2)])
+        tried.step(0, slice(0, 2), torch.ones(2))
+        self._states = sorted(tried.tensor_state())
+        self._is_fresh = bool(tried.scalar_state()) and not self._scalars
+
+    def judge(self, contributors: list[Contributor]) -> Outcome:
+        """Find out whose contributions count.
+
+        Args:
+            contributors: in the order of their indices.
+
+        Raises:
+            DamagedContribution: one cannot be read.
+        """
+        outcome = Outcome()
+        for contributor in contributors:
+            norm, broken = self._norm(contributor)
+            if broken is not None:
+                outcome.rejected[contributor.peer] = f"tensor {broken!r} holds values that are not finite"
+                continue
+            outcome.norms[contributor.peer] = norm
+            if self._max_norm is not None and self._before is not None and norm > self._max_norm:
+                outcome.rejected[contributor.peer] = (
+                    f"the norm of its pseudo-gradient is {norm:.6g}; max_norm is {self._max_norm:.6g}"
+                )
+        return outcome
+
+    def write(self, path: Path, contributors: list[Contributor], outcome: Outcome) -> SnapshotWriter:
+        """Make the round's values.
+
+        Args:
+            path: of the snapshot.
+            contributors: in the order of their indices; at the start one that counts.
+            outcome: says who counts; gets the digest and the outer optimizer's scalars.
+
+        Returns:
+            The snapshot, which is durable but has not its name yet.
+
+        Raises:
+            DamagedContribution: one cannot be read.
+            OSError: the snapshot cannot be written; nothing of it is left.
+        """
+        states = self._states if self._before is not None else []
+        writer = SnapshotWriter(path, self._catalog, states, {"format": "pt", "round": path.stem})
+        outcome.outer_scalars = dict(self._scalars)
+        try:
+            digest = RoundDigest()
+            for spec in self._catalog:
+                values, kept = self._reduced(spec, contributors, outcome)
+                digest.add(spec.name, values)
+                writer.write(spec.name, values)
+                for state, tensor in kept.items():
+                    writer.write(state_name(state, spec.name), tensor)
+                self._failpoints.hit("tensor_reduced")
+            writer.sync()
+        except BaseException:
+            writer.abandon()
+            raise
+        outcome.digest = digest.hex()
+        return writer
+
+    def _norm(self, contributor: Contributor) -> tuple[float, str | None]:
+        """Return the norm of a contribution, and the first tensor of it that is not finite."""
+        squares = 0.0
+        for spec in self._catalog:
+            if self._before is not None and not spec.is_trained_by(contributor.index):
+                continue
+            norm = float(torch.linalg.vector_norm(self._gradient(spec, contributor), dtype=torch.float64))
+            if not math.isfinite(norm):
+                return math.inf, spec.name
+            squares += norm * norm
+        return math.sqrt(squares), None
+
+    def _reduced(
+        self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return a tensor's new values, and the states of its outer optimizer."""
+        verdict = self._verdict(spec, contributors, outcome)
+        accepted = [contributors[place] for place in verdict.accepted]
+        if self._before is None:
+            return self._values(spec, accepted[0]), {}
+        if spec.owners:
+            terms = (self._values(spec, contributor) for contributor in accepted)
+            return (_mean(terms, verdict) if accepted else self._anchor(spec)), {}
+        return self._stepped(spec, accepted, verdict, outcome)
+
+    def _stepped(
+        self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict, outcome: Outcome
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
+        anchor = self._anchor(spec)
+        optimizer = build_outer_optimizer(self._config, [anchor])
+        if self._before is not None and not self._is_fresh:
+            kept = {name: state_name(name, spec.name) for name in self._states}
+            found = {name: [self._before.read(key)] for name, key in kept.items() if key in self._before}
+            optimizer.load(found, self._scalars)
+        if accepted and self._config.outer_optimizer == "none" and self._absolute:
+            # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
+            anchor = _mean((self._values(spec, contributor) for contributor in accepted), verdict)
+        elif accepted:
+            terms = (self._gradient(spec, contributor) for contributor in accepted)
+            optimizer.step(0, slice(0, spec.numel), _mean(terms, verdict))
+            outcome.outer_scalars = optimizer.scalar_state()
+        states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
+        zeros = {name: torch.zeros(spec.numel) for name in self._states}
+        return anchor, {**zeros, **states}
+
+    def _verdict(self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome) -> Verdict:
+        """Return who counts in a tensor, by the place among the contributors, and with which weight."""
+        accepted = tuple(
+            place
+            for place, contributor in enumerate(contributors)
+            if contributor.peer not in outcome.rejected
+            and (self._before is None or spec.is_trained_by(contributor.index))
+        )
+        return Verdict(accepted=accepted, weights=(1.0,) * len(accepted))
+
+    def _anchor(self, spec: TensorSpec) -> torch.Tensor:
+        assert self._before is not None
+        return self._before.read(spec.name)
+
+    def _uploaded(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
+        try:
+            return contributor.contribution.read(spec)
+        except (Refusal, OSError) as error:
+            raise DamagedContribution(contributor.peer, str(error)) from error
+
+    def _gradient(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
+        """Return a peer's pseudo-gradient of a tensor; at the start its values."""
+        uploaded = self._uploaded(spec, contributor)
+        if self._before is None or not self._absolute:
+            return uploaded
+        return torch.sub(self._anchor(spec), uploaded, out=uploaded)
+
+    def _values(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
+        uploaded = self._uploaded(spec, contributor)
+        return uploaded if self._absolute else torch.sub(self._anchor(spec), uploaded, out=uploaded)
+
+
+def _mean(terms: Iterator[torch.Tensor], verdict: Verdict) -> torch.Tensor:
+    """Return the weighted mean of terms, of which two at a time are in memory.
+
+    `Linear` adds in order, so that adding one after the other gives the same bits as giving it all of them.
+    """
+    total: torch.Tensor | None = None
+    for term, weight in zip(terms, verdict.weights, strict=True):
+        total = term.mul_(weight) if total is None else _ADD([total, term], [1.0, weight])
+    assert total is not None
+    return total.div_(sum(verdict.weights))

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Membership and rounds of a run as a state machine: no clock, no disk, no network.
+
+Everything that changes it is an event of the journal, so that a restarted server gets back to where it was by applying
+the events again. `check_*` methods say beforehand whether a request may become an event.
+
+Round 0 is the common start: one peer publishes it. A later round closes when all peers that are awaited have committed
+their upload, or a grace window after a quorum of them has. Only who was in when it closed counts in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.sync_service.journal import Event
+from megatron_ext.sync_service.refusal import Refusal
+
+__all__ = ["KEPT_RESULTS", "Member", "Policy", "RoundResult", "RunState"]
+
+KEPT_RESULTS = 16
+"""How many rounds back a peer can ask what became of its contribution."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """When a round closes."""
+
+    peers: int
+    """Places for peers; the data are cut into so many parts."""
+
+    quorum: int
+    """Uploads without which no round closes."""
+
+    grace_seconds: float
+    """How long a round stays open after the quorum is reached."""
+
+
+@dataclass(kw_only=True)
+class Member:
+    """A peer that belongs to the run."""
+
+    name: str
+    """Its name."""
+
+    index: int
+    """Its place, which decides its part of the data and its turn in sums."""
+
+    instance: str
+    """Which process speaks for it."""
+
+    awaited: bool = True
+    """Whether a round stays open for it. A peer that missed a round is awaited again when it takes a round's values."""
+
+    missed: int = 0
+    """Rounds since it last contributed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResult:
+    """What became of a round."""
+
+    number: int
+    """The round."""
+
+    digest: str
+    """Of the new values."""
+
+    contributors: tuple[str, ...]
+    """Who counted, in the order of their indices."""
+
+    rejected: dict[str, str]
+    """Who was in and did not count, with the reason."""
+
+
+class RunState:
+    """The state of a run."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.config: dict[str, str] | None = None
+        self.catalog: list[dict[str, Any]] = []
+        self.places = policy.peers
+        self.members: dict[str, Member] = {}
+        self.publisher: str | None = None
+        self.evicted: dict[str, tuple[str, str]] = {}
+        self.uploaded: dict[str, int] = {}
+        self.closing: tuple[str, ...] | None = None
+        self.results: dict[int, RoundResult] = {}
+        self.outer_scalars: dict[str, float] = {}
+        self._newest = -1
+        self._quorum_since: float | None = None
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What is
+    # -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def open_round(self) -> int:
+        """The round that takes contributions, or that is being reduced."""
+        return self._newest + 1
+
+    @property
+    def newest(self) -> RoundResult | None:
+        """The newest committed round."""
+        return self.results.get(self._newest)
+
+    def result(self, number: int) -> RoundResult | None:
+        """Return a committed round that is still remembered."""
+        return self.results.get(number)
+
+    def awaited(self) -> list[str]:
+        """Return who has to commit an upload before the open round closes by itself, in order."""
+        if self.open_round == 0:
+            return [] if self.uploaded or self.publisher is None else [self.publisher]
+        members = sorted(self.members.values(), key=lambda member: member.index)
+        return [member.name for member in members if member.awaited and member.name not in self.uploaded]
+
+    def waiting_for(self) -> str:
+        """Return in words what the open round waits for."""
+        if self.closing is not None:
+            return f"round {self.open_round} is being reduced"
+        names = ", ".join(self.awaited())
+        if self.open_round == 0:
+            return f"the common start is awaited from {names}" if names else "nobody has registered yet"
+        lacking = self.policy.quorum - len(self.uploaded)
+        if lacking > 0:
+            known = f" (of the members {names} are awaited)" if names else " (more peers have to register)"
+            return f"round {self.open_round} needs {lacking} more of its quorum of {self.policy.quorum}{known}"
+        return f"round {self.open_round} awaits {names}"
+
+    def seconds_until_close(self, now: float) -> float | None:
+        """Return after how many seconds the open round is to be closed: 0 for now, None for not as things are.
+
+        Args:
+            now: seconds on a clock that never goes back.
+        """
+        if self.closing is not None:
+            return 0.0
+        if self.open_round == 0:
+            return 0.0 if self.uploaded else None
+        if len(self.uploaded) < self.policy.quorum:
+            self._quorum_since = None
+            return None
+        if self._quorum_since is None:
+            self._quorum_since = now
+        if not self.awaited():
+            return 0.0
+        return max(0.0, self._quorum_since + self.policy.grace_seconds - now)
+
+    def closing_event(self) -> Event:
+        """Return the event that closes the open round now."""
+        peers = sorted(self.uploaded, key=lambda name: (self.uploaded[name], name))
+        return {"event": "closed", "round": self.open_round, "peers": peers, "missing": self.awaited()}
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What may be
+    # -----------------------------------------------------------------------------------------------------------
+
+    def check_caller(self, peer: str, instance: str) -> Member:
+        """Return the member on whose behalf a process speaks.
+
+        Raises:
+            Refusal: the peer is no member, was evicted, or another process has taken its place.
+        """
+        member = self.members.get(peer)
+        if member is None:
+            gone, reason = self.evicted.get(peer, ("", ""))
+            if gone == instance:
+                raise Refusal("denied", f"peer {peer!r} was evicted: {reason}")
+            raise Refusal("state", f"peer {peer!r} is no member of the run; it has to register first")
+        if member.instance != instance:
+            raise Refusal(
+                "state",
+                f"another process has registered as peer {peer!r} since; give every process a peer name of its own",
+            )
+        return member
+
+    def check_joining(self, peer: str, instance: str, index: int | None) -> Event | None:
+        """Return the event that makes a peer a member, None when it is one.
+
+        Raises:
+            Refusal: there is no place for it, or the process was evicted.
+        """
+        member = self.members.get(peer)
+        if member is not None:
+            if index not in (None, member.index):
+                raise Refusal("state", f"index {index} is asked for by peer {peer!r}, which has index {member.index}")
+            if member.instance == instance:
+                return None
+            return {"event": "joined", "peer": peer, "index": member.index, "instance": instance}
+        gone, reason = self.evicted.get(peer, ("", ""))
+        if gone == instance:
+            raise Refusal("denied", f"peer {peer!r} was evicted: {reason}")
+        return {"event": "joined", "peer": peer, "index": self._place(index), "instance": instance}
+
+    def _place(self, index: int | None) -> int:
+        taken = {member.index: member.name for member in self.members.values()}
+        count = self.policy.peers
+        if index is not None:
+            if index >= count:
+                raise Refusal("state", f"index {index} is asked for, but the run has places 0 to {count - 1}")
+            if index in taken:
+                raise Refusal("state", f"index {index} is asked for, but peer {taken[index]!r} has it")
+            return index
+        free = [place for place in range(count) if place not in taken]
+        if not free:
+            names = ", ".join(taken[place] for place in sorted(taken))
+            raise Refusal(
+                "state", f"all {count} places of the run are taken ({names}); one has to leave or be evicted first"
+            )
+        return free[0]
+
+    def accepts(self, peer: str, number: int) -> bool:
+        """Return whether a member's contribution to a round may still come in; False when the round is closed.
+
+        Raises:
+            Refusal: the round is not open yet, or the start is somebody else's to publish.
+        """
+        if number > self.open_round:
+            raise Refusal("state", f"round {number} is not open yet; the open one is {self.open_round}")
+        if number < self.open_round or self.closing is not None:
+            return False
+        if number == 0 and peer != self.publisher:
+            raise Refusal("state", f"the common start is published by peer {self.publisher!r}")
+        return True
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What has happened
+    # -----------------------------------------------------------------------------------------------------------
+
+    def apply(self, event: Event) -> None:
+        """Take an event in. Events that say nothing about the state change nothing."""
+        handlers: dict[str, Callable[[Event], None]] = {
+            "created": self._created,
+            "joined": self._joined,
+            "left": self._gone,
+            "evicted": self._evicted,
+            "uploaded": self._uploaded,
+            "forgotten": self._forgotten,
+            "closed": self._closed,
+            "committed": self._committed,
+        }
+        handler = handlers.get(event["event"])
+        if handler is not None:
+            handler(event)
+
+    def adopted(self, peer: str, number: int) -> None:
+        """Say that a member takes over the values of a round: if it is the newest one, it is awaited in the next."""
+        if peer in self.members and number == self._newest:
+            self.members[peer].awaited = True
+
+    def _created(self, event: Event) -> None:
+        self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
+
+    def _joined(self, event: Event) -> None:
+        name = event["peer"]
+        self.members[name] = Member(name=name, index=event["index"], instance=event["instance"])
+        self.evicted.pop(name, None)
+        if self.publisher is None:
+            self.publisher = name
+
+    def _gone(self, event: Event) -> None:
+        self.members.pop(event["peer"], None)
+        if self.publisher == event["peer"] and not (self.open_round == 0 and self.uploaded):
+            by_index = sorted(self.members.values(), key=lambda member: member.index)
+            self.publisher = by_index[0].name if by_index else None
+
+    def _evicted(self, event: Event) -> None:
+        member = self.members.get(event["peer"])
+        if member is not None:
+            self.evicted[member.name] = (member.instance, event["reason"])
+        if self.closing is None or event.get("reopens"):
+            self.uploaded.pop(event["peer"], None)
+        if event.get("reopens"):
+            self.closing = None
+        self._gone(event)
+
+    def _uploaded(self, event: Event) -> None:
+        self.uploaded[event["peer"]] = self.members[event["peer"]].index
+
+    def _forgotten(self, event: Event) -> None:
+        self.uploaded.pop(event["peer"], None)
+        self.closing = None
+
+    def _closed(self, event: Event) -> None:
+        self.closing = tuple(event["peers"])
+        for member in self.members.values():
+            member.awaited = member.name in self.closing
+            member.missed = 0 if member.awaited else member.missed + 1
+            # Whoever did not publish the start has nothing to catch up with.
+            if event["round"] == 0:
+                member.awaited, member.missed = True, 0
+
+    def _committed(self, event: Event) -> None:
+        self._newest = event["round"]
+        self.results[self._newest] = RoundResult(
+            number=self._newest,
+            digest=event["digest"],
+            contributors=tuple(event["contributors"]),
+            rejected=dict(event["rejected"]),
+        )
+        self.results.pop(self._newest - KEPT_RESULTS, None)
+        self.outer_scalars = event["outer_scalars"]
+        self.uploaded, self.closing, self._quorum_since = {}, None, None

@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run on the server: what peers and people ask of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.frames import Frame, codec_of
+from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.round import Member, RoundResult
+from megatron_ext.sync_service.round_maker import RoundMaker
+from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.spool import Contribution, Discarded
+from megatron_ext.sync_service.store import RunStore
+
+__all__ = ["Answer", "Run"]
+
+LINGER_SECONDS = 30.0
+"""How long a drained server waits for peers to fetch the last round."""
+
+Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
+"""What is to be done by a peer that awaits a round, and why."""
+
+
+class Run:
+    """A run that is being served. Its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        name: str,
+        config: RunConfig,
+        folder: Path,
+        *,
+        keep_snapshots: int,
+        failpoints: Failpoints,
+        on_fatal: Callable[[BaseException], None],
+    ) -> None:
+        """Open the run's folder and go on from what is there.
+
+        Args:
+            name: the run id.
+            config: of the run.
+            folder: where its state is; made when it is not there.
+            keep_snapshots: how many committed rounds stay on the disk.
+            failpoints: where to die in tests.
+            on_fatal: called with what ended the thread that makes the rounds.
+
+        Raises:
+            UserError: the state is damaged or was made with another configuration.
+        """
+        self.name = name
+        self.config = config
+        self._failpoints = failpoints
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._last_round: int | None = None
+        self._drained_since: float | None = None
+        self._fetched: dict[str, int] = {}
+        self._store = RunStore(name, config, folder, keep_snapshots)
+        self._state = self._store.state
+        self._maker = RoundMaker(config, self._store, self._changed, failpoints, on_fatal)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What peers ask for
+    # -----------------------------------------------------------------------------------------------------------
+
+    def register(
+        self,
+        peer: str,
+        instance: str,
+        *,
+        config: dict[str, str],
+        catalog: Catalog,
+        index: int | None,
+        peers: int | None,
+    ) -> tuple[Member, int, bool]:
+        """Make a peer a member.
+
+        Args:
+            peer: its name.
+            instance: which process speaks for it.
+            config: what must be the same for all peers, `codec` among it.
+            catalog: the tensors.
+            index: the place that it wants.
+            peers: how many peers it believes there are.
+
+        Returns:
+            The member, the open round, and whether its contribution to that is there.
+
+        Raises:
+            Refusal: it does not fit the run.
+        """
+        with self._changed:
+            self._check_draining(self._state.open_round)
+            if peers not in (None, self.config.peers):
+                raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
+            self._check_owners(catalog)
+            codec_of(config.get("codec", ""))
+            if self._state.config is not None:
+                self._check_handshake(peer, config, catalog)
+            event = self._state.check_joining(peer, instance, index)
+            if self._state.config is None:
+                self._store.create(config, catalog)
+            if event is not None:
+                if peer not in self._state.uploaded:
+                    # Another process may train from other values: what the former one has sent is not finished by it.
+                    self._store.spool.discard(peer)
+                self._store.record(event)
+                self._changed.notify_all()
+            return self._state.members[peer], self._state.open_round, peer in self._state.uploaded
+
+    def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
+        """Take frames of a contribution.
+
+        Returns:
+            Whether the round was closed before, and how many frames were taken, and how many were there already.
+
+        Raises:
+            Refusal: a frame or the caller is refused; the frames before it are kept.
+            OSError: the disk refuses.
+        """
+        taken = known = 0
+        contribution = self._contribution(peer, instance, number)
+        for frame in frames:
+            frame.check()
+            while contribution is not None:
+                try:
+                    is_new = contribution.append(frame)
+                    break
+                except Discarded:
+                    contribution = self._contribution(peer, instance, number)
+            else:
+                return True, taken, known
+            taken, known = taken + is_new, known + (not is_new)
+            self._failpoints.hit("frame_spooled")
+        return contribution is None, taken, known
+
+    def commit(self, peer: str, instance: str, number: int) -> bool:
+        """Count a contribution as whole.
+
+        Returns:
+            Whether the round was closed before.
+
+        Raises:
+            Refusal: it is not whole, or the caller is refused.
+            OSError: the disk refuses.
+        """
+        contribution = self._contribution(peer, instance, number)
+        if contribution is None:
+            with self._changed:
+                return not self._counts(peer, number)
+        with self._changed:
+            index = self._state.check_caller(peer, instance).index
+        missing = self._store.missing(contribution, index, number)
+        if missing is not None:
+            raise Refusal("state", f"the contribution to round {number} is not whole: {missing}")
+        contribution.sync()
+        self._failpoints.hit("upload_synced")
+        with self._changed:
+            self._state.check_caller(peer, instance)
+            if not self._state.accepts(peer, number):
+                return not self._counts(peer, number)
+            if peer not in self._state.uploaded:
+                size = {"frames": contribution.frames, "bytes": contribution.nbytes}
+                self._store.record({"event": "uploaded", "round": number, "peer": peer, **size})
+                self._failpoints.hit("upload_journaled")
+                self._changed.notify_all()
+        return False
+
+    def wait(self, peer: str, instance: str, number: int, *, uploaded: bool, seconds: float) -> Answer:
+        """Return what a peer that awaits a round is to do; after `seconds` that it shall go on waiting.
+
+        Raises:
+            Refusal: the caller is refused.
+        """
+        end = time.monotonic() + seconds
+        with self._changed:
+            while True:
+                answer = self._answer(peer, instance, number, uploaded)
+                left = end - time.monotonic()
+                if answer[0] != "waiting" or left <= 0 or self._stopping:
+                    return answer
+                self._changed.wait(left)
+
+    def result(self, number: int) -> tuple[RoundResult, RoundResult | None]:
+        """Return the newest committed round, and round `number` when it is remembered."""
+        with self._changed:
+            newest = self._state.newest
+            if newest is None:
+                raise Refusal("not_found", "no round has been committed yet")
+            return newest, self._state.result(number)
+
+    def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
+        """Return the values of a committed round, for a peer that goes on from them.
+
+        Raises:
+            Refusal: they are not there (any more), or the caller is refused.
+        """
+        with self._changed:
+            self._state.check_caller(peer, instance)
+            newest = self._state.newest
+            if newest is None or number not in self._store.snapshots:
+                held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
+                raise Refusal("not_found", f"the values of round {number} are not here; {held}")
+            self._state.adopted(peer, number)
+            self._fetched[peer] = number
+            self._changed.notify_all()
+            return self._store.snapshots[number], self._store.catalog
+
+    def leave(self, peer: str, instance: str) -> None:
+        """End a membership.
+
+        Raises:
+            Refusal: another process speaks for the peer by now.
+        """
+        with self._changed:
+            if peer in self._state.members:
+                self._state.check_caller(peer, instance)
+                self._store.drop(peer, {"event": "left", "peer": peer})
+                self._changed.notify_all()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What people ask for
+    # -----------------------------------------------------------------------------------------------------------
+
+    def evict(self, peer: str, reason: str) -> None:
+        """End a membership against the peer's will; its process is refused from then on.
+
+        Raises:
+            Refusal: there is no such peer.
+        """
+        with self._changed:
+            if peer not in self._state.members:
+                names = ", ".join(self._state.members) or "none"
+                raise Refusal("not_found", f"run {self.name!r} has no peer {peer!r}; its peers are: {names}")
+            self._store.drop(peer, {"event": "evicted", "peer": peer, "reason": reason})
+            self._changed.notify_all()
+
+    def status(self) -> dict[str, Any]:
+        """Return what people want to know, as plain data."""
+        with self._changed:
+            newest = self._state.newest
+            members = sorted(self._state.members.values(), key=lambda member: member.index)
+            spooled = self._store.spool.nbytes
+            return {
+                "run": self.name,
+                "open_round": self._state.open_round,
+                "waiting_for": self._state.waiting_for(),
+                "problem": self._maker.problem,
+                "quorum": self.config.policy.quorum,
+                "places": self.config.peers,
+                "model_bytes": self._store.catalog.nbytes if self._state.config is not None else 0,
+                "newest_round": None if newest is None else newest.number,
+                "digest": None if newest is None else newest.digest,
+                "contributors": [] if newest is None else list(newest.contributors),
+                "rejected": {} if newest is None else newest.rejected,
+                "peers": [
+                    {
+                        "peer": member.name,
+                        "index": member.index,
+                        "uploaded": member.name in self._state.uploaded,
+                        "bytes_uploaded": spooled.get(member.name, 0),
+                        "awaited": member.awaited,
+                        "missed": member.missed,
+                    }
+                    for member in members
+                ],
+            }
+
+    def drain(self) -> None:
+        """Take no new members, and begin no round after the one for which contributions are there."""
+        with self._changed:
+            under_way = self._state.uploaded or self._state.closing is not None
+            self._last_round = self._state.open_round if under_way else self._state.open_round - 1
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether nothing is lost for anyone when the server ends now."""
+        with self._changed:
+            if self._last_round is None or self._state.open_round <= self._last_round:
+                return False
+            if self._drained_since is None:
+                self._drained_since = time.monotonic()
+            has_fetched = [self._fetched.get(peer) == self._last_round for peer in self._state.members]
+            return all(has_fetched) or time.monotonic() - self._drained_since > LINGER_SECONDS
+
+    def stop(self) -> None:
+        """End the thread, and let everybody who waits go."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+        self._maker.stop()
+        self._store.close()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Helpers, to be called with the lock held
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
+        """Return where a peer's frames go; None when they do not count any more."""
+        with self._changed:
+            self._state.check_caller(peer, instance)
+            if not self._state.accepts(peer, number):
+                return None
+            self._check_draining(number)
+            return self._store.contribution(peer)
+
+    def _check_draining(self, number: int) -> None:
+        if self._last_round is not None and number > self._last_round:
+            raise Refusal("later", "the server is being drained; try again when it is back")
+
+    def _counts(self, peer: str, number: int) -> bool:
+        """Whether a peer's contribution was in when a round closed."""
+        if number == self._state.open_round:
+            return peer in (self._state.closing or ())
+        result = self._state.result(number)
+        return result is not None and (peer in result.contributors or peer in result.rejected)
+
+    def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
+        state = self._state
+        newest = state.newest
+        if newest is not None and newest.number >= number:
+            state.check_caller(peer, instance)
+            return "committed", ""
+        state.check_caller(peer, instance)
+        if number > state.open_round:
+            raise Refusal("state", f"round {number} is not open yet; the open one is {state.open_round}")
+        if state.closing is None and peer not in state.uploaded:
+            if number == 0 and state.publisher == peer:
+                return "publish", ""
+            if uploaded:
+                return "upload", "the contribution was lost on the server"
+        return "waiting", self._maker.problem or state.waiting_for()
+
+    def _check_handshake(self, peer: str, config: dict[str, str], catalog: Catalog) -> None:
+        agreed = self._store.agreed
+        for field in sorted(agreed.keys() | config.keys()):
+            wanted, found = agreed.get(field), config.get(field)
+            if wanted != found:
+                raise Refusal(
+                    "state", f"config field {field!r} is {found!r} at peer {peer!r} and {wanted!r} in the run"
+                )
+        difference = self._store.catalog.difference(catalog)
+        if difference is not None:
+            raise Refusal("state", f"the catalog of peer {peer!r} is not the run's: {difference}")
+
+    def _check_owners(self, catalog: Catalog) -> None:
+        for spec in catalog:
+            if spec.owners and spec.owners[-1] >= self.config.peers:
+                raise Refusal(
+                    "invalid",
+                    f"tensor {spec.name!r} has the owner {spec.owners[-1]}; there are {self.config.peers} peers",
+                )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who may talk to the server: a token in the metadata of every call, TLS by files."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.protocol import grpc
+
+__all__ = ["TOKEN_KEY", "TokenInterceptor", "read_file", "read_token", "server_credentials"]
+
+TOKEN_KEY = "authorization"
+
+
+def read_file(path: str, field: str) -> bytes:
+    """Return a file's bytes.
+
+    Raises:
+        UserError: it cannot be read; names the configuration's field.
+    """
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{field} {path}: cannot be read: {error.strerror}") from error
+
+
+def read_token(path: str | None) -> str | None:
+    """Return the token that a file holds, None without a file.
+
+    Raises:
+        UserError: the file cannot be read, or holds no token.
+    """
+    if path is None:
+        return None
+    token = read_file(path, "token_file").decode("ascii", errors="replace").strip()
+    if len(token) < 16 or not token.isprintable() or not token.isascii():
+        raise UserError(
+            f"token_file {path}: must hold at least 16 printable ASCII characters; make one with: "
+            "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
+        )
+    return token
+
+
+def server_credentials(cert: str, key: str, client_ca: str | None) -> Any:
+    """Return gRPC's credentials of a server.
+
+    Raises:
+        UserError: a file cannot be read.
+    """
+    authority = None if client_ca is None else read_file(client_ca, "tls_client_ca")
+    pair = read_file(key, "tls_key"), read_file(cert, "tls_cert")
+    return grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=client_ca is not None)
+
+
+class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
+    """Refuses every call that does not show the token."""
+
+    def __init__(self, token: str) -> None:
+        self._wanted = f"Bearer {token}".encode()
+
+        def refuse(_request: Any, context: Any) -> None:
+            context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's token_file"
+            )
+
+        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """Let a call through, or refuse it."""
+        shown = dict(details.invocation_metadata).get(TOKEN_KEY, "")
+        shown = shown if isinstance(shown, bytes) else shown.encode()
+        return continuation(details) if hmac.compare_digest(shown, self._wanted) else self._refusal

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The server process: its folder, its port, its runs, its end."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.config import ServerConfig
+from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
+from megatron_ext.sync_service.run import Run
+from megatron_ext.sync_service.security import TokenInterceptor, read_token, server_credentials
+from megatron_ext.sync_service.servicer import Servicer
+
+__all__ = ["Server", "serve"]
+
+log = logging.getLogger(__name__)
+
+ADDRESS_FILE = "address"
+"""In the server's folder: where it listens, for tools and scripts."""
+
+_STOP_SECONDS = 2.0
+_POLL_SECONDS = 0.2
+
+
+class Server:
+    """A server that listens. Its runs go on from what is in its folder."""
+
+    def __init__(self, config: ServerConfig, failpoints: Failpoints | None = None) -> None:
+        """Open the runs and listen.
+
+        Args:
+            config: checked here.
+            failpoints: where to die in tests.
+
+        Raises:
+            UserError: the configuration, the folder or the port cannot be used.
+        """
+        config.check()
+        self._ended = threading.Event()
+        self._draining = False
+        self._fatal: BaseException | None = None
+        self._config = config
+        token = read_token(config.token_file)
+        folder = Path(config.dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"dir {folder}: cannot be made: {error.strerror}") from error
+        self._runs = {
+            name: Run(
+                name,
+                run,
+                folder / "runs" / name,
+                keep_snapshots=config.keep_snapshots,
+                failpoints=failpoints or Failpoints(),
+                on_fatal=self._fail,
+            )
+            for name, run in config.runs.items()
+        }
+        self._grpc = grpc.server(
+            # Whoever awaits a round holds a thread, and so does every stream.
+            ThreadPoolExecutor(max_workers=min(16 + 8 * sum(run.peers for run in config.runs.values()), 512)),
+            interceptors=[TokenInterceptor(token)] if token is not None else [],
+            options=[
+                ("grpc.max_receive_message_length", MAX_MESSAGE),
+                ("grpc.max_send_message_length", MAX_MESSAGE),
+                # Two servers at one port would each get a part of the calls.
+                ("grpc.so_reuseport", 0),
+                ("grpc.keepalive_time_ms", 60_000),
+                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        pb2_grpc.add_SyncServiceServicer_to_server(Servicer(self._runs, self._drain), self._grpc)
+        self.address = self._listen()
+        (folder / ADDRESS_FILE).write_text(self.address + "\n")
+
+    def wait(self) -> None:
+        """Serve until `stop` is called or the server is drained.
+
+        Raises:
+            RuntimeError: the rounds of a run cannot go on.
+        """
+        while not self._ended.wait(_POLL_SECONDS):
+            if self._draining and all(run.is_drained for run in self._runs.values()):
+                log.info("drained")
+                break
+        stopped = self._grpc.stop(_STOP_SECONDS)
+        for run in self._runs.values():
+            run.stop()
+        stopped.wait()
+        if self._fatal is not None:
+            raise RuntimeError("a round could not be made") from self._fatal
+
+    def stop(self) -> None:
+        """End soon. Nothing is lost: what counts is on the disk."""
+        self._ended.set()
+
+    def _drain(self) -> None:
+        self._draining = True
+
+    def _fail(self, error: BaseException) -> None:
+        self._fatal = error
+        self._ended.set()
+
+    def _listen(self) -> str:
+        config = self._config
+        host, _, wanted = config.bind.rpartition(":")
+        try:
+            if config.tls_cert is not None and config.tls_key is not None:
+                credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+                port = self._grpc.add_secure_port(config.bind, credentials)
+            else:
+                port = self._grpc.add_insecure_port(config.bind)
+        except RuntimeError as error:
+            raise UserError(
+                f"bind {config.bind}: cannot listen there (port {wanted} in use, no such address, or a bad "
+                f"certificate): {error}"
+            ) from error
+        self._grpc.start()
+        return f"{host}:{port}"
+
+
+def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:
+    """Run a server until it is told to end.
+
+    Args:
+        config: of the server.
+        failpoints: where to die in tests.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UserError: the configuration, the folder or the port cannot be used.
+    """
+    with _locked(Path(config.dir), config):
+        server = Server(config, Failpoints(failpoints))
+
+        def end(_signal: int, _frame: Any) -> None:
+            server.stop()
+
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, end)
+        print(f"megatron-ext server: listening at {server.address}, state in {config.dir}", flush=True)
+        server.wait()
+    return 0
+
+
+@contextmanager
+def _locked(folder: Path, config: ServerConfig) -> Iterator[None]:
+    """Keep a second server away from the folder."""
+    config.check()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(f"dir {folder}: cannot be used: {error.strerror}") from error
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise UserError(f"dir {folder}: another server uses it; stop that one, or give another folder") from error
+    try:
+        yield
+    finally:
+        os.close(handle)

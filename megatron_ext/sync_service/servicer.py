@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of the protocol, translated to what runs do, and what runs refuse to gRPC's status codes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.config import NAME
+from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
+from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
+from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.run import Run
+from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.version import __version__
+
+__all__ = ["Servicer"]
+
+_CODES = {
+    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
+    "state": grpc.StatusCode.FAILED_PRECONDITION,
+    "denied": grpc.StatusCode.PERMISSION_DENIED,
+    "not_found": grpc.StatusCode.NOT_FOUND,
+    "damaged": grpc.StatusCode.DATA_LOSS,
+    "later": grpc.StatusCode.UNAVAILABLE,
+}
+
+MAX_WAIT_SECONDS = 20.0
+"""How long `Await` takes at most, so that a peer learns within it that the server has gone."""
+
+FRAME_BYTES = 1 << 20
+
+
+class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated code has no types
+    """Answers calls."""
+
+    def __init__(self, runs: Mapping[str, Run], on_drain: Callable[[], None]) -> None:
+        """Take the runs by their name, and what to call when the server shall end."""
+        self._runs = runs
+        self._on_drain = on_drain
+
+    def Register(self, request: Any, context: Any) -> Any:
+        """Make the caller a member."""
+        with _refusing(context):
+            if request.protocol != PROTOCOL_VERSION:
+                raise Refusal(
+                    "state",
+                    f"the server (megatron_ext {__version__}) speaks protocol {PROTOCOL_VERSION}, the peer "
+                    f"{request.protocol}; install the same release on both sides",
+                )
+            caller = request.caller
+            member, open_round, uploaded = self._run(caller.run).register(
+                _name(caller.peer),
+                caller.instance,
+                config=dict(request.config),
+                catalog=_catalog(request.catalog),
+                index=request.index if request.HasField("index") else None,
+                peers=request.peers if request.HasField("peers") else None,
+            )
+            places = self._run(caller.run).config.peers
+            return pb2.RegisterReply(index=member.index, peers=places, open_round=open_round, uploaded=uploaded)
+
+    def Upload(self, requests: Iterator[Any], context: Any) -> Any:
+        """Take frames."""
+        with _refusing(context):
+            first = next(requests, None)
+            if first is None:
+                raise Refusal("invalid", "an upload without a message")
+            caller = first.caller
+
+            def frames() -> Iterator[Frame]:
+                yield from map(Frame.from_message, first.frames)
+                for request in requests:
+                    yield from map(Frame.from_message, request.frames)
+
+            run = self._run(caller.run)
+            closed, taken, known = run.upload(caller.peer, caller.instance, first.round, frames())
+            return pb2.UploadReply(closed=closed, frames=taken, duplicates=known)
+
+    def Commit(self, request: Any, context: Any) -> Any:
+        """Count a contribution as whole."""
+        with _refusing(context):
+            caller = request.caller
+            return pb2.CommitReply(closed=self._run(caller.run).commit(caller.peer, caller.instance, request.round))
+
+    def Await(self, request: Any, context: Any) -> Any:
+        """Say what the caller is to do."""
+        with _refusing(context):
+            caller = request.caller
+            run = self._run(caller.run)
+            seconds = min(max(request.seconds, 0.0), MAX_WAIT_SECONDS)
+            answer, message = run.wait(
+                caller.peer, caller.instance, request.round, uploaded=request.uploaded, seconds=seconds
+            )
+            if answer != "committed":
+                return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
+            newest, asked = run.result(request.round)
+            reason = "" if asked is None else asked.rejected.get(caller.peer, "")
+            return pb2.AwaitReply(
+                state=pb2.AwaitReply.COMMITTED,
+                newest_round=newest.number,
+                digest=newest.digest,
+                contributed=asked is not None and caller.peer in asked.contributors,
+                contributors=[] if asked is None else asked.contributors,
+                message=reason,
+            )
+
+    def Download(self, request: Any, context: Any) -> Iterator[Any]:
+        """Send values."""
+        with _refusing(context):
+            caller = request.caller
+            snapshot, catalog = self._run(caller.run).snapshot(caller.peer, caller.instance, request.round)
+            batch: list[Any] = []
+            size = 0
+            for wanted in request.slices:
+                for frame in _frames(snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)):
+                    batch.append(frame.to_message())
+                    size += len(frame.payload)
+                    if size >= FRAME_BYTES:
+                        yield pb2.FrameBatch(frames=batch)
+                        batch, size = [], 0
+            if batch:
+                yield pb2.FrameBatch(frames=batch)
+
+    def Leave(self, request: Any, context: Any) -> Any:
+        """End a membership."""
+        with _refusing(context):
+            self._run(request.caller.run).leave(request.caller.peer, request.caller.instance)
+            return pb2.LeaveReply()
+
+    def Status(self, request: Any, context: Any) -> Any:
+        """Say how things are."""
+        runs = [run.status() for run in self._runs.values()]
+        return pb2.StatusReply(json=json.dumps({"version": __version__, "runs": runs}))
+
+    def Evict(self, request: Any, context: Any) -> Any:
+        """End somebody else's membership."""
+        with _refusing(context):
+            self._run(request.run).evict(request.peer, request.reason or "no reason was given")
+            return pb2.EvictReply()
+
+    def Drain(self, request: Any, context: Any) -> Any:
+        """Bring the server to an end."""
+        for run in self._runs.values():
+            run.drain()
+        self._on_drain()
+        rounds = ", ".join(f"{run.name}: {run.status()['waiting_for']}" for run in self._runs.values())
+        return pb2.DrainReply(message=rounds)
+
+    def _run(self, name: str) -> Run:
+        if name not in self._runs:
+            raise Refusal("not_found", f"run {name!r} is not served here; the runs are: {', '.join(self._runs)}")
+        return self._runs[name]
+
+
+@contextmanager
+def _refusing(context: Any) -> Iterator[None]:
+    """Turn what is refused inside into an answer."""
+    try:
+        yield
+    except Refusal as refusal:
+        context.abort(_CODES[refusal.reason], str(refusal))
+    except OSError as error:
+        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server cannot write: {error}")
+
+
+def _name(peer: str) -> str:
+    if not NAME.fullmatch(peer):
+        raise Refusal("invalid", f"{peer!r} cannot be the name of a peer; use up to 64 letters, digits, '.', '_', '-'")
+    return peer
+
+
+def _catalog(messages: Any) -> Catalog:
+    return Catalog(
+        TensorSpec(name=spec.name, shape=tuple(spec.shape), unit=spec.unit, owners=tuple(spec.owners))
+        for spec in messages
+    )
+
+
+def _frames(snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Frame]:
+    """Yield the frames of a box of a tensor; of the whole tensor when the box is empty."""
+    if not start and not shape:
+        box = whole_box(spec.shape)
+        for offset, count in cut(box.numel, FRAME_BYTES):
+            values = snapshot.read(spec.name, offset, count)
+            yield Frame.make(spec.name, spec.shape, box, offset, values)
+        return
+    box = Box(start, shape)
+    fits = len(start) == len(shape) == len(spec.shape)
+    if not fits or any(n < 1 or a + n > size for a, n, size in zip(start, shape, spec.shape, strict=True)):
+        raise Refusal("invalid", f"the box {start} + {shape} is not in the shape {spec.shape} of tensor {spec.name!r}")
+    values = snapshot.read_box(spec.name, box)
+    for offset, count in cut(box.numel, FRAME_BYTES):
+        yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count])

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots: the values and the outer optimizer's states of one committed round, in one safetensors file.
+
+Written and read tensor by tensor, so that the memory it takes does not depend on the model. A file appears under its
+name only when it is whole and on the disk, and never changes afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import RESERVED, Catalog
+from megatron_ext.sync_service.frames import Box
+from megatron_ext.sync_service.journal import sync_folder
+
+__all__ = ["RoundDigest", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
+
+_LENGTH = struct.Struct("<Q")
+
+
+def snapshot_name(number: int) -> str:
+    """Return the file name of a round's snapshot."""
+    return f"round-{number:08d}.safetensors"
+
+
+def state_name(state: str, name: str) -> str:
+    """Return under which name a tensor's state of the outer optimizer is kept."""
+    return f"{RESERVED}{state}:{name}"
+
+
+class RoundDigest:
+    """SHA-256 over the names and the values' SHA-256 of all tensors, in the order of the catalog."""
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Add the next tensor, fp32 on the CPU."""
+        one = hashlib.sha256(memoryview(values.detach().contiguous().view(-1).numpy()).cast("B"))
+        self._total.update(name.encode() + b"\0" + one.digest())
+
+    def hex(self) -> str:
+        """Return the digest of what was added."""
+        return self._total.hexdigest()
+
+
+class SnapshotWriter:
+    """Writes a snapshot; tensors come in any order, each once."""
+
+    def __init__(self, path: Path, catalog: Catalog, states: Sequence[str], metadata: dict[str, str]) -> None:
+        """Begin the file beside its final place.
+
+        Args:
+            path: the final place.
+            catalog: the tensors.
+            states: names of the outer optimizer's states, each of the shape of its tensor.
+            metadata: goes into the head of the file.
+        """
+        self._path = path
+        self._partial = path.with_suffix(".partial")
+        names = [(spec.name, spec) for spec in catalog]
+        # A peer that trains a tensor alone moves it by itself: there is no outer step, and no state of one.
+        names += [(state_name(state, s.name), s) for state in states for s in catalog if not s.owners]
+        head: dict[str, object] = {"__metadata__": metadata}
+        self._places: dict[str, tuple[int, int]] = {}
+        position = 0
+        for name, spec in names:
+            end = position + 4 * spec.numel
+            head[name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": [position, end]}
+            self._places[name] = (position, end)
+            position = end
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)
+        self._begin = _LENGTH.size + len(text)
+        self._file = self._partial.open("wb", buffering=0)
+        self._put(0, _LENGTH.pack(len(text)) + text)
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Write a tensor, fp32 on the CPU.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        position, end = self._places.pop(name)
+        data = memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")
+        if len(data) != end - position:
+            raise ValueError(f"{name} has {len(data)} bytes instead of {end - position}")
+        self._put(self._begin + position, data)
+
+    def sync(self) -> None:
+        """Make what was written durable, still beside its final place."""
+        if self._places:
+            raise ValueError(f"tensor {next(iter(self._places))!r} was not written")
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def publish(self) -> None:
+        """Give the file its name."""
+        os.replace(self._partial, self._path)
+        sync_folder(self._path.parent)
+
+    def abandon(self) -> None:
+        """Remove the unfinished file."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def _put(self, position: int, data: bytes | memoryview) -> None:
+        while data:
+            written = os.pwrite(self._file.fileno(), data, position)
+            data, position = data[written:], position + written
+
+
+class Snapshot:
+    """A snapshot, for reading. May be read from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Raises:
+            UserError: it is missing or not one of ours.
+        """
+        self.path = path
+        try:
+            self._file = path.open("rb", buffering=0)
+            (length,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
+            if length > path.stat().st_size:
+                raise ValueError("its head is longer than the file")
+            head = json.loads(self._file.read(length))
+            self._entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+            self._begin = _LENGTH.size + length
+            size = self._begin + max(entry["data_offsets"][1] for entry in self._entries.values())
+            if path.stat().st_size != size:
+                raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
+        except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
+            raise UserError(f"{path}: cannot be read as a snapshot ({error}); restore it from a copy") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read(self, name: str, offset: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return elements of a tensor: fp32, 1-D, in memory of their own.
+
+        Args:
+            name: of a tensor or a state.
+            offset: first element.
+            count: how many; all that follow when None.
+        """
+        start, end = self._entries[name]["data_offsets"]
+        position = self._begin + start + 4 * offset
+        data = bytearray(end - start - 4 * offset if count is None else 4 * count)
+        view, done = memoryview(data), 0
+        while done < len(data):
+            got = os.preadv(self._file.fileno(), [view[done:]], position + done)
+            if got == 0:
+                raise OSError(f"{self.path}: ends in the middle of {name!r}")
+            done += got
+        return torch.frombuffer(data, dtype=torch.float32)
+
+    def read_box(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor: fp32, 1-D, in row-major order."""
+        whole = self.read(name).view(tuple(self._entries[name]["shape"]))
+        return whole[box.slices].contiguous().view(-1)

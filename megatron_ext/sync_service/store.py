@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run keeps on the disk, and its state in memory, which are always the same.
+
+    DIR/runs/RUN/journal.jsonl                       what has happened
+    DIR/runs/RUN/snapshots/round-N.safetensors       the values of the newest rounds
+    DIR/runs/RUN/spool/round-N/PEER.frames           contributions to the open round
+
+A round is committed by its line in the journal, which is written after the snapshot has its name, and before anyone is
+told. Whatever else a killed server has left is either repeated or removed by the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.journal import Event, Journal
+from megatron_ext.sync_service.round import RunState
+from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
+from megatron_ext.sync_service.spool import Contribution, Spool
+
+__all__ = ["RunStore"]
+
+log = logging.getLogger(__name__)
+
+
+class RunStore:
+    """The durable state of a run. Not for several threads at once."""
+
+    def __init__(self, name: str, config: RunConfig, folder: Path, keep_snapshots: int) -> None:
+        """Open the folder and go on from what is there.
+
+        Args:
+            name: the run id.
+            config: of the run.
+            folder: where the state is; made when it is not there.
+            keep_snapshots: how many committed rounds stay on the disk.
+
+        Raises:
+            UserError: the state is damaged or was made with another configuration.
+        """
+        self._name = name
+        self._keep = keep_snapshots
+        self._folder = folder / "snapshots"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._journal = Journal(folder / "journal.jsonl")
+        self.state = RunState(config.policy)
+        for event in self._journal.events:
+            self.state.apply(event)
+        self._journal.events.clear()
+        if self.state.config is not None and self.state.places != config.peers:
+            raise UserError(
+                f"run {name}: peers is {config.peers}, but the run was started with {self.state.places}, by which its "
+                "data are cut; give the same number, or start a new run under another name"
+            )
+        self._catalog = Catalog.from_json(self.state.catalog) if self.state.config is not None else None
+        self.snapshots: dict[int, Snapshot] = {}
+        self._recover_snapshots()
+        self.spool = Spool(folder / "spool")
+        self._recover_spool()
+        self.record(
+            {
+                "event": "started",
+                "peers": config.peers,
+                "quorum": config.policy.quorum,
+                "outer_optimizer": config.outer_optimizer,
+            }
+        )
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tensors of the run, whose first peer has registered."""
+        assert self._catalog is not None
+        return self._catalog
+
+    @property
+    def agreed(self) -> dict[str, str]:
+        """What is the same for all peers of the run, whose first one has registered."""
+        assert self.state.config is not None
+        return self.state.config
+
+    def record(self, event: Event) -> None:
+        """Let an event happen: on the disk first, then here.
+
+        Raises:
+            OSError: it could not be written, and has not happened.
+        """
+        self.state.apply(self._journal.append(event))
+        if event["event"] != "created":
+            told = {key: value for key, value in event.items() if key not in ("event", "outer_scalars")}
+            log.info("run %s: %s %s", self._name, event["event"], told)
+
+    def create(self, config: dict[str, str], catalog: Catalog) -> None:
+        """Let the run begin with what its first peer says that all peers have in common."""
+        event: dict[str, Any] = {"event": "created", "config": config, "catalog": catalog.as_json()}
+        self.record({**event, "peers": self.state.policy.peers})
+        self._catalog = catalog
+
+    def drop(self, peer: str, event: Event) -> None:
+        """Let an event happen that ends a membership, and forget what does not count of its peer."""
+        self.record(event)
+        if peer not in self.state.uploaded and self.state.closing is None:
+            self.spool.discard(peer)
+
+    def contribution(self, peer: str) -> Contribution:
+        """Return a peer's contribution to the open round, perhaps an empty one."""
+        # The start is what everybody goes on from: nothing of it may be lost.
+        codec = "fp32" if self.state.open_round == 0 else self.agreed["codec"]
+        return self.spool.contribution(peer, self.catalog, codec)
+
+    def missing(self, contribution: Contribution, index: int, number: int) -> str | None:
+        """Return in words what a contribution to a round lacks; None when it is whole."""
+        return contribution.missing(None if number == 0 else index)
+
+    def snapshot_path(self, number: int) -> Path:
+        """Return where the snapshot of a round is."""
+        return self._folder / snapshot_name(number)
+
+    def commit(self, event: Event, snapshot: Snapshot) -> None:
+        """Let the event happen that commits the open round, and go on to the next one."""
+        self.record(event)
+        self.snapshots[event["round"]] = snapshot
+        self.spool.open_round(self.state.open_round)
+        for number in [number for number in self.snapshots if number < self.state.open_round - self._keep]:
+            # A download that is under way keeps the file open.
+            self.snapshots.pop(number).path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close the journal."""
+        self._journal.close()
+
+    def _recover_snapshots(self) -> None:
+        newest = self.state.open_round - 1
+        kept = {snapshot_name(number): number for number in range(max(0, newest + 1 - self._keep), newest + 1)}
+        for path in self._folder.iterdir():
+            if path.name not in kept:
+                path.unlink()
+        for name, number in kept.items():
+            # Older ones may be gone: fewer were kept.
+            if (self._folder / name).exists() or number == newest:
+                self.snapshots[number] = Snapshot(self._folder / name)
+
+    def _recover_spool(self) -> None:
+        number = self.state.open_round
+        self.spool.open_round(number)
+        for peer, index in dict(self.state.uploaded).items():
+            missing = self.missing(self.contribution(peer), index, number)
+            if missing is not None:
+                self.spool.discard(peer)
+                self.record({"event": "forgotten", "round": number, "peer": peer, "reason": missing})

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Makes the Python code of the sync service's protocol.
+#
+#   scripts/make_sync_protocol.sh [OUTPUT_FOLDER]     the repository itself unless given
+#
+# Needs grpcio-tools of the release below, which is not needed otherwise: the code that it makes runs with every later
+# grpcio and protobuf, so it has to be as old as the lowest ones that setup.py allows.
+#     python -m venv /tmp/protocol && /tmp/protocol/bin/pip install grpcio-tools==1.74.0
+#     PYTHON=/tmp/protocol/bin/python scripts/make_sync_protocol.sh
+
+set -euo pipefail
+wanted=1.74.0
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+output="$(cd "${1:-$root}" && pwd -P)"
+python="${PYTHON:-python3}"
+
+found="$("$python" -c 'from importlib.metadata import version; print(version("grpcio-tools"))' 2>/dev/null)" || found="none"
+if [[ $found != "$wanted" ]]; then
+    echo "error: $python has grpcio-tools $found; install grpcio-tools==$wanted, or set PYTHON to one that has it" >&2
+    exit 2
+fi
+
+cd "$root"
+"$python" -m grpc_tools.protoc --proto_path=. --python_out="$output" --grpc_python_out="$output" \
+    megatron_ext/sync_service/sync.proto
+for name in sync_pb2.py sync_pb2_grpc.py; do
+    file="$output/megatron_ext/sync_service/$name"
+    { echo "# SPDX-License-Identifier: Apache-2.0"; cat "$file"; } >"$file.new"
+    mv "$file.new" "$file"
+done

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that has imported torch and gRPC once, and forks servers and peers on request.
+
+It reads one JSON object per line: `argv` for the `megatron-ext` command or `peer` for `tests.sync_service.peer`, `log`
+for the file that takes the output, and `file_size` for a limit on the size of files. It answers with the process's id,
+and writes the exit status of a process that has ended to `log` + ".exit".
+"""
+
+import json
+import os
+import resource
+import select
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import megatron_ext.sync_service.client
+import megatron_ext.sync_service.server  # noqa: F401  # so that no child has to
+from megatron_ext.cli.main import main
+from tests.sync_service.peer import run_peer
+
+POLL_SECONDS = 0.02
+
+
+def _reap(logs: dict[int, str]) -> None:
+    """Write down how children have ended."""
+    while logs:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        path = Path(logs.pop(pid) + ".exit")
+        path.with_suffix(".new").write_text(str(os.waitstatus_to_exitcode(status)))
+        path.with_suffix(".new").rename(path)
+
+
+def _lines(logs: dict[int, str]) -> Iterator[str]:
+    """Yield the lines of standard input, and look after the children meanwhile."""
+    rest = b""
+    while True:
+        _reap(logs)
+        if not select.select([0], [], [], POLL_SECONDS)[0]:
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from (line.decode() for line in lines)
+
+
+def _child(job: dict[str, Any]) -> int:
+    log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if job.get("file_size"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], resource.RLIM_INFINITY))
+    return main(job["argv"]) if "argv" in job else run_peer(job["peer"])
+
+
+def _serve() -> None:
+    torch.set_num_threads(1)
+    logs: dict[int, str] = {}
+    for line in _lines(logs):
+        job = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = _child(job)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        logs[pid] = job["log"]
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()
