@@ -251,6 +251,11 @@ class RunState:
         if peer in self.members and number == self._newest:
             self.members[peer].awaited = True
 
+    def await_everybody(self) -> None:
+        """Say that this state was restored: who has taken the newest values since is not known, so all are awaited."""
+        for member in self.members.values():
+            member.awaited = True
+
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
 

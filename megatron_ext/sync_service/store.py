@@ -51,6 +51,7 @@ class RunStore:
         self.state = RunState(config.policy)
         for event in self._journal.events:
             self.state.apply(event)
+        self.state.await_everybody()
         self._journal.events.clear()
         if self.state.config is not None and self.state.places != config.peers:
             raise UserError(

@@ -8,15 +8,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client import ClientConfig, SyncClient, Values
 from megatron_ext.sync_service.connection import ConnectionConfig
-from megatron_ext.sync_service.journal import Journal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
@@ -148,7 +148,7 @@ class Service:
         """Return the events of one kind."""
         return [event for event in self.journal() if event["event"] == kind]
 
-    def client(self, name: str, values: Values, **options: Any) -> SyncClient:
+    def client(self, name: str, values: Catalog | Values, **options: Any) -> SyncClient:
         """Return a client in this process."""
         connection = ConnectionConfig(server=self.address, patience_seconds=20, **options.pop("connection", {}))
         options = {
@@ -174,10 +174,3 @@ def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) ->
     while not condition():
         assert time.monotonic() < end, f"waited {seconds} s for {what}"
         time.sleep(0.02)
-
-
-def replayed(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield a journal's events as a restarted server reads them."""
-    journal = Journal(path)
-    yield from journal.events
-    journal.close()

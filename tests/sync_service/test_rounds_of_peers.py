@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.local_sgd.outer_optimizer import OuterSGD
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
 from tests.sync_service.service import Service
 
@@ -131,14 +132,12 @@ def test_a_late_peer_starts_from_the_current_round(make_service: MakeService):
 
 
 def test_a_peer_trains_only_what_it_owns_and_the_owner_wins(make_service: MakeService):
-    from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-
     service = make_service(outer_optimizer="sgd", outer_optimizer_lr=1.0, outer_optimizer_momentum=0.0)
     service.start()
-    specs = [TensorSpec(name="shared", shape=(4,)), TensorSpec(name="e0", shape=(3,), owners=(0,)),
-             TensorSpec(name="e1", shape=(3,), owners=(1,)), TensorSpec(name="both", shape=(2,), owners=(0, 1))]  # fmt: skip
+    owners = {"shared": (), "e0": (0,), "e1": (1,), "both": (0, 1)}
+    specs = [TensorSpec(name=name, shape=(3,), owners=of) for name, of in owners.items()]
     start = {spec.name: torch.zeros(spec.shape) for spec in specs}
-    clients = [service.client(f"p{index}", Catalog(specs)) for index in range(2)]  # type: ignore[arg-type]
+    clients = [service.client(f"p{index}", Catalog(specs)) for index in range(2)]
     clients[0].start(start)
     clients[1].start(start)
     for index, client in enumerate(clients):

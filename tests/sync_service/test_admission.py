@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who gets in and who does not, and what people can do about it: real server, over the wire."""
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import trustme
+
+from megatron_ext.cli.main import main
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.protocol import pb2
+from tests.sync_service.peer import digest, start_values, trained
+from tests.sync_service.service import Service, until
+
+MakeService = Callable[..., Service]
+START = start_values(1)
+
+
+def test_what_does_not_fit_the_run_is_refused_with_the_field(make_service: MakeService):
+    service = make_service()
+    service.start()
+    service.client("p0", START, agreed={"sync_interval": "100"}).register()
+    other_shape = {**START, "layer.0.bias": torch.zeros(25)}
+    renamed = {name.replace("layer.1", "layer.2"): value for name, value in START.items()}
+    for values, options, problem in (
+        (START, {"run": "other"}, "run 'other' is not served here; the runs are: demo"),
+        (START, {"agreed": {"sync_interval": "50"}}, "config field 'sync_interval' is '50' at peer 'p1' and '100'"),
+        (START, {}, "config field 'sync_interval' is None at peer 'p1' and '100' in the run"),
+        (START, {"agreed": {"sync_interval": "100"}, "codec": "bf16"}, "config field 'codec' is 'bf16'"),
+        (START, {"agreed": {"sync_interval": "100"}, "peers": 3}, "peers is 3 at peer 'p1' and 2 in the run"),
+        (START, {"agreed": {"sync_interval": "100"}, "index": 0}, "index 0 is asked for, but peer 'p0' has it"),
+        (
+            other_shape,
+            {"agreed": {"sync_interval": "100"}},
+            r"shape of tensor 'layer.0.bias' is \(25,\) instead of \(24,\)",
+        ),
+        (renamed, {"agreed": {"sync_interval": "100"}}, "tensor 'layer.1.weight' has 'layer.2.weight' in its place"),
+        ({"scale": START["scale"]}, {"agreed": {"sync_interval": "100"}}, "'embedding' has 'scale' in its place"),
+    ):
+        with service.client("p1", values, **options) as client, pytest.raises(UserError, match=problem):
+            client.register()
+    assert [event["peer"] for event in service.events("joined")] == ["p0"]
+    assert service.client("p1", START, agreed={"sync_interval": "100"}).register() == 0
+
+
+def test_values_of_the_wrong_shape_or_type_are_refused_before_they_are_sent(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    with service.client("p0", START) as client:
+        client.start(START)
+        for name, value, problem in (
+            ("scale", torch.zeros(2), r"tensor 'scale' is torch.float32 of shape \(2,\)"),
+            ("scale", torch.zeros((), dtype=torch.bfloat16), "tensor 'scale' is torch.bfloat16"),
+        ):
+            with pytest.raises(UserError, match=problem):
+                client.sync({**START, name: value})
+        with pytest.raises(UserError, match="tensor 'scale' of the catalog is not among the values"):
+            client.sync({name: value for name, value in START.items() if name != "scale"})
+
+
+def test_a_peer_of_another_release_is_refused(make_service: MakeService):
+    service = make_service()
+    service.start()
+    with service.client("p0", START) as client:
+        request = pb2.RegisterRequest(caller=client._caller, protocol=99)
+        with pytest.raises(UserError, match=r"speaks protocol 1, the peer 99; install the same release"):
+            client._connection.call("Register", request)
+
+
+def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"{name}-token-0123456789\n")
+    service = make_service(peers=1)
+    service.extra = {"token_file": str(tmp_path / "right")}
+    service.start()
+    for token in (None, str(tmp_path / "wrong")):
+        with (
+            service.client("p0", START, connection={"token_file": token}) as client,
+            pytest.raises(UserError, match="the token is missing or wrong"),
+        ):
+            client.register()
+        for action in (["status"], ["drain"], ["evict", "p0", "--run", "demo"]):
+            flags = ["--server", service.address, *(["--token-file", token] if token else [])]
+            assert main(["server", *action, *flags]) == 2
+    with service.client("p0", START, connection={"token_file": str(tmp_path / "right")}) as client:
+        values = client.start(START)
+        sent = trained(values, 0, 1)
+        assert digest(client.sync(sent).values) == digest(sent)
+    assert service.server is not None and service.server.exit_code is None
+
+
+def test_mutual_tls_lets_only_those_in_whom_the_authority_has_signed(make_service: MakeService, tmp_path: Path):
+    files = {}
+    for name in ("ours", "theirs"):
+        authority = trustme.CA()
+        authority.cert_pem.write_to_path(tmp_path / f"{name}.ca")
+        issued = authority.issue_cert("localhost", "127.0.0.1")
+        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
+        for blob in issued.cert_chain_pems:
+            blob.write_to_path(tmp_path / f"{name}.pem", append=True)
+        files[name] = {"tls_ca": str(tmp_path / f"{name}.ca"), "tls_cert": str(tmp_path / f"{name}.pem"),
+                       "tls_key": str(tmp_path / f"{name}.key")}  # fmt: skip
+    ours, theirs = files["ours"], files["theirs"]
+    service = make_service(peers=1)
+    service.extra = {"tls_cert": ours["tls_cert"], "tls_key": ours["tls_key"], "tls_client_ca": ours["tls_ca"]}
+    service.start()
+    for wrong in (theirs, {**theirs, "tls_ca": ours["tls_ca"]}, {"tls_ca": ours["tls_ca"]}, {}):
+        connection = Connection(ConnectionConfig(server=service.address, patience_seconds=0.5, call_seconds=2, **wrong))
+        with pytest.raises(UserError, match="has not answered Status"):
+            connection.call("Status", pb2.StatusRequest())
+        connection.close()
+    with service.client("p0", START, connection=ours) as client:
+        assert digest(client.start(START)) == digest(START)
+
+
+def test_a_second_process_takes_a_peers_place_and_the_first_is_told(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    with service.client("p0", START) as first, service.client("p0", START) as second:
+        first.start(START)
+        second.start(START)
+        with pytest.raises(UserError, match="another process has registered as peer 'p0'"):
+            first.sync(START)
+        assert second.sync(START).contributed
+
+
+def test_status_evict_and_drain(make_service: MakeService, capsys: pytest.CaptureFixture[str]):
+    service = make_service({"demo": {"peers": 2, "quorum": 1, "grace_seconds": 30}})
+    service.start()
+    flags = ["--server", service.address]
+    with service.client("p0", START) as p0, service.client("p1", START) as p1:
+        p0.start(START)
+        p1.start(START)
+        p0.upload(1, START)
+        assert main(["server", "status", "--json", *flags]) == 0
+        (run,) = json.loads(capsys.readouterr().out)["runs"]
+        assert run["open_round"] == 1 and run["waiting_for"] == "round 1 awaits p1"
+        assert [(peer["peer"], peer["uploaded"]) for peer in run["peers"]] == [("p0", True), ("p1", False)]
+        assert main(["server", "evict", "p2", *flags]) == 2
+        assert "has no peer 'p2'; its peers are: p0, p1" in capsys.readouterr().err
+        assert main(["server", "evict", "p1", "--reason", "too slow", *flags]) == 0
+        # Nobody else is awaited: the round closes without the 30 seconds.
+        assert p0.fetch(1, START).contributors == ("p0",)
+        with pytest.raises(UserError, match="peer 'p1' was evicted: too slow"):
+            p1.sync(START)
+        assert main(["server", "status", *flags]) == 0
+        assert "newest round 1" in capsys.readouterr().out
+        p0.upload(2, START)
+        assert main(["server", "drain", *flags]) == 0
+        assert p0.fetch(2, START).number == 2
+        assert service.server is not None and service.server.wait() == 0
+    assert main(["server", "status", *flags]) == 2
+    assert "has not answered Status for 5 s" in capsys.readouterr().err
+    service.start()
+    assert service.events("committed")[-1]["round"] == 2
+
+
+def test_a_server_that_is_told_to_end_ends_at_once_and_goes_on_later(make_service: MakeService):
+    service = make_service()
+    server = service.start()
+    peers = [service.peer(f"p{index}", 3, pauses={"2": 1.5}) for index in range(2)]
+    until(lambda: [e for e in service.events("committed") if e["round"] == 1], "round 1")
+    server.kill(signal.SIGTERM)
+    assert server.wait(20) == 0
+    service.start()
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+
+
+def test_two_servers_do_not_share_a_folder_or_a_port(make_service: MakeService):
+    service = make_service()
+    service.start()
+    second = service.start()
+    assert second.wait() == 2 and "another server uses it" in second.output
+    other = make_service()
+    other.address = service.address
+    assert other.start().wait() == 2
+    assert f"bind {service.address}: cannot listen there" in other.output
+
+
+def test_another_number_of_peers_is_refused_for_a_run_that_has_begun(make_service: MakeService):
+    service = make_service(peers=2)
+    server = service.start()
+    with service.client("p0", START) as client:
+        client.start(START)
+    server.kill(signal.SIGTERM)
+    server.wait()
+    service.runs["demo"]["peers"] = 3
+    assert service.start().wait() == 2
+    assert "peers is 3, but the run was started with 2" in service.output

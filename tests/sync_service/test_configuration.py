@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad configuration gets one clear error that names the field; the shipped one is good."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.client import ClientConfig, SyncClient
+from megatron_ext.sync_service.config import RunConfig, ServerConfig, read_config
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.refusal import Refusal
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RUN = {"r": RunConfig(peers=2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("runs: {r: {peers: 2, qourum: 1}}", "run r: field 'qourum' is unknown; the fields are peers, quorum"),
+        ("runs: {r: {quorum: 1}}", "run r: peers is missing"),
+        ("runs: {r: {peers: two}}", "run r: peers is 'two'; it must be of type int"),
+        ("runs: {r: {peers: true}}", "run r: peers is True; it must be of type int"),
+        ("runs: {r: {peers: 2, quorum: 3}}", r"run r: quorum is 3; it must be 1 to peers \(2\)"),
+        ("runs: {r: {peers: 2, max_norm: -1}}", "run r: max_norm is -1; it must be above 0"),
+        ("runs: {r: {peers: 2, outer_optimizer: lion}}", "outer-optimizer 'lion' is not known"),
+        ("runs: {../r: {peers: 2}}", "'../r' cannot be the name of a run"),
+        ("runs: [r]", "runs must be a mapping"),
+        ("bind: 5001\nruns: {r: {peers: 2}}", "bind is 5001; it must be of type str"),
+        ("bind: 127.0.0.1\nruns: {r: {peers: 2}}", "bind is '127.0.0.1'; give ADDRESS:PORT"),
+        ("bind: 0.0.0.0:5001\nruns: {r: {peers: 2}}", "token_file, tls_cert and tls_key are needed"),
+        ("tls_key: k.pem\nruns: {r: {peers: 2}}", "tls_cert and tls_key belong together"),
+        ("token_file: none.txt\nruns: {r: {peers: 2}}", "token_file .*none.txt: cannot be read: No such file"),
+        ("keep_snapshots: 0\nruns: {r: {peers: 2}}", "keep_snapshots is 0"),
+        ("{", "is not YAML"),
+        ("- 1", "must be a mapping"),
+        ("bind: 127.0.0.1:0", "there is no run; name at least one"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_field(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, problem: str
+):
+    config = tmp_path / "server.yaml"
+    config.write_text(text)
+    assert main(["server", "start", "--config", str(config), "--dir", str(tmp_path / "state")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("megatron-ext: error: ") and re.search(problem, error), error
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ([], "dir is missing"),
+        (["--dir", "d"], "there is no run"),
+        (["--dir", "d", "--run", "r"], "run r .*peers is missing"),
+        (["--dir", "d", "--peers", "0"], "run default: peers is 0"),
+        (["--dir", "d", "--peers", "1", "--bind", "10.0.0.1:1"], "which others reach"),
+        (["--dir", "d", "--peers", "1", "--failpoint", "lunch"], "--failpoint 'lunch' is not one"),
+        (["--config", "missing.yaml"], "missing.yaml: cannot be read"),
+    ],
+)
+def test_bad_flags_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], flags: list[str], problem: str
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["server", "start", *flags]) == 2
+    assert re.search(problem, capsys.readouterr().err)
+
+
+def test_flags_for_a_run_that_the_file_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tmp_path / "server.yaml"
+    config.write_text("runs: {r: {peers: 2}}")
+    assert main(["server", "start", "--config", str(config), "--quorum", "1"]) == 2
+    assert "--quorum" in capsys.readouterr().err
+
+
+def test_an_open_address_needs_token_and_tls_unless_told_otherwise():
+    for bind in ("0.0.0.0:1", "[::]:1", "192.168.0.1:1", "example.org:1", "127.evil.example:1"):
+        with pytest.raises(UserError, match="token_file, tls_cert and tls_key are needed"):
+            ServerConfig(dir="d", bind=bind, runs=RUN, token_file="t").check()
+        ServerConfig(dir="d", bind=bind, runs=RUN, insecure=True).check()
+        ServerConfig(dir="d", bind=bind, runs=RUN, token_file="t", tls_cert="c", tls_key="k").check()
+    for bind in ("127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "localhost:1"):
+        ServerConfig(dir="d", bind=bind, runs=RUN).check()
+
+
+def test_a_peer_does_not_talk_to_another_machine_in_the_open():
+    with pytest.raises(UserError, match="without tls_ca everything goes there in the open"):
+        Connection(ConnectionConfig(server="10.0.0.1:1"))
+    Connection(ConnectionConfig(server="10.0.0.1:1", insecure=True)).close()
+
+
+def test_a_token_that_anybody_guesses_is_refused(tmp_path: Path):
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(UserError, match="must hold at least 16 printable ASCII characters"):
+        Connection(ConnectionConfig(server="localhost:1", token_file=str(tmp_path / "token")))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"peer": "a/b"}, "peer is 'a/b'"),
+        ({"codec": "gzip"}, "codec is 'gzip'; use one of fp32, bf16"),
+        ({"agreed": {"codec": "x"}}, "agreed has a field 'codec'"),
+        ({"frame_bytes": 8 << 20}, "frame_bytes is 8388608"),
+        ({"streams": 0}, "streams must be 1 or more"),
+    ],
+)
+def test_a_bad_client_configuration_is_refused(options: dict, problem: str):
+    connection = ConnectionConfig(server="localhost:1")
+    with pytest.raises(UserError, match=problem):
+        SyncClient(ClientConfig(**{"connection": connection, "run": "r", "peer": "p", **options}), {})
+
+
+@pytest.mark.parametrize(
+    ("specs", "problem"),
+    [
+        ([], "the catalog has 0 tensors"),
+        ([TensorSpec(name="a", shape=(1,)), TensorSpec(name="a", shape=(1,))], "tensor 'a' is twice"),
+        ([TensorSpec(name="a", shape=(3, 0))], r"tensor 'a' has the shape \(3, 0\)"),
+        ([TensorSpec(name="outer:a", shape=(3,))], "'outer:a' cannot be the name"),
+        ([TensorSpec(name="a", shape=(3,), owners=(1, 0))], "tensor 'a' has the owners"),
+    ],
+)
+def test_a_bad_catalog_is_refused(specs: list[TensorSpec], problem: str):
+    with pytest.raises(Refusal, match=problem):
+        Catalog(specs)
+
+
+def test_the_shipped_configuration_is_good():
+    (path,) = (REPOSITORY / "configs").glob("*.yaml")
+    ServerConfig(**read_config(path)).check()
+    assert path.name in (REPOSITORY / "configs" / "README.md").read_text()
+
+
+def test_the_server_and_the_client_import_no_megatron():
+    code = (
+        "import sys, megatron_ext.cli.server, megatron_ext.sync_service.server, megatron_ext.sync_service.client\n"
+        "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_without_grpc_one_error_names_the_extra(tmp_path: Path):
+    code = (
+        "import sys\nsys.modules['grpc'] = None\nfrom megatron_ext.cli.main import main\n"
+        f"sys.exit(main(['server', 'start', '--peers', '1', '--dir', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "pip install 'megatron-ext[spes]'" in done.stderr

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What happens when something breaks: nothing committed is lost, the survivors agree, and the journal says what was."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.failpoints import FAILPOINTS
+from megatron_ext.sync_service.protocol import grpc, pb2
+from tests.sync_service.peer import SHAPES, digest, start_values, trained
+from tests.sync_service.service import Service, until
+
+MakeService = Callable[..., Service]
+DILOCO = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7}
+ROUNDS = 3
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[str]:
+    """Return the digests of the rounds that two peers make when nothing breaks, worked out without a server."""
+    from tests.sync_service.test_rounds_of_peers import expected
+
+    return [digest(values) for values in expected(2, ROUNDS, 7, lr=0.7, momentum=0.9)]
+
+
+def check_history(service: Service, rounds: int) -> None:
+    """Check the journal: rounds one after the other, every contribution used at most once, all of members."""
+    events = service.journal()
+    committed = [event for event in events if event["event"] == "committed"]
+    assert [event["round"] for event in committed] == list(range(rounds + 1))
+    uploaded = {(event["round"], event["peer"]) for event in events if event["event"] == "uploaded"}
+    for event in committed:
+        assert len(set(event["contributors"])) == len(event["contributors"])
+        assert all((event["round"], peer) in uploaded for peer in event["contributors"])
+
+
+# At which time: in the middle of round 1, or of round 2 where there is a momentum to lose.
+TIMES = dict(zip(FAILPOINTS, (20, 4, 4, 2, 7, 3, 3, 3, 3), strict=True))
+
+
+@pytest.mark.parametrize("failpoint", [f"{name}:{times}" for name, times in TIMES.items()])
+def test_a_server_killed_at_any_step_of_a_round_goes_on_as_if_nothing_had_been(
+    make_service: MakeService, undisturbed: list[str], failpoint: str
+):
+    service = make_service(**DILOCO)
+    server = service.start(failpoint)
+    peers = [service.peer(f"p{index}", ROUNDS, options={"index": index}, seed=7) for index in range(2)]
+    assert server.wait() == -signal.SIGKILL
+    before = [(event["round"], event["digest"]) for event in service.events("committed")]
+    service.start()
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+    after = [(event["round"], event["digest"]) for event in service.events("committed")]
+    assert after[: len(before)] == before
+    assert after == list(enumerate(undisturbed))
+    for index in range(2):
+        assert [service.seen(f"p{index}")[number]["digest"] for number in range(ROUNDS + 1)] == undisturbed
+    check_history(service, ROUNDS)
+    assert len(service.events("started")) == 2
+
+
+@pytest.mark.parametrize("place", ["before_upload", "during_upload", "after_upload"])
+def test_a_peer_killed_around_its_upload_comes_back_and_changes_no_bit(
+    make_service: MakeService, undisturbed: list[str], place: str
+):
+    service = make_service(**DILOCO)
+    service.start()
+    peers = [service.peer(f"p{index}", ROUNDS, options={"index": index}, seed=7) for index in range(1)]
+    victim = service.peer("p1", ROUNDS, options={"index": 1}, seed=7, die=[2, place])
+    assert victim.wait() == -signal.SIGKILL
+    again = service.peer("p1", ROUNDS, options={"index": 1}, seed=7)
+    assert [peer.wait() for peer in (*peers, again)] == [0, 0], again.output
+    assert [event["digest"] for event in service.events("committed")] == undisturbed
+    check_history(service, ROUNDS)
+
+
+def test_survivors_go_on_without_a_peer_that_died_halfway_through_its_upload(make_service: MakeService):
+    service = make_service({"demo": {"peers": 3, "quorum": 2, "grace_seconds": 0.5}})
+    service.start()
+    names = ["p0", "p1", "p2"]
+    peers = [
+        service.peer(name, 4, options={"index": index}, **({"die": [2, "during_upload"]} if index == 1 else {}))
+        for index, name in enumerate(names)
+    ]
+    assert [peer.wait() for peer in peers] == [0, -signal.SIGKILL, 0]
+    contributors = {event["round"]: event["contributors"] for event in service.events("committed")}
+    assert contributors[1] == names and contributors[2] == contributors[4] == ["p0", "p2"]
+    closed = {event["round"]: event["missing"] for event in service.events("closed")}
+    # Awaited once, then no longer.
+    assert closed[2] == ["p1"] and closed[3] == closed[4] == []
+    assert service.seen("p0")[4]["digest"] == service.seen("p2")[4]["digest"]
+    check_history(service, 4)
+
+
+def test_a_slow_peer_past_the_grace_window_loses_its_interval_and_takes_part_again(make_service: MakeService):
+    service = make_service({"demo": {"peers": 2, "quorum": 1, "grace_seconds": 0.4}})
+    service.start()
+    # Both meet in round 1; p1 sleeps through round 2; from then on p0 waits long enough for it.
+    fast = service.peer("p0", 4, options={"index": 0}, pauses={"1": 0.5, "3": 2.5, "4": 0.2})
+    slow = service.peer("p1", 4, options={"index": 1}, pauses={"1": 0.5, "2": 2.0, "4": 0.2})
+    assert [peer.wait() for peer in (fast, slow)] == [0, 0], slow.output
+    seen = service.seen("p1")
+    assert not seen[2]["contributed"]
+    assert seen[3]["contributed"] and seen[3]["contributors"] == ["p0", "p1"]
+    assert all(seen[number]["digest"] == service.seen("p0")[number]["digest"] for number in seen)
+    check_history(service, 4)
+
+
+@pytest.mark.parametrize("content", [float("nan"), float("inf"), 1e30])
+def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service: MakeService, content: float):
+    service = make_service({"demo": {"peers": 3, "max_norm": 1000.0}})
+    service.start()
+    peers = [
+        service.peer(f"p{index}", 3, options={"index": index}, **(
+            {"values": {"2": {"layer.0.bias": content}}} if index == 1 else {}
+        ))
+        for index in range(3)
+    ]  # fmt: skip
+    assert [peer.wait() for peer in peers] == [0, 0, 0], [peer.output for peer in peers]
+    reason = "max_norm is 1000" if content == 1e30 else "tensor 'layer.0.bias' holds values that are not finite"
+    seen = service.seen("p1")
+    assert not seen[2]["contributed"] and reason in seen[2]["message"] and seen[3]["contributed"]
+    event = service.events("committed")[2]
+    assert event["contributors"] == ["p0", "p2"] and reason in event["rejected"]["p1"]
+    assert len({service.seen(f"p{index}")[3]["digest"] for index in range(3)}) == 1
+
+
+def test_a_round_whose_contributions_are_all_broken_changes_nothing(make_service: MakeService):
+    service = make_service(peers=1, **DILOCO)
+    service.start()
+    start = start_values(1)
+    with service.client("p0", start) as client:
+        values = client.start(start)
+        outcome = client.sync({name: torch.full_like(value, float("nan")) for name, value in values.items()})
+        assert outcome.number == 1 and not outcome.contributed and digest(outcome.values) == digest(start)
+
+
+def test_a_start_that_is_not_finite_is_refused_and_the_next_peer_publishes(make_service: MakeService):
+    service = make_service()
+    service.start()
+    start = start_values(1)
+    broken = {name: torch.full_like(value, float("nan")) for name, value in start.items()}
+    with service.client("p0", start) as first, pytest.raises(UserError, match="start that it published is refused"):
+        first.start(broken)
+    with service.client("p1", start) as second:
+        assert digest(second.start(start)) == digest(start)
+
+
+def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    start = start_values(1)
+    with service.client("p0", start) as client:
+        client.start(start)
+        sent = trained(start, 0, 1)
+        (parts,) = client._outgoing.jobs(1, 0, 1 << 30)
+        messages = [frame.to_message() for batch in client._outgoing.batches(1, parts, sent) for frame in batch]
+        broken = pb2.Frame.FromString(messages[3].SerializeToString())
+        broken.payload = broken.payload[:-1] + bytes([broken.payload[-1] ^ 1])
+
+        def upload(frames: list) -> None:
+            request = pb2.UploadRequest(caller=client._caller, round=1, frames=frames)
+            list(map(str, [client._connection._stub.Upload(iter([request]), timeout=20)]))
+
+        with pytest.raises(grpc.RpcError) as caught:
+            upload([messages[0], broken, messages[1]])
+        assert caught.value.code() == grpc.StatusCode.DATA_LOSS
+        assert "checksum is wrong" in caught.value.details() and "tensor" in caught.value.details()
+        with pytest.raises(UserError, match="is not whole"):
+            client._connection.call("Commit", pb2.CommitRequest(caller=client._caller, round=1))
+        for message in reversed(messages):
+            upload([message, message])
+        outcome = client.sync(sent)
+        assert outcome.contributed and digest(outcome.values) == digest(sent)
+
+
+def test_a_contribution_damaged_on_the_servers_disk_is_uploaded_again(make_service: MakeService):
+    service = make_service()
+    service.start()
+    peers = [
+        service.peer("p0", 1, options={"index": 0}),
+        service.peer("p1", 1, options={"index": 1}, pauses={"1": 2.0}),
+    ]
+    path = service.state / "runs/demo/spool/round-00000001/p0.frames"
+    until(lambda: [e for e in service.events("uploaded") if e["round"] == 1], "the first upload")
+    with path.open("r+b") as file:
+        file.seek(1000)
+        file.write(b"damage")
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+    assert service.events("forgotten")[0]["peer"] == "p0"
+    assert service.events("committed")[1]["contributors"] == ["p0", "p1"]
+    assert service.seen("p0")[1]["digest"] == service.seen("p1")[1]["digest"]
+
+
+def test_a_full_disk_stops_the_round_until_there_is_room(make_service: MakeService):
+    service = make_service(**DILOCO)
+    # Uploads fit under this limit, and a snapshot with its momentum does not.
+    size = 4 * sum(torch.zeros(shape).numel() for shape in SHAPES.values())
+    server = service.start(file_size=size + 20_000)
+    peers = [service.peer(f"p{index}", 2, options={"index": index}) for index in range(2)]
+    until(lambda: "cannot be written" in service.output, "the server's complaint")
+    assert [event["round"] for event in service.events("committed")] == [0]
+    assert not list((service.state / "runs/demo/snapshots").glob("*.partial"))
+    server.limit_files(-1)
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+    check_history(service, 2)
+
+
+def test_a_disk_too_full_for_uploads_makes_peers_wait(make_service: MakeService):
+    service = make_service(peers=1)
+    server = service.start(file_size=30_000)
+    peer = service.peer("p0", 1)
+    until(lambda: "RESOURCE_EXHAUSTED" in peer.output, "the peer's complaint")
+    server.limit_files(-1)
+    assert peer.wait() == 0, peer.output
+    check_history(service, 1)
+
+
+def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: MakeService):
+    service = make_service(peers=1)
+    server = service.start()
+    journal = service.state / "runs/demo/journal.jsonl"
+    server.limit_files(journal.stat().st_size + 10)
+    start = start_values(1)
+    before = journal.read_bytes()
+    options = {"connection": {"token_file": None}}
+    with service.client("p0", start, **options) as client:
+        with pytest.raises(grpc.RpcError) as caught:
+            client._connection.stream("Register", pb2.RegisterRequest(
+                caller=client._caller, protocol=1, config={"codec": "fp32"},
+                catalog=[pb2.TensorSpec(name="w", shape=[3])],
+            ))  # fmt: skip
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert journal.read_bytes() == before
+        server.limit_files(-1)
+        assert digest(client.start(start)) == digest(start)
+
+
+def test_a_clock_that_jumps_changes_nothing(make_service: MakeService):
+    """Rounds are timed by a clock that never goes back; the journal's times are for people."""
+    service = make_service(peers=1)
+    service.start()
+    assert service.peer("p0", 1).wait() == 0
+    service.server.kill(signal.SIGTERM)
+    assert service.server.wait() == 0
+    path = service.state / "runs/demo/journal.jsonl"
+    from megatron_ext.sync_service import journal as journal_module
+
+    real = journal_module.time.time
+    journal_module.time.time = lambda: 0.0
+    try:
+        opened = journal_module.Journal(path)
+        opened.append({"event": "started"})
+        opened.close()
+    finally:
+        journal_module.time.time = real
+    service.start()
+    assert service.peer("p0", 3).wait() == 0
+    check_history(service, 3)
+    assert os.path.exists(path)

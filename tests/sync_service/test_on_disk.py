@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Journal, spool and snapshots: what a killed server leaves behind is read back, and nothing more is believed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
+from megatron_ext.sync_service.journal import Journal
+from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.spool import Contribution, Discarded, Spool
+
+reused_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+
+CATALOG = Catalog(
+    [TensorSpec(name="a", shape=(30, 40)), TensorSpec(name="b", shape=()), TensorSpec(name="c", shape=(7,))]
+)
+VALUES = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in CATALOG}
+
+
+def frames_of(values: dict[str, torch.Tensor]) -> list[Frame]:
+    found = []
+    for spec in CATALOG:
+        flat, box = values[spec.name].reshape(-1), whole_box(spec.shape)
+        found += [Frame.make(spec.name, spec.shape, box, at, flat[at : at + n]) for at, n in cut(spec.numel, 1024)]
+    return found
+
+
+def written_journal(path: Path) -> list[dict]:
+    path.unlink(missing_ok=True)
+    journal = Journal(path)
+    events = [journal.append({"event": "uploaded", "round": number, "peer": "p", "norm": 0.1}) for number in range(5)]
+    journal.close()
+    return events
+
+
+def test_a_journal_says_what_was_written(tmp_path: Path):
+    events = written_journal(tmp_path / "journal.jsonl")
+    assert Journal(tmp_path / "journal.jsonl").events == events
+
+
+@reused_folder
+@given(keep=st.floats(0, 1))
+def test_a_journal_that_ends_in_a_half_line_loses_that_line_and_goes_on(tmp_path: Path, keep: float):
+    path = tmp_path / "journal.jsonl"
+    events = written_journal(path)
+    data = path.read_bytes()[: int(keep * path.stat().st_size)]
+    path.write_bytes(data)
+    journal = Journal(path)
+    whole = data.count(b"\n")
+    assert journal.events == events[:whole]
+    journal.append({"event": "started"})
+    journal.close()
+    assert [event["event"] for event in Journal(path).events] == ["uploaded"] * whole + ["started"]
+
+
+def test_a_journal_damaged_in_the_middle_is_refused_with_the_line(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    written_journal(path)
+    lines = path.read_text().splitlines(keepends=True)
+    lines[2] = lines[2].replace('"round": 2', '"round": 3')
+    path.write_text("".join(lines))
+    with pytest.raises(UserError, match=r"journal.jsonl: line 3 is damaged"):
+        Journal(path)
+
+
+@reused_folder
+@given(st.data())
+def test_frames_in_any_order_and_any_number_of_times_make_the_same_contribution(tmp_path: Path, data: st.DataObject):
+    contribution = Contribution(tmp_path / "p.frames", CATALOG, "fp32")
+    frames = frames_of(VALUES)
+    order = data.draw(st.permutations(frames + data.draw(st.lists(st.sampled_from(frames)))))
+    assert sum(contribution.append(frame) for frame in order) == len(frames)
+    assert contribution.missing(0) is None
+    for spec in CATALOG:
+        assert torch.equal(contribution.read(spec), VALUES[spec.name].view(-1))
+    contribution.discard()
+
+
+@reused_folder
+@given(keep=st.floats(0, 1))
+def test_a_spool_cut_anywhere_keeps_its_whole_frames_and_can_be_finished(tmp_path: Path, keep: float):
+    path = tmp_path / "p.frames"
+    path.unlink(missing_ok=True)
+    frames = frames_of(VALUES)
+    first = Contribution(path, CATALOG, "fp32")
+    for frame in frames:
+        first.append(frame)
+    path.write_bytes(path.read_bytes()[: int(keep * first.nbytes)])
+    found = Contribution(path, CATALOG, "fp32")
+    assert found.nbytes == path.stat().st_size <= int(keep * first.nbytes)
+    kept = found.frames
+    assert [found.append(frame) for frame in frames] == [False] * kept + [True] * (len(frames) - kept)
+    assert found.missing(0) is None and torch.equal(found.read(CATALOG["a"]), VALUES["a"].view(-1))
+
+
+def test_a_spool_damaged_on_the_disk_is_noticed_when_it_is_read(tmp_path: Path):
+    contribution = Contribution(tmp_path / "p.frames", CATALOG, "fp32")
+    for frame in frames_of(VALUES):
+        contribution.append(frame)
+    data = bytearray((tmp_path / "p.frames").read_bytes())
+    data[len(data) // 2] ^= 1
+    with (tmp_path / "p.frames").open("r+b") as file:
+        file.write(data)
+    with pytest.raises(Refusal) as caught:
+        for spec in CATALOG:
+            contribution.read(spec)
+    assert caught.value.reason == "damaged"
+
+
+def test_boxes_of_different_ranks_make_one_tensor(tmp_path: Path):
+    contribution = Contribution(tmp_path / "p.frames", CATALOG, "fp32")
+    for box in (Box((0, 0), (30, 15)), Box((10, 15), (20, 25)), Box((0, 15), (10, 25))):
+        part = VALUES["a"][box.slices].reshape(-1)
+        for offset, count in cut(box.numel, 512):
+            contribution.append(Frame.make("a", (30, 40), box, offset, part[offset : offset + count]))
+    assert torch.equal(contribution.read(CATALOG["a"]), VALUES["a"].view(-1))
+
+
+def test_what_contradicts_or_does_not_belong_is_refused_and_changes_nothing(tmp_path: Path):
+    contribution = Contribution(tmp_path / "p.frames", CATALOG, "fp32")
+    first = frames_of(VALUES)[0]
+    contribution.append(first)
+    size = contribution.nbytes
+    box = whole_box((30, 40))
+    for frame, problem in (
+        (Frame.make("a", (30, 40), box, 0, torch.zeros(first.count)), "differs from the one that has arrived before"),
+        (Frame.make("a", (30, 40), box, 1, torch.zeros(4)), "overlaps"),
+        (Frame.make("a", (40, 30), whole_box((40, 30)), 0, torch.zeros(4)), r"shape of tensor 'a' is \(40, 30\)"),
+        (Frame.make("d", (4,), whole_box((4,)), 0, torch.zeros(4)), "tensor 'd' is not in the catalog"),
+        (Frame.make("c", (7,), whole_box((7,)), 0, torch.zeros(7), "bf16"), "codec of a frame is 'bf16'"),
+    ):
+        with pytest.raises(Refusal, match=problem):
+            contribution.append(frame)
+    assert contribution.nbytes == size == (tmp_path / "p.frames").stat().st_size
+    assert contribution.missing(0) == "256 of the 1200 elements of tensor 'a' have arrived"
+
+
+def test_a_discarded_contribution_takes_no_more_frames_and_its_successor_starts_empty(tmp_path: Path):
+    spool = Spool(tmp_path)
+    spool.open_round(1)
+    old = spool.contribution("p", CATALOG, "fp32")
+    old.append(frames_of(VALUES)[0])
+    spool.discard("p")
+    with pytest.raises(Discarded):
+        old.append(frames_of(VALUES)[1])
+    assert spool.contribution("p", CATALOG, "fp32").frames == 0
+    spool.open_round(2)
+    assert [path.name for path in tmp_path.iterdir()] == ["round-00000002"]
+
+
+def snapshot(path: Path) -> Snapshot:
+    writer = SnapshotWriter(path, CATALOG, ["momentum_buffer"], {"round": "7"})
+    for name, value in reversed(VALUES.items()):
+        writer.write(name, value)
+        writer.write(state_name("momentum_buffer", name), 2 * value)
+    assert not path.exists()
+    writer.sync()
+    writer.publish()
+    return Snapshot(path)
+
+
+def test_a_snapshot_is_a_safetensors_file(tmp_path: Path):
+    snapshot(tmp_path / "s.safetensors")
+    content = load_file(tmp_path / "s.safetensors")
+    assert set(content) == {*VALUES, *(f"outer:momentum_buffer:{name}" for name in VALUES)}
+    assert all(torch.equal(content[name], value) for name, value in VALUES.items())
+    assert [path.name for path in tmp_path.iterdir()] == ["s.safetensors"]
+
+
+def test_any_part_of_a_snapshot_can_be_read(tmp_path: Path):
+    found = snapshot(tmp_path / "s.safetensors")
+    assert torch.equal(found.read("a", 100, 33), VALUES["a"].view(-1)[100:133])
+    assert torch.equal(found.read("outer:momentum_buffer:c"), 2 * VALUES["c"])
+    assert torch.equal(found.read_box("a", Box((3, 5), (4, 6))), VALUES["a"][3:7, 5:11].reshape(-1))
+
+
+@reused_folder
+@given(keep=st.floats(0, 0.999))
+def test_a_snapshot_that_was_cut_is_refused_with_its_name(tmp_path: Path, keep: float):
+    path = tmp_path / "s.safetensors"
+    path.unlink(missing_ok=True)
+    snapshot(path)
+    path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
+    with pytest.raises(UserError, match=r"s.safetensors: cannot be read as a snapshot"):
+        Snapshot(path)
+
+
+def test_a_snapshot_that_lacks_a_tensor_never_gets_its_name(tmp_path: Path):
+    writer = SnapshotWriter(tmp_path / "s.safetensors", CATALOG, [], {})
+    writer.write("a", VALUES["a"])
+    with pytest.raises(ValueError, match="'b' was not written"):
+        writer.sync()
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
