@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.sync_service import frames as frames_module
 from megatron_ext.sync_service.catalog import TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
-from megatron_ext.sync_service.frames import CODECS, Box, Frame, cut, whole_box
+from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Box, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 
@@ -69,10 +70,8 @@ def test_a_frame_that_checks_out_fits_its_tensor(
         name="w", shape=tuple(shape), box=Box(tuple(start), tuple(size)), offset=offset, count=count, codec=codec,
         payload=payload, checksum=0,
     )  # fmt: skip
-    from megatron_ext.sync_service import frames
-
     content = {key: value for key, value in vars(unchecked).items() if key != "checksum"}
-    message = Frame(**content, checksum=frames._checksum(**content)).to_message().SerializeToString()
+    message = Frame(**content, checksum=frames_module._checksum(**content)).to_message().SerializeToString()
     try:
         received = Frame.from_bytes(message)
     except Refusal as refusal:
@@ -80,6 +79,32 @@ def test_a_frame_that_checks_out_fits_its_tensor(
         return
     assert received.values().numel() == received.count <= received.box.numel
     assert all(a + n <= total for a, n, total in zip(start, size, shape, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"offset": 270}, "leaves its box of 300 elements"),
+        ({"count": 0}, "leaves its box"),
+        ({"box": Box((0,), (300,))}, "box does not fit the shape"),
+        ({"box": Box((1, 0), (6, 50))}, "box leaves the shape"),
+        ({"box": Box((0, 0), (6, 0))}, "box leaves the shape"),
+        ({"count": 39}, "which its codec contradicts"),
+        ({"codec": "topk"}, "codec 'topk' is not known"),
+    ],
+)
+def test_a_frame_that_contradicts_itself_is_refused_though_its_checksum_is_right(change: dict, problem: str):
+    good = frame(count=40)
+    content = {**{key: value for key, value in vars(good).items() if key != "checksum"}, **change}
+    with pytest.raises(Refusal, match=problem):
+        Frame(**content, checksum=frames_module._checksum(**content)).check()
+
+
+def test_a_frame_that_is_too_large_is_refused():
+    count = MAX_PAYLOAD // 4 + 1
+    too_large = Frame.make("w", (count,), whole_box((count,)), 0, torch.zeros(count))
+    with pytest.raises(Refusal, match="at most 4194304 are possible"):
+        too_large.check()
 
 
 def test_a_frame_of_another_shape_is_refused_by_name():

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a round does to the values, without a network: formulas, order, owners, other outer optimizers."""
 
+import weakref
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -151,3 +153,28 @@ def test_a_round_that_cannot_be_written_leaves_nothing(tmp_path: Path):
     with pytest.raises(OSError, match="the disk is full"):
         reduction.write(tmp_path / "round-1.safetensors", contributors, reduction.judge(contributors))
     assert sorted(tmp_path.iterdir()) == before
+
+
+class Watched(Contribution):
+    """Counts how many tensors that it has read are in memory at once, over all contributions."""
+
+    alive: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+    most: ClassVar[int] = 0
+
+    def read(self, spec: TensorSpec) -> torch.Tensor:
+        values = super().read(spec)
+        Watched.alive = [found for found in Watched.alive if found() is not None] + [weakref.ref(values)]
+        Watched.most = max(Watched.most, len(Watched.alive))
+        return values
+
+
+@pytest.mark.parametrize("optimizer", [NONE, OuterOptimizerConfig()], ids=["none", "sgd"])
+def test_two_contributions_to_a_tensor_are_in_memory_at_a_time_whatever_the_number_of_peers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: OuterOptimizerConfig
+):
+    monkeypatch.setattr("tests.sync_service.test_reduction.Contribution", Watched)
+    rounds = Rounds(tmp_path, optimizer)
+    rounds.make(values(0))
+    Watched.most = 0
+    rounds.make(*(values(number, *(["e1"] if number != 1 else [])) for number in range(8)))
+    assert Watched.most == 2

@@ -100,6 +100,14 @@ def test_a_round_closes_a_grace_window_after_its_quorum():
     assert machine.journal[-1]["missing"] == ["c"]
 
 
+def test_every_round_has_a_grace_window_of_its_own():
+    machine = Machine(quorum=2, grace=10).started("a", "b", "c").upload("a", "b")
+    assert machine.state.seconds_until_close(100) == 10
+    machine.upload("c").close()
+    machine.commit().upload("a", "b")
+    assert machine.state.seconds_until_close(200) == 10
+
+
 def test_no_round_closes_below_its_quorum_however_long_it_takes():
     machine = Machine(peers=3).started("a", "b").upload("a", "b")
     assert machine.state.seconds_until_close(10**9) is None
