@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
-from megatron_ext.sync_service.journal import Event, Journal
+from megatron_ext.sync_service.journal import Event, Journal, sync_folder
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 from megatron_ext.sync_service.spool import Contribution, Spool
@@ -47,6 +47,8 @@ class RunStore:
         self._keep = keep_snapshots
         self._folder = folder / "snapshots"
         self._folder.mkdir(parents=True, exist_ok=True)
+        for parent in (folder, *list(folder.parents)[:2]):
+            sync_folder(parent)
         self._journal = Journal(folder / "journal.jsonl")
         self.state = RunState(config.policy)
         for event in self._journal.events:

@@ -61,7 +61,7 @@ def make_repository(machine: Machine, wheelhouse: Path) -> Callable[[str], Path]
                     name="tiny",
                     version="1",
                     py_modules=["tiny_module"],
-                    extras_require={"tests": [], "plots": [], "data": []},
+                    extras_require={"tests": [], "plots": [], "data": [], "spes": []},
                 )
                 """
             )
