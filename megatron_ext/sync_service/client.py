@@ -22,10 +22,11 @@ from typing import Any, Self
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import NAME
-from megatron_ext.sync_service.connection import Connection, ConnectionConfig, DamagedOnTheWay
-from megatron_ext.sync_service.frames import CODECS, Box, Frame, whole_box
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.download import download
+from megatron_ext.sync_service.frames import CODECS
 from megatron_ext.sync_service.outgoing import Outgoing, Part, Values
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.refusal import Refusal
@@ -322,7 +323,7 @@ class SyncClient:
         for _ in range(3):
             number = reply.newest_round
             try:
-                values = self._download(number)
+                values = download(self._connection, self._pool, self._caller, self.catalog, number, self.config.streams)
             except UserError as error:
                 # Rounds went on meanwhile, and this one is no longer kept.
                 reply = self._await(number, {})
@@ -342,43 +343,3 @@ class SyncClient:
             self._outgoing.go_on_from(values)
             return values
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")
-
-    def _download(self, number: int) -> dict[str, torch.Tensor]:
-        values = {spec.name: torch.empty(spec.shape) for spec in self.catalog}
-        parts: list[list[TensorSpec]] = [[] for _ in range(self.config.streams)]
-        sizes = [0] * len(parts)
-        for spec in sorted(self.catalog, key=lambda spec: -spec.numel):
-            smallest = sizes.index(min(sizes))
-            parts[smallest].append(spec)
-            sizes[smallest] += spec.numel
-        jobs = [part for part in parts if part]
-        list(self._pool.map(lambda part: self._download_part(number, part, values), jobs))
-        return values
-
-    def _download_part(self, number: int, specs: list[TensorSpec], values: dict[str, torch.Tensor]) -> None:
-        wanted = [pb2.Slice(name=spec.name) for spec in specs]
-        request = pb2.DownloadRequest(caller=self._caller, round=number, slices=wanted)
-        boxes: dict[str, Box] = {spec.name: whole_box(spec.shape) for spec in specs}
-
-        def once() -> None:
-            arrived = dict.fromkeys(boxes, 0)
-            for batch in self._connection.stream("Download", request):
-                for message in batch.frames:
-                    frame = _checked(message)
-                    if boxes.get(frame.name) != frame.box or frame.offset != arrived[frame.name]:
-                        raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
-                    values[frame.name].view(-1)[frame.offset : frame.offset + frame.count] = frame.values()
-                    arrived[frame.name] += frame.count
-            if any(count != boxes[name].numel for name, count in arrived.items()):
-                raise DamagedOnTheWay("the download ended too early")
-
-        self._connection.again("Download", once)
-
-
-def _checked(message: Any) -> Frame:
-    frame = Frame.from_message(message)
-    try:
-        frame.check()
-    except Refusal as refusal:
-        raise DamagedOnTheWay(str(refusal)) from refusal
-    return frame

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.failpoints import Failpoints
-from megatron_ext.sync_service.frames import Frame, codec_of
+from megatron_ext.sync_service.frames import Frame
+from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.round import Member, RoundResult
 from megatron_ext.sync_service.round_maker import RoundMaker
@@ -101,10 +102,9 @@ class Run:
             self._check_draining(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
-            self._check_owners(catalog)
-            codec_of(config.get("codec", ""))
+            check_alone(self.config.peers, config, catalog)
             if self._state.config is not None:
-                self._check_handshake(peer, config, catalog)
+                check_against(self._store.agreed, self._store.catalog, peer, config, catalog)
             event = self._state.check_joining(peer, instance, index)
             if self._state.config is None:
                 self._store.create(config, catalog)
@@ -338,23 +338,3 @@ class Run:
             if uploaded:
                 return "upload", "the contribution was lost on the server"
         return "waiting", self._maker.problem or state.waiting_for()
-
-    def _check_handshake(self, peer: str, config: dict[str, str], catalog: Catalog) -> None:
-        agreed = self._store.agreed
-        for field in sorted(agreed.keys() | config.keys()):
-            wanted, found = agreed.get(field), config.get(field)
-            if wanted != found:
-                raise Refusal(
-                    "state", f"config field {field!r} is {found!r} at peer {peer!r} and {wanted!r} in the run"
-                )
-        difference = self._store.catalog.difference(catalog)
-        if difference is not None:
-            raise Refusal("state", f"the catalog of peer {peer!r} is not the run's: {difference}")
-
-    def _check_owners(self, catalog: Catalog) -> None:
-        for spec in catalog:
-            if spec.owners and spec.owners[-1] >= self.config.peers:
-                raise Refusal(
-                    "invalid",
-                    f"tensor {spec.name!r} has the owner {spec.owners[-1]}; there are {self.config.peers} peers",
-                )

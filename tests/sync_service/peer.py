@@ -68,8 +68,11 @@ def run_peer(job: dict[str, Any]) -> int:
     with SyncClient(config, values) as client:
         try:
             values = client.start(values)
-            _report(job, client, RoundOutcome(number=client.round, values=values, contributed=False, contributors=(),
-                                              message=""))  # fmt: skip
+            _report(
+                job,
+                client,
+                RoundOutcome(number=client.round, values=values, contributed=False, contributors=(), message=""),
+            )
             while client.round < job["rounds"]:
                 values = _interval(client, values, job)
             if job.get("leave"):

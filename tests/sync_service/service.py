@@ -127,8 +127,14 @@ class Service:
 
     def peer(self, name: str, rounds: int, **options: Any) -> Process:
         """Start a peer."""
-        job = {"server": self.address, "run": next(iter(self.runs)), "name": name, "rounds": rounds,
-               "report": str(self.folder / f"{name}.jsonl"), **options}  # fmt: skip
+        job = {
+            "server": self.address,
+            "run": next(iter(self.runs)),
+            "name": name,
+            "rounds": rounds,
+            "report": str(self.folder / f"{name}.jsonl"),
+            **options,
+        }
         process = Process(self.zygote, self.folder / f"{name}.{len(self.processes)}.log", {"peer": job})
         self.processes.append(process)
         return process

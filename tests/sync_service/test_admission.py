@@ -103,8 +103,11 @@ def test_mutual_tls_lets_only_those_in_whom_the_authority_has_signed(make_servic
         issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
         for blob in issued.cert_chain_pems:
             blob.write_to_path(tmp_path / f"{name}.pem", append=True)
-        files[name] = {"tls_ca": str(tmp_path / f"{name}.ca"), "tls_cert": str(tmp_path / f"{name}.pem"),
-                       "tls_key": str(tmp_path / f"{name}.key")}  # fmt: skip
+        files[name] = {
+            "tls_ca": str(tmp_path / f"{name}.ca"),
+            "tls_cert": str(tmp_path / f"{name}.pem"),
+            "tls_key": str(tmp_path / f"{name}.key"),
+        }
     ours, theirs = files["ours"], files["theirs"]
     service = make_service(peers=1)
     service.extra = {"tls_cert": ours["tls_cert"], "tls_key": ours["tls_key"], "tls_client_ca": ours["tls_ca"]}

@@ -119,11 +119,14 @@ def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service:
     service = make_service({"demo": {"peers": 3, "max_norm": 1000.0}})
     service.start()
     peers = [
-        service.peer(f"p{index}", 3, options={"index": index}, **(
-            {"values": {"2": {"layer.0.bias": content}}} if index == 1 else {}
-        ))
+        service.peer(
+            f"p{index}",
+            3,
+            options={"index": index},
+            **({"values": {"2": {"layer.0.bias": content}}} if index == 1 else {}),
+        )
         for index in range(3)
-    ]  # fmt: skip
+    ]
     assert [peer.wait() for peer in peers] == [0, 0, 0], [peer.output for peer in peers]
     reason = "max_norm is 1000" if content == 1e30 else "tensor 'layer.0.bias' holds values that are not finite"
     seen = service.seen("p1")
@@ -234,10 +237,15 @@ def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: Make
     options = {"connection": {"token_file": None}}
     with service.client("p0", start, **options) as client:
         with pytest.raises(grpc.RpcError) as caught:
-            client._connection.stream("Register", pb2.RegisterRequest(
-                caller=client._caller, protocol=1, config={"codec": "fp32"},
-                catalog=[pb2.TensorSpec(name="w", shape=[3])],
-            ))  # fmt: skip
+            client._connection.stream(
+                "Register",
+                pb2.RegisterRequest(
+                    caller=client._caller,
+                    protocol=1,
+                    config={"codec": "fp32"},
+                    catalog=[pb2.TensorSpec(name="w", shape=[3])],
+                ),
+            )
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert journal.read_bytes() == before
         server.limit_files(-1)

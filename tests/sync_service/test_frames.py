@@ -59,17 +59,28 @@ AXES = st.lists(NUMBERS, max_size=4)
 
 
 @given(
-    shape=AXES, start=AXES, size=AXES, offset=NUMBERS, count=NUMBERS, payload=st.binary(max_size=64),
+    shape=AXES,
+    start=AXES,
+    size=AXES,
+    offset=NUMBERS,
+    count=NUMBERS,
+    payload=st.binary(max_size=64),
     codec=st.sampled_from([*CODECS, "", "topk"]),
-)  # fmt: skip
+)
 def test_a_frame_that_checks_out_fits_its_tensor(
     shape: list, start: list, size: list, offset: int, count: int, payload: bytes, codec: str
 ):
     """Frames with right checksums and any content: what passes the checks can be put where it belongs."""
     unchecked = Frame(
-        name="w", shape=tuple(shape), box=Box(tuple(start), tuple(size)), offset=offset, count=count, codec=codec,
-        payload=payload, checksum=0,
-    )  # fmt: skip
+        name="w",
+        shape=tuple(shape),
+        box=Box(tuple(start), tuple(size)),
+        offset=offset,
+        count=count,
+        codec=codec,
+        payload=payload,
+        checksum=0,
+    )
     content = {key: value for key, value in vars(unchecked).items() if key != "checksum"}
     message = Frame(**content, checksum=frames_module._checksum(**content)).to_message().SerializeToString()
     try:

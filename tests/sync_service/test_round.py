@@ -46,8 +46,16 @@ class Machine:
     def commit(self, **rejected: str) -> "Machine":
         assert self.state.closing is not None
         contributors = [name for name in self.state.closing if name not in rejected]
-        self.record({"event": "committed", "round": self.state.open_round, "digest": f"d{self.state.open_round}",
-                     "contributors": contributors, "rejected": rejected, "outer_scalars": {}})  # fmt: skip
+        self.record(
+            {
+                "event": "committed",
+                "round": self.state.open_round,
+                "digest": f"d{self.state.open_round}",
+                "contributors": contributors,
+                "rejected": rejected,
+                "outer_scalars": {},
+            }
+        )
         return self
 
     def started(self, *names: str) -> "Machine":
