@@ -53,8 +53,8 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
                 )
             caller = request.caller
             member, open_round, uploaded = self._run(caller.run).register(
-                _name(caller.peer),
-                caller.instance,
+                _name(caller.peer, "peer"),
+                _name(caller.instance, "process"),
                 config=dict(request.config),
                 catalog=_catalog(request.catalog),
                 index=request.index if request.HasField("index") else None,
@@ -167,10 +167,12 @@ def _refusing(context: Any) -> Iterator[None]:
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server cannot write: {error}")
 
 
-def _name(peer: str) -> str:
-    if not NAME.fullmatch(peer):
-        raise Refusal("invalid", f"{peer!r} cannot be the name of a peer; use up to 64 letters, digits, '.', '_', '-'")
-    return peer
+def _name(text: str, what: str) -> str:
+    if not NAME.fullmatch(text):
+        raise Refusal(
+            "invalid", f"{text[:100]!r} cannot be the name of a {what}; use up to 64 letters, digits, '.', '_', '-'"
+        )
+    return text
 
 
 def _catalog(messages: Any) -> Catalog:

@@ -13,7 +13,7 @@ import trustme
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
-from megatron_ext.sync_service.protocol import pb2
+from megatron_ext.sync_service.protocol import grpc, pb2
 from tests.sync_service.peer import digest, start_values, trained
 from tests.sync_service.service import Service, until
 
@@ -72,6 +72,18 @@ def test_a_peer_of_another_release_is_refused(make_service: MakeService):
             client._connection.call("Register", request)
 
 
+@pytest.mark.parametrize("field", ["peer", "instance"])
+@pytest.mark.parametrize("name", ["", "../x", ".hidden", "a/b", "x" * 65, "a\nb"])
+def test_names_that_are_no_file_names_are_refused(make_service: MakeService, field: str, name: str):
+    service = make_service()
+    service.start()
+    with service.client("p0", START) as client:
+        caller = pb2.Caller(**{"run": "demo", "peer": "p0", "instance": "i", field: name})
+        request = pb2.RegisterRequest(caller=caller, protocol=1, config={"codec": "fp32"})
+        with pytest.raises(UserError, match="cannot be the name of a"):
+            client._connection.call("Register", request)
+
+
 def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
     for name in ("right", "wrong"):
         (tmp_path / name).write_text(f"{name}-token-0123456789\n")
@@ -84,6 +96,11 @@ def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
             pytest.raises(UserError, match="the token is missing or wrong"),
         ):
             client.register()
+        with service.client("p0", START, connection={"token_file": token}) as client:
+            for method, request in (("Upload", iter([pb2.UploadRequest()] * 3)), ("Download", pb2.DownloadRequest())):
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(client._connection.stream(method, request))
+                assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         for action in (["status"], ["drain"], ["evict", "p0", "--run", "demo"]):
             flags = ["--server", service.address, *(["--token-file", token] if token else [])]
             assert main(["server", *action, *flags]) == 2
