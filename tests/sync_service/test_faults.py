@@ -77,6 +77,21 @@ def test_a_peer_killed_around_its_upload_comes_back_and_changes_no_bit(
     check_history(service, ROUNDS)
 
 
+def test_what_a_killed_process_had_committed_counts_and_the_next_one_sends_nothing(make_service: MakeService):
+    service = make_service(peers=2)
+    service.start()
+    start = start_values(1)
+    with service.client("p0", start) as killed, service.client("p0", start) as again, service.client("p1", start) as p1:
+        killed.start(start)
+        p1.start(start)
+        sent = trained(start, 0, 1)
+        killed.upload(1, sent)
+        assert again.start(start_values(2)).keys() == start.keys() and again.uploaded
+        p1.upload(1, sent)
+        other = {name: value + 1 for name, value in start.items()}
+        assert digest(again.sync(other).values) == digest(p1.fetch(1, sent).values) == digest(sent)
+
+
 def test_survivors_go_on_without_a_peer_that_died_halfway_through_its_upload(make_service: MakeService):
     service = make_service({"demo": {"peers": 3, "quorum": 2, "grace_seconds": 0.5}})
     service.start()
@@ -224,6 +239,8 @@ def test_a_disk_too_full_for_uploads_makes_peers_wait(make_service: MakeService)
     until(lambda: "RESOURCE_EXHAUSTED" in peer.output, "the peer's complaint")
     server.limit_files(-1)
     assert peer.wait() == 0, peer.output
+    # What was written by half has left no trace.
+    assert not service.events("forgotten")
     check_history(service, 1)
 
 

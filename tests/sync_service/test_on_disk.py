@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.spool import Contribution, Discarded, Spool
+from megatron_ext.sync_service.store import RunStore
 
 reused_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 
@@ -200,3 +202,22 @@ def test_a_snapshot_that_lacks_a_tensor_never_gets_its_name(tmp_path: Path):
         writer.sync()
     writer.abandon()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_restored_run_awaits_all_its_members_again(tmp_path: Path):
+    config = RunConfig(peers=2, quorum=1)
+    store = RunStore("r", config, tmp_path, 2)
+    store.create({"codec": "fp32"}, CATALOG)
+    for index, peer in enumerate(("a", "b")):
+        store.record({"event": "joined", "peer": peer, "index": index, "instance": peer})
+    for number in (0, 1):
+        store.record({"event": "uploaded", "round": number, "peer": "a"})
+        store.record(store.state.closing_event())
+        event = {"event": "committed", "round": number, "digest": "", "contributors": ["a"], "rejected": {}}
+        store.commit({**event, "outer_scalars": {}}, snapshot(store.snapshot_path(number)))
+    assert store.state.awaited() == ["a"]
+    store.close()
+    restored = RunStore("r", config, tmp_path, 2)
+    # Whether b has taken the values of round 1 since is not in the journal.
+    assert restored.state.open_round == 2 and restored.state.awaited() == ["a", "b"]
+    assert sorted(restored.snapshots) == [0, 1]
