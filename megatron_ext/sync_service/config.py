@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError, combine
-from megatron_ext.local_sgd.config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.sync_service.round import Policy
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.local_sgd.config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Linear

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from megatron_ext.local_sgd.config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame, cut, whole_box
