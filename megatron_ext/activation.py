@@ -57,7 +57,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
     from megatron_ext.backends import cpu
     from megatron_ext.backends.cpu.feature import CpuFeature
     from megatron_ext.features import all_features
-    from megatron_ext.seams import arguments
+    from megatron_ext.seams import arguments, data
 
     use_cpu = backend == "cpu" or (backend == "auto" and not torch.cuda.is_available())
     patches = registry()
@@ -67,6 +67,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
             _cpu.activate(patches)
         patches.apply([cpu.compile_helpers_patch()])
         patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
+        patches.apply(data.patches())
     except BaseException:
         unpatch_megatron()
         raise
@@ -92,9 +93,9 @@ def known_patches() -> list[Patch]:
     """Return every patch that any backend or feature may apply."""
     from megatron_ext.backends import cpu
     from megatron_ext.features import all_features
-    from megatron_ext.seams import arguments
+    from megatron_ext.seams import arguments, data
 
-    found = [*arguments.patches(registry(), None), cpu.compile_helpers_patch(), *cpu.patches()]
+    found = [*arguments.patches(registry(), None), *data.patches(), cpu.compile_helpers_patch(), *cpu.patches()]
     for feature in all_features():
         found += feature.patches()
     unique = {patch.name: patch for patch in found}

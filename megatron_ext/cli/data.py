@@ -228,10 +228,9 @@ def _print_summary(result: Any) -> None:
     if facts["settings"]["shuffle_seed"] is None:
         print("  documents are in input order: --split takes validation and test from the end")
     if not all(_parts_of(facts["documents"])):
-        # Megatron looks for samples in an empty part for ever.
         rest = f"{facts['documents'] - 1},1,0" if facts["documents"] > 1 else "1,0,0"
         print(
-            "  warning: too few documents for Megatron's default --split 969,30,1, whose empty part makes it hang; "
+            "  warning: too few documents for Megatron's default --split 969,30,1, which leaves a part empty; "
             f"use --split {rest}, or fewer and larger parts"
         )
     print("use with:")
