@@ -105,7 +105,7 @@ class LocalSGD:
                 inside=inside,
                 device=self._device,
                 index=index,
-                guarded=self.streaming.active or config.use_async,
+                guarded=self.streaming.in_background or config.use_async,
                 observe=observe,
             )
             self._fragments.append(fragment)
@@ -164,13 +164,18 @@ class LocalSGD:
                 self._end(fragment)
                 changed = True
         for index, fragment in enumerate(self._fragments):
-            if self._is_due(index):
-                self.rounds += 1
-                fragment.send(self.rounds)
-                self._left[index] = self.streaming.sync_delay
-                if self.streaming.sync_delay == 0:
-                    self._end(fragment)
-                    changed = True
+            if not self._is_due(index):
+                continue
+            if not self.streaming.in_background:
+                self._sync(fragment)
+                changed = True
+                continue
+            self.rounds += 1
+            fragment.send(self.rounds)
+            self._left[index] = self.streaming.sync_delay
+            if self.streaming.sync_delay == 0:
+                self._end(fragment)
+                changed = True
         if self.steps_since_sync == self.config.local_sgd_sync_interval:
             self.steps_since_sync = 0
         return self._progress(changed=changed)
@@ -189,14 +194,19 @@ class LocalSGD:
             if fragment.phase != "home":
                 self._end(fragment)
         for fragment in self._fragments:
-            self.rounds += 1
-            report = fragment.sync(self.rounds, steps)
-            self._healed |= not math.isfinite(report.worker_norms[self._worker])
-            self._reports.append(report)
+            self._sync(fragment, steps)
         self._left = [0] * len(self._fragments)
         self.steps_since_sync = 0
-        self._equal = self.met = True
+        self._equal = True
         return self._progress(changed=True)
+
+    def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> None:
+        """Run a round of a fragment at once."""
+        self.rounds += 1
+        report = fragment.sync(self.rounds, steps)
+        self._healed |= not math.isfinite(report.worker_norms[self._worker])
+        self._reports.append(report)
+        self.met = True
 
     def _is_turning(self, index: int) -> bool:
         """Return whether a round is half-way or at its end."""

@@ -66,7 +66,6 @@ class SyncedTensor:
     """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
 
 
-
 @dataclass(kw_only=True)
 class _Flight:
     """A round on its way."""

@@ -75,7 +75,7 @@ class RoundReport:
     """Bytes that this rank sent to other workers."""
 
     seconds: float
-    """Wall time that the round kept this rank from training."""
+    """Wall time that the round kept this rank from training; in the background, up to its outer step."""
 
     waiting_seconds: float
     """What of it passed until all workers had come."""

@@ -40,6 +40,11 @@ class StreamingConfig(FromArgs):
         """Whether workers differ after a round: in other fragments, by later steps, or by what they keep."""
         return self.fragments > 1 or self.sync_delay > 0 or self.update_alpha > 0
 
+    @property
+    def in_background(self) -> bool:
+        """Whether a round's result is anything else than what the worker goes on from at once."""
+        return self.sync_delay > 0 or self.update_alpha > 0
+
     def problems(self, local_sgd: LocalSGDConfig, outer: OuterOptimizerConfig) -> list[str]:
         """Return what is wrong with the values, one sentence each."""
         found = []
