@@ -31,6 +31,16 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         return problems
     problems += outer_optimizer_problems(outer) + gta.problems(config)
     problems += streaming.problems(config, outer)
+    if gta.reducer == "pairwise":
+        if streaming.active:
+            problems.append(
+                "--local-sgd-pseudo-grad-reducer pairwise is not combined with --local-sgd-fragment options; drop them"
+            )
+        if config.local_sgd_evaluation == "synced":
+            problems.append(
+                "--local-sgd-pseudo-grad-reducer pairwise has no synced weights; validate each worker's own with "
+                "--local-sgd-evaluation workers"
+            )
     if config.use_async:
         problems.append(
             "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop, where every rank "

@@ -5,7 +5,8 @@ At a sync point the model stands where stock Megatron looks for it, with worker 
 state; the other workers' optimizer and random state stand under `local_sgd.worker_<i>.`. In the middle of an
 interval the workers hold different weights and every one of them, worker 0 too, stands under its prefix. Anchor
 and outer optimizer stand under `local_sgd.outer.`, once, because they are equal on all workers. With a codec, so does
-the replica of the anchor; what a worker's messages lost always stands under its prefix.
+the replica of the anchor; what a worker alone has (what its messages lost, the anchor and outer state where rounds join
+pairs of workers) always stands under its prefix.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ __all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "reque
 
 _FORMAT = 3
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
-_RESIDUALS = "local_sgd_residuals"
+_OWN = "local_sgd_own"
 # No slash: where Megatron checks a checkpoint strictly, it splits the keys of objects at one.
 _OUTER_PREFIX = "local_sgd.outer."
 _PER_WORKER = ("optimizer", "rng_state")
@@ -67,8 +68,8 @@ class LoadPlan:
     outer: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """The tensors into which anchor and outer state are read; empty when they are not wanted."""
 
-    residuals: list[torch.Tensor] = field(default_factory=list)
-    """The tensors into which the worker's residuals are read; empty when there are none."""
+    own: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    """The tensors into which is read what the worker alone has; empty when there is nothing."""
 
     @property
     def saved_workers(self) -> int:
@@ -112,19 +113,18 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
     model = {key: state[key] for key in state if is_model_key(key)}
     if worker == 0 and tensors:
         state[_OUTER] = beside_optimizer(values, tensors, model, context.metadata, False, _OUTER_PREFIX)
-    residuals = engine.worker_state()
-    if residuals:
-        own = {"anchor": residuals}
-        state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}residual.")
+    own = engine.worker_state()
+    if own:
+        state[_OWN] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}own.")
     state[_SUMMARY] = {
         "format": _FORMAT,
         "workers": groups.num_workers,
         "interval": engine.config.local_sgd_sync_interval,
         "synced": engine.synced,
-        "streaming": engine.streaming.active,
+        "drifts": engine.drifts,
         "method": _method(engine.config, engine.outer, engine.gta, engine.streaming),
         "tensors": list(tensors),
-        "residuals": bool(residuals),
+        "own": list(own),
         "parameters": _shapes(values.view),
         **engine.scalar_state(),
     }
@@ -176,7 +176,7 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             )
     if not (args.no_load_optim or args.finetune):
         _check_method(summary["method"], args, where)
-        if summary["tensors"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
+        if not summary["in_warmup"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
             raise UserError(
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
                 f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it"
@@ -204,7 +204,7 @@ def refuse_without_workers(context: LoadContext) -> None:
 
 def _next_sync_point(summary: dict[str, Any]) -> str:
     """Return where a run's workers become equal."""
-    if summary["streaming"]:
+    if summary["drifts"]:
         return "the last of --train-iters"
     return f"a multiple of interval {summary['interval']} after warm-up"
 
@@ -237,12 +237,14 @@ def request(
         }
         state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
         mark_as_copy(state[_OUTER], worker)
-        if plan.summary["residuals"]:
-            plan.residuals = [torch.empty_like(value, requires_grad=False) for value in engine.values]
-            own = {"anchor": plan.residuals}
-            where = f"{_worker_prefix(plan.source)}residual."
-            state[_RESIDUALS] = beside_optimizer(values, own, model, context.metadata, True, where)
-            mark_as_copy(state[_RESIDUALS], plan.copy)
+    if plan.summary is not None and plan.summary["own"] and engine is not None and values is not None:
+        plan.own = {
+            name: [torch.empty_like(value, requires_grad=False) for value in engine.values]
+            for name in plan.summary["own"]
+        }
+        where = f"{_worker_prefix(plan.source)}own."
+        state[_OWN] = beside_optimizer(values, plan.own, model, context.metadata, True, where)
+        mark_as_copy(state[_OWN], plan.copy)
     for key, entry in state.items():
         apart = not plan.synced or plan.source != 0
         if is_model_key(key):
@@ -266,7 +268,7 @@ def restore(
     state = context.state
     summary = state.pop(_SUMMARY, None)
     outer = state.pop(_OUTER, None)
-    residuals = state.pop(_RESIDUALS, None)
+    own = state.pop(_OWN, None)
     common = state.pop(_COMMON, None)
     if common is not None:
         for key, plain in common.items():
@@ -276,10 +278,10 @@ def restore(
         return False
     if outer is not None:
         load_beside_optimizer(values, plan.outer, outer, plan.metadata)
-    if residuals is not None:
-        load_beside_optimizer(values, {"anchor": plan.residuals}, residuals, plan.metadata)
-    engine.load(plan.outer, summary, plan.residuals)
-    plan.outer, plan.residuals = {}, []
+    if own is not None:
+        load_beside_optimizer(values, plan.own, own, plan.metadata)
+    engine.load(plan.outer, summary, plan.own)
+    plan.outer, plan.own = {}, {}
     return True
 
 

@@ -193,11 +193,12 @@ class LocalSGDConfig(FromArgs):
 class GTAConfig(FromArgs):
     """How the workers' pseudo-gradients become one (generalized task arithmetic)."""
 
-    reducer: Literal["linear", "gta"] | None = flag(
-        "--local-sgd-pseudo-grad-reducer", None, type=str, choices=["linear", "gta"]
+    reducer: Literal["linear", "gta", "pairwise"] | None = flag(
+        "--local-sgd-pseudo-grad-reducer", None, type=str, choices=["linear", "gta", "pairwise"]
     )
     """'linear' = the weighted mean, which is the default as well; 'gta' = generalized task arithmetic: sign
-    consensus, sparsification."""
+    consensus, sparsification; 'pairwise' = no common mean, but random pairs of workers with anchors of their own
+    (NoLoCo)."""
 
     consensus_method: Literal["sum", "count"] | None = flag(
         "--local-sgd-pseudo-grad-consensus", None, type=str, choices=["sum", "count"]
@@ -224,6 +225,8 @@ class GTAConfig(FromArgs):
         """Return what is wrong with the values, one sentence each."""
         found = []
         names = {name: flag_of(entry) for name, entry in self.__dataclass_fields__.items()}
+        if self.reducer == "pairwise":
+            found += self._pairwise_problems(local_sgd)
         if not 0 < self.density <= 1:
             found.append(f"{names['density']} is {self.density}; it must be above 0 and at most 1")
         if self.reducer != "gta":
@@ -243,6 +246,17 @@ class GTAConfig(FromArgs):
                 "--no-local-sgd-pseudo-grad-normalize sums the workers' pseudo-gradients, which makes every outer step "
                 "W times too large; normalise, or weight the workers with --local-sgd-pseudo-gradnorm-reduce"
             )
+        return found
+
+    def _pairwise_problems(self, local_sgd: LocalSGDConfig) -> list[str]:
+        pairs = f"{flag_of(self.__dataclass_fields__['reducer'])} pairwise"
+        found = []
+        if local_sgd.has_penalty:
+            found.append(f"{pairs} knows the norms of two workers only; drop the options of the penalty")
+        if local_sgd.codec is not None:
+            found.append(f"{pairs} is not combined with --local-sgd-codec; drop one of them")
+        if local_sgd.use_async:
+            found.append(f"{pairs} is not combined with --local-sgd-use-async; drop one of them")
         return found
 
 

@@ -12,7 +12,7 @@ mixed with what the worker has learned in the meantime.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,11 @@ class LocalSGD:
         """Whether all workers hold the same values now: in warm-up, or right after a round of the whole model."""
         return self.in_warmup or self._equal
 
+    @property
+    def drifts(self) -> bool:
+        """Whether workers differ after a round too, so that `finish` has to make them equal in the end."""
+        return self.streaming.active or self.gta.reducer == "pairwise"
+
     @torch.no_grad()
     def take_anchor(self) -> None:
         """Remember the present values, which must be equal on all workers, as the anchor; warm-up ends.
@@ -182,7 +187,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def sync(self, steps: Sequence[int] | None = None) -> Progress:
-        """End what is on its way, then run a round of the whole model at once: all workers are equal afterwards.
+        """End what is on its way, then run a round of the whole model at once.
 
         Args:
             steps: how many every worker has made since the last round, where they differ.
@@ -197,8 +202,22 @@ class LocalSGD:
             self._sync(fragment, steps)
         self._left = [0] * len(self._fragments)
         self.steps_since_sync = 0
-        self._equal = True
+        self._equal = self.gta.reducer != "pairwise"
         return self._progress(changed=True)
+
+    @torch.no_grad()
+    def finish(self) -> Progress:
+        """Make all workers equal, as at the end of training: a round of the whole model, and the mean of all where
+        rounds join pairs of workers only.
+
+        Raises:
+            RuntimeError: see `Fragment.sync`.
+        """
+        progress = self.sync()
+        for fragment in self._fragments:
+            fragment.unite()
+        self._equal = True
+        return progress
 
     def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> None:
         """Run a round of a fragment at once."""
@@ -247,22 +266,25 @@ class LocalSGD:
         """
         if self.in_warmup:
             return {}
+        for fragment in self._fragments:
+            self._land(fragment)
+        return self._gathered(Fragment.tensor_state)
+
+    def _gathered(self, of: Callable[[Fragment], dict[str, list[torch.Tensor]]]) -> dict[str, list[torch.Tensor]]:
+        """Put together what every fragment has."""
         found: dict[str, list[torch.Tensor]] = {}
         for fragment, members in zip(self._fragments, self._members, strict=True):
-            self._land(fragment)
-            for name, tensors in fragment.tensor_state().items():
+            for name, tensors in of(fragment).items():
                 whole = found.setdefault(name, list(self.values))
                 for place, tensor in zip(members, tensors, strict=True):
                     whole[place] = tensor
         return found
 
-    def worker_state(self) -> list[torch.Tensor]:
-        """Return what this worker alone has beside its values, in their order and shapes: its residuals."""
-        found = list(self.values)
-        for fragment, members in zip(self._fragments, self._members, strict=True):
-            for place, tensor in zip(members, fragment.worker_state(), strict=False):
-                found[place] = tensor
-        return found if self.config.codec is not None and not self.in_warmup else []
+    def worker_state(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this worker alone has beside its values, in their order and shapes, by name: with a codec what
+        its messages lost, with pairs of workers its own anchor and outer state. Empty in warm-up.
+        """
+        return {} if self.in_warmup else self._gathered(Fragment.worker_state)
 
     @torch.no_grad()
     def gather_anchor(self) -> list[torch.Tensor]:
@@ -282,6 +304,7 @@ class LocalSGD:
         return {
             "rounds": self.rounds,
             "steps_since_sync": self.steps_since_sync,
+            "in_warmup": self.in_warmup,
             "equal": self._equal,
             "fragments": [
                 {
@@ -300,7 +323,7 @@ class LocalSGD:
         self,
         tensors: dict[str, list[torch.Tensor]],
         scalars: dict[str, Any],
-        own: Sequence[torch.Tensor] | None = None,
+        own: dict[str, list[torch.Tensor]] | None = None,
     ) -> None:
         """Take over a saved state; all ranks of `across` must call it.
 
@@ -309,12 +332,13 @@ class LocalSGD:
             scalars: as `scalar_state` returned them.
             own: as `worker_state` returned it.
         """
-        if tensors:
+        if not scalars["in_warmup"]:
             self.in_warmup = False
             saved = zip(self._fragments, self._members, scalars["fragments"], strict=True)
             for index, (fragment, members, state) in enumerate(saved):
                 parts = {name: [whole[place] for place in members] for name, whole in tensors.items()}
-                fragment.load(parts, state, [own[place] for place in members] if own else None)
+                mine = {name: [whole[place] for place in members] for name, whole in (own or {}).items()}
+                fragment.load(parts, state, mine)
                 self._left[index] = int(state["left"])
                 if state["on_its_way"]:
                     fragment.resume(list(state["broken"]))

@@ -137,19 +137,19 @@ class LocalSGDFeature(Feature):
             engine.take_anchor()
 
     def after_step(self, context: StepContext) -> None:
-        """Count the step and run what is due of outer rounds; with streaming, the last one makes the workers equal."""
+        """Count the step and run what is due of outer rounds; the last step makes workers equal that rounds do not."""
         engine = self._require_engine()
         if not context.completed or self._in_warmup:
             return
         due = engine.count_step()
-        last = engine.streaming.active and context.iteration + 1 == self._last_iteration
+        last = engine.drifts and context.iteration + 1 == self._last_iteration
         if not due and not last:
             return
         from megatron.training import get_timers
 
         timer = get_timers()(_TIMER, log_level=1)
         timer.start()
-        progress = engine.sync() if last else engine.advance()
+        progress = engine.finish() if last else engine.advance()
         if progress.changed:
             self._require_values().refresh()
         timer.stop()

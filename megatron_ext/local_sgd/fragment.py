@@ -27,6 +27,7 @@ from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.packing import flattened, put_back
+from megatron_ext.local_sgd.pairwise import PairwiseRound
 from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
 from megatron_ext.local_sgd.report import RoundClock, RoundReport
@@ -41,7 +42,7 @@ from megatron_ext.local_sgd.rounds import (
 from megatron_ext.local_sgd.segments import Run, plan_segments
 from megatron_ext.local_sgd.shard import OuterShard
 from megatron_ext.transport.codecs import build_codec
-from megatron_ext.transport.collectives import SEGMENT_NUMEL
+from megatron_ext.transport.collectives import SEGMENT_NUMEL, ordered_sum
 
 __all__ = ["Fragment", "SyncedTensor"]
 
@@ -133,7 +134,8 @@ class Fragment:
         self._across = across
         self._device = device
         self._index = index
-        self._observe = observe
+        # Pairs of workers have no common norms to compare.
+        self._observe = observe and gta.reducer != "pairwise"
         self._flight: _Flight | None = None
         self._shard: OuterShard | None = None
         self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
@@ -144,7 +146,8 @@ class Fragment:
             limit=SEGMENT_NUMEL,
             small=SMALL_NUMEL,
         )
-        self._owned = OwnedRuns(segments, across)
+        self._pairwise = gta.reducer == "pairwise"
+        self._owned = OwnedRuns(segments, across, apart=self._pairwise)
         self._compressed: CompressedRound | None = None
         if config.codec is not None:
             # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
@@ -158,6 +161,8 @@ class Fragment:
         self._background: BackgroundRound = self._compressed or GuardedRound(self._owned, self._judge)
         plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not guarded
         self._round: Round = PlainRound(self._owned, self._judge) if plain else self._background
+        if self._pairwise:
+            self._round = PairwiseRound(self._owned, self._judge)
 
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""
@@ -178,10 +183,8 @@ class Fragment:
         """
         clock = RoundClock()
         with clock.measure("seconds"):
-            with clock.measure("waiting"):
-                arrival = torch.zeros((), device=self._device)
-                dist.all_reduce(arrival, group=self._across)
-                arrival.item()  # on a GPU the reduction has only been launched before
+            if not self._pairwise:
+                self._wait(clock)
             state, overlap = self._state(number, flattened(self.values), clock, steps)
             state.shard.prepare(overlap if self._observe else None)
             decisions = self._round.run(state)
@@ -190,6 +193,13 @@ class Fragment:
             if self._observe:
                 self._judge.add_up(overlap)
         return self._report(state, overlap, decisions)
+
+    def _wait(self, clock: RoundClock) -> None:
+        """Wait until all workers have come."""
+        with clock.measure("waiting"):
+            arrival = torch.zeros((), device=self._device)
+            dist.all_reduce(arrival, group=self._across)
+            arrival.item()  # on a GPU the reduction has only been launched before
 
     # A round in the background.
 
@@ -316,22 +326,40 @@ class Fragment:
 
     # State.
 
+    @torch.no_grad()
+    def unite(self) -> None:
+        """Make the workers equal that have anchors of their own: all go on from the mean of their values."""
+        if not self._pairwise:
+            return
+        workers = self._owned.workers
+        flats = flattened(self.values)
+        for flat in flats:
+            ordered_sum(flat.div_(workers), self._across)
+        put_back(flats, self.values)
+        for anchor, own in zip(self._require_shard().anchors, self._owned.cut(self.values), strict=True):
+            anchor.copy_(own)
+
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.
 
         Returns:
-            Lists by name, in the order and shapes of the values.
+            Lists by name, in the order and shapes of the values. Nothing where no worker knows another's.
         """
+        return {} if self._pairwise else self._outer_state()
+
+    def worker_state(self) -> dict[str, list[torch.Tensor]]:
+        """Return what this worker alone has beside its values, in their order and shapes, by name."""
+        if self._pairwise:
+            return self._outer_state()
+        return {} if self._compressed is None else {"residual": self._compressed.residuals}
+
+    def _outer_state(self) -> dict[str, list[torch.Tensor]]:
         shard = self._require_shard()
         parts = {"anchor": shard.anchors, **shard.optimizer.tensor_state()}
         state = {name: self._owned.gather(owned, self.values) for name, owned in parts.items()}
         if self._compressed is not None:
             state["replica"] = self._compressed.replicas
         return state
-
-    def worker_state(self) -> list[torch.Tensor]:
-        """Return what this worker alone has beside its values, in their order and shapes: its residuals."""
-        return [] if self._compressed is None else self._compressed.residuals
 
     def gather_anchor(self) -> list[torch.Tensor]:
         """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it."""
@@ -344,7 +372,7 @@ class Fragment:
         return {"outer": self._require_shard().optimizer.scalar_state(), "penalty": self._penalty.state()}
 
     def load(
-        self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, Any], own: Sequence[torch.Tensor] | None
+        self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, Any], own: dict[str, list[torch.Tensor]]
     ) -> None:
         """Take over a saved state.
 
@@ -353,10 +381,12 @@ class Fragment:
             scalars: as `scalar_state` returned them.
             own: as `worker_state` returned it.
         """
-        common = {name: values for name, values in tensors.items() if name != "replica"}
+        outer = dict(own if self._pairwise else tensors)
+        replicas = outer.pop("replica", None)
         if self._compressed is not None:
-            self._compressed.begin(tensors["replica"], own)
-        parts = {name: self._owned.cut(values) for name, values in common.items()}
+            assert replicas is not None
+            self._compressed.begin(replicas, own.get("residual"))
+        parts = {name: self._owned.cut(values) for name, values in outer.items()}
         self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
         self._penalty.load(scalars["penalty"])
 
@@ -369,7 +399,8 @@ class Fragment:
             optimizer=build_outer_optimizer(self._outer, anchors),
             reducer=build_reducer(self._gta),
             sparsifier=build_sparsifier(self._gta),
-            worker=self._owned.worker,
+            # A pair's terms are this worker's own and its partner's.
+            worker=0 if self._pairwise else self._owned.worker,
             terms_are_gradients=self._compressed is not None,
         )
         return self._shard

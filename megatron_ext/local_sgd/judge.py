@@ -40,10 +40,14 @@ class Judge:
     def add_up(self, squares: torch.Tensor) -> None:
         """Add up fp64 numbers over all owners and all ranks of a worker; the same bits everywhere."""
         dist.all_reduce(squares, group=self._across)
-        if self._inside is not None:
-            dist.all_reduce(squares, group=self._inside)
+        self.add_up_inside(squares)
         # Workers may have added in another order; what is decided by these numbers must not differ.
         dist.broadcast(squares, group=self._across, group_src=0)
+
+    def add_up_inside(self, squares: torch.Tensor) -> None:
+        """Add up fp64 numbers over all ranks of this worker."""
+        if self._inside is not None:
+            dist.all_reduce(squares, group=self._inside)
 
     def verdicts(self, squares: torch.Tensor, number: int, steps: Sequence[int] | None = None) -> list[Verdict]:
         """Return a verdict per unit.

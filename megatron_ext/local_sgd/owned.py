@@ -20,13 +20,15 @@ __all__ = ["OwnedRuns"]
 class OwnedRuns:
     """Which runs of elements this rank owns, as (index of the segment, run), numbered as in `OuterShard`."""
 
-    def __init__(self, segments: Sequence[Segment], group: Any) -> None:
+    def __init__(self, segments: Sequence[Segment], group: Any, *, apart: bool = False) -> None:
         """Find them.
 
         Args:
             segments: what is exchanged, the same on all ranks of `group`.
             group: process group, one rank per worker in worker order.
+            apart: whether every worker owns everything, with values of its own.
         """
+        self._apart = apart
         self.segments = segments
         self.group = group
         self.worker = dist.get_rank(group)
@@ -40,6 +42,8 @@ class OwnedRuns:
 
     def bounds(self, segment: Segment) -> list[tuple[int, int]]:
         """Return (first, one past the last) element of a segment that each worker owns."""
+        if self._apart:
+            return [(0, segment.numel)] * self.workers
         return list(pairwise(part_bounds(segment.numel, self.workers)))
 
     @property
@@ -69,7 +73,10 @@ class OwnedRuns:
         ]
 
     def gather(self, runs: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return fp32 tensors like `like`, put together from the runs that each worker owns; all must call it."""
+        """Return fp32 tensors like `like`, put together from the runs that each worker owns; all must call it.
+
+        Where every worker owns everything they are this one's, and nothing is exchanged.
+        """
         tensors = [torch.empty(value.shape, dtype=torch.float32, device=value.device) for value in like]
         flats = flattened(tensors)
 
@@ -81,6 +88,7 @@ class OwnedRuns:
                     run.copy_(next(rest))
                 yield buffer
 
-        for segment, buffer in zip(self.segments, from_owners(buffers(), self.group), strict=True):
+        whole = buffers() if self._apart else from_owners(buffers(), self.group)
+        for segment, buffer in zip(self.segments, whole, strict=True):
             unpack(segment, buffer, flats)
         return tensors

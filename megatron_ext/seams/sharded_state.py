@@ -167,10 +167,11 @@ def _view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor
             for name, tensor in contents[model_param].items():
                 tensor.copy_(loaded[name])
 
-    # The formats ask for one tensor called "param"; the anchor is ours.
-    names = ["param" if name == "anchor" else name for name in tensors]
+    # The formats ask for one tensor called "param": the first of ours.
+    first = next(iter(tensors))
+    names = ["param" if name == first else name for name in tensors]
     contents: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor, position in _of_member(values, tensors, index):
         parameter = values.values[position].entry.parameter
-        contents.setdefault(parameter, {})["param" if name == "anchor" else name] = tensor
+        contents.setdefault(parameter, {})["param" if name == first else name] = tensor
     return BesideView()

@@ -196,7 +196,7 @@ class OuterOptimPeriodicModelAverager:
     def synchronize(self) -> None:
         """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
         if not self.engine.synced:
-            self.engine.sync()
+            self.engine.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""
