@@ -41,6 +41,7 @@ from megatron_ext.local_sgd.rounds import (
 )
 from megatron_ext.local_sgd.segments import Run, plan_segments
 from megatron_ext.local_sgd.shard import OuterShard
+from megatron_ext.local_sgd.summary import summarize
 from megatron_ext.transport.codecs import build_codec
 from megatron_ext.transport.collectives import SEGMENT_NUMEL, ordered_sum
 
@@ -294,34 +295,13 @@ class Fragment:
 
     def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
         """Return the report of the round that has just ended."""
-        *by_worker, common = state.squares.tolist()
-        workers = range(len(by_worker))
-        counted = {worker for worker in workers if state.steps is None or state.steps[worker]}
-        decided = dict(zip(self.units, decisions, strict=False))
-        norm = math.sqrt(math.fsum(common))
-        scale = norm * math.sqrt(overlap[1])
-        return RoundReport(
-            round=state.number,
+        return summarize(
+            state,
             fragment=self._index,
-            pseudo_gradient_norm=norm,
-            unit_norms={unit: math.sqrt(square) for unit, square in zip(self.units, common, strict=True)},
-            worker_steps=None if state.steps is None else list(state.steps),
-            worker_norms=[math.sqrt(math.fsum(norms)) for norms in by_worker],
-            rejected={
-                unit: sorted(counted - set(verdict.accepted))
-                for unit, (verdict, _) in decided.items()
-                if len(verdict.accepted) < len(counted)
-            },
-            weights={
-                unit: [dict(zip(verdict.accepted, verdict.weights, strict=True)).get(worker, 0.0) for worker in workers]
-                for unit, (verdict, _) in decided.items()
-            },
-            clipped={unit: coefficient for unit, (_, coefficient) in decided.items() if coefficient != 1},
-            cosine=float(overlap[0]) / scale if scale > 0 else None,
+            units=self.units,
+            decisions=decisions,
+            overlap=overlap.tolist(),
             bytes_sent=self._round.bytes_sent,
-            seconds=state.clock.seconds,
-            waiting_seconds=state.clock.waiting,
-            applying_seconds=state.clock.applying,
         )
 
     # State.
