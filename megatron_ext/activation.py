@@ -37,12 +37,15 @@ def patch_megatron(backend: Backend = "auto") -> None:
         backend: 'auto' runs on CPU and gloo when there is no CUDA device; 'cpu' forces that; 'cuda' forbids it.
 
     Raises:
-        PatchError: the installed Megatron is not one that the patches were written for.
-        UserError: `backend` is none of the three, or not the one that is in force.
+        PatchError: a patch does not fit the installed Megatron.
+        UserError: the installed Megatron is of a release that was not tested; `backend` is none of the three, or not
+            the one that is in force.
     """
     global _cpu
     from megatron_ext.errors import UserError
     from megatron_ext.hooks import hooks
+    from megatron_ext.patching.gates import version_problem
+    from megatron_ext.patching.patch import MEGATRON_VERSIONS
 
     if backend not in ("auto", "cpu", "cuda"):
         raise UserError(f"backend is {backend!r}; use 'auto', 'cpu' or 'cuda'")
@@ -52,6 +55,9 @@ def patch_megatron(backend: Backend = "auto") -> None:
                 f"patch_megatron(backend={backend!r}) after the other backend was chosen; call unpatch_megatron() first"
             )
         return
+    problem = version_problem("megatron-core", MEGATRON_VERSIONS)
+    if problem:
+        raise UserError(f"{problem}; install one of these: pip install 'megatron-core{MEGATRON_VERSIONS}'")
     import torch
 
     from megatron_ext.backends import cpu

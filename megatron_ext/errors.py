@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from typing import Any
 
-__all__ = ["UserError", "combine", "report"]
+__all__ = ["UserError", "combine", "report", "said_elsewhere"]
 
 # How long a process waits for the first one of its node to say the same. The launcher ends the whole job at the first
 # exit: earlier it would cut off the one that prints; and who is still there afterwards is alone with the error.
 _GRACE_SECONDS = 2.0
+_SAID = "megatron_ext/error"
 
 
 class UserError(Exception):
@@ -36,9 +38,40 @@ def combine(problems: list[str], heading: str) -> UserError:
 
 
 def report(error: UserError) -> None:
-    """Print `error` without a traceback, once per node where all ranks have it, and from its rank where one has it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"megatron-ext: error: {error}", file=sys.stderr, flush=True)
-        return
-    time.sleep(_GRACE_SECONDS)
-    print(f"megatron-ext: error on rank {os.environ.get('RANK', '?')}: {error}", file=sys.stderr, flush=True)
+    """Print `error` without a traceback: once per job where its ranks know each other, once per node where not yet."""
+    store = _store()
+    if store is not None:
+        # The first rank's log is where people look.
+        end = time.monotonic() + (0.0 if os.environ.get("RANK") == "0" else _GRACE_SECONDS)
+        while time.monotonic() < end and not store.check([_SAID]):
+            time.sleep(0.1)
+        if store.add(_SAID, 1) == 1:
+            _print("error", error)
+    elif os.environ.get("LOCAL_RANK", "0") == "0":
+        _print("error", error)
+    else:
+        time.sleep(_GRACE_SECONDS)
+        _print(f"error on rank {os.environ.get('RANK', '?')}", error)
+
+
+def said_elsewhere() -> bool:
+    """Return whether a rank of this job has reported an error of the user's."""
+    store = _store()
+    return store is not None and bool(store.check([_SAID]))
+
+
+def _print(heading: str, error: UserError) -> None:
+    print(f"megatron-ext: {heading}: {error}", file=sys.stderr, flush=True)
+
+
+def _store() -> Any:
+    """Return the store through which the ranks of this job know each other; None before there is one, or after."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        store.check([_SAID])
+    except RuntimeError:  # the rank that kept it is gone
+        return None
+    return store

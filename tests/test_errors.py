@@ -3,11 +3,12 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from megatron_ext.errors import combine
-from tests.support.distributed import REPOSITORY
+from tests.support.distributed import REPOSITORY, run_ranks
 
 SCRIPT = """
 import os, sys, time
@@ -37,3 +38,28 @@ def test_an_error_is_said_once_wherever_it_happens(tmp_path, failing, said):
 def test_all_problems_are_listed_under_one_heading():
     assert str(combine(["--a is wrong"], "arguments")) == "arguments: --a is wrong"
     assert str(combine(["a", "b"], "arguments")).splitlines() == ["arguments: 2 problems", "  1. a", "  2. b"]
+
+
+def failing_ranks(failing):
+    """Raise an error of the user's on some ranks while the others wait for them."""
+    import torch.distributed as dist
+
+    from megatron_ext.errors import UserError
+    from megatron_ext.seams.arguments import _wrap_excepthook
+
+    sys.excepthook = _wrap_excepthook(sys.excepthook)
+    dist.init_process_group("gloo")
+    if dist.get_rank() in failing:
+        raise UserError("--flag is wrong")
+    time.sleep(4)
+    raise RuntimeError("Connection closed by peer")
+
+
+@pytest.mark.parametrize("failing", [(0, 1), (1,), (0,)], ids=str)
+def test_ranks_that_know_each_other_say_an_error_once_and_show_no_traceback(failing):
+    exits = run_ranks(failing_ranks, 2, failing, expect_failure=True, failure_grace=8.0)
+    assert all(rank.exit_code != 0 for rank in exits)
+    said = {number: rank.stderr for number, rank in enumerate(exits)}
+    assert [number for number in said if "megatron-ext: error: --flag is wrong" in said[number]] == [failing[0]]
+    assert not any("Traceback" in text for text in said.values())
+    assert all("a rank ends after the error above" in said[number] for number in said if number not in failing)

@@ -3,6 +3,7 @@
 
 import ast
 import dataclasses
+import re
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -32,6 +33,14 @@ def test_every_supported_row_names_a_test_that_exists():
 def test_no_option_has_two_verdicts_for_one_ability():
     pairs = [(row.option, ability) for row in support.ROWS for ability in row.applies_to]
     assert len(pairs) == len(set(pairs))
+
+
+def test_no_way_out_leads_to_another_refusal():
+    for row in support.ROWS:
+        named = set(re.findall(r"--[a-z0-9-]+", row.way_out)) - {row.option.split()[0]}
+        for other in support.ROWS:
+            if other.applies_to == row.applies_to and other.option in named:
+                assert other.status == "supported", (row.option, other.option)
 
 
 @pytest.mark.parametrize(

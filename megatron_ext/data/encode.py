@@ -220,7 +220,7 @@ def _result(future: Future[EncodedBatch], executor: ProcessPoolExecutor) -> Enco
         for process in processes:
             process.kill()
         # No process can write any more; without this end of its own the pool's thread reads to the end and gives up.
-        executor._result_queue._writer.close()  # type: ignore[attr-defined]
+        executor._result_queue._writer.close()  # type: ignore[attr-defined]  # private, and the only way
         return future.result()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
+from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
 
@@ -26,9 +27,13 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     streaming = StreamingConfig.from_args(args)
     problems = config.problems()
     if not config.use_local_sgd:
-        if streaming != StreamingConfig():
-            problems.append("--local-sgd-fragment options have no effect without --use-local-sgd; add it or drop them")
-        return problems
+        given = {**streaming.by_flag(), **outer.by_flag(), **gta.by_flag()}
+        defaults = {**StreamingConfig().by_flag(), **OuterOptimizerConfig().by_flag(), **GTAConfig().by_flag()}
+        return problems + [
+            f"{flag} has no effect without --use-local-sgd; add it or drop the option"
+            for flag, value in given.items()
+            if value != defaults[flag]
+        ]
     problems += outer_optimizer_problems(outer) + gta.problems(config)
     problems += streaming.problems(config, outer)
     if gta.reducer == "pairwise":
@@ -60,14 +65,16 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             f"--local-sgd-fragments is {streaming.fragments}; it must be at most --num-layers {args.num_layers}, "
             "because every fragment needs a layer"
         )
+    if config.local_sgd_round_log is not None and not config.local_sgd_round_log.strip():
+        problems.append("--local-sgd-round-log is empty; give a file, or 'none'")
     problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
-    length, given = args.train_iters, f"--train-iters {args.train_iters}"
+    length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:
-        length, given = args.train_samples // args.global_batch_size, f"--train-samples {args.train_samples}"
+        length, said = args.train_samples // args.global_batch_size, f"--train-samples {args.train_samples}"
     if length is not None and config.local_sgd_warmup_steps >= length:
         problems.append(
             f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
-            f"{given}; lower the one or raise the other"
+            f"{said}; lower the one or raise the other"
         )
     return problems + refusals(args, feature)
 
@@ -104,8 +111,8 @@ def notices(args: Any) -> list[str]:
         rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval
         if rest:
             lines.append(
-                f"local SGD: --train-iters {args.train_iters} ends {rest} steps after a round; a checkpoint saved "
-                "there holds every worker apart and cannot be read without --use-local-sgd"
+                f"local SGD: --train-iters {args.train_iters} ends {plural(rest, 'step')} after a round; a checkpoint "
+                "saved there holds every worker apart and cannot be read without --use-local-sgd"
             )
     return lines
 

@@ -21,6 +21,7 @@ from megatron_ext.hooks import LoadContext, SaveContext
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
@@ -96,7 +97,7 @@ class LoadPlan:
         if self.summary is None:
             return "local SGD: a checkpoint without local-SGD state: all workers start from it with a fresh outer state"
         into, rounds = self.summary["steps_since_sync"], self.summary["rounds"]
-        place = "at a sync point" if self.synced else f"{into} steps after a sync point"
+        place = "at a sync point" if self.synced else f"{plural(into, 'step')} after a sync point"
         line = f"local SGD: a checkpoint of {self.saved_workers} workers, saved {place} (round {rounds})"
         if self.saved_workers != self.workers:
             line += f"; worker i takes the inner state of worker i mod {self.saved_workers}"
@@ -161,7 +162,8 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
         )
     args = context.args
     if not plan.synced:
-        rest = f"saved {summary['steps_since_sync']} steps after a sync point, where every worker has its own weights"
+        into = plural(summary["steps_since_sync"], "step")
+        rest = f"saved {into} after a sync point, where every worker has its own weights"
         if plan.saved_workers != workers:
             raise UserError(
                 f"{where}: {rest}, so it needs --local-sgd-workers {plan.saved_workers}, not {workers}. To change the "
@@ -194,8 +196,9 @@ def refuse_without_workers(context: LoadContext) -> None:
     summary = context.state.get(_SUMMARY)
     if summary is None or summary["synced"]:
         return
+    into = plural(summary["steps_since_sync"], "step")
     raise UserError(
-        f"--load {context.directory}: saved {summary['steps_since_sync']} steps after a sync point, where each of "
+        f"--load {context.directory}: saved {into} after a sync point, where each of "
         f"{summary['workers']} workers has its own weights, so it needs --use-local-sgd --local-sgd-workers "
         f"{summary['workers']}. To go on without, resume with them up to a sync point ({_next_sync_point(summary)}), "
         "save there, and load that"

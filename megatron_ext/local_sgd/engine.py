@@ -207,17 +207,22 @@ class LocalSGD:
 
     @torch.no_grad()
     def finish(self) -> Progress:
-        """Make all workers equal, as at the end of training: a round of the whole model, and the mean of all where
-        rounds join pairs of workers only.
+        """Make all workers equal, as at the end of training: end what is on its way, then take the mean of all.
+
+        There is no outer step: it would move the weights by its momentum once more, on next to no new gradient.
 
         Raises:
-            RuntimeError: see `Fragment.sync`.
+            RuntimeError: see `Fragment.unite`.
         """
-        progress = self.sync()
+        for fragment in self._fragments:
+            if fragment.phase != "home":
+                self._end(fragment)
         for fragment in self._fragments:
             fragment.unite()
-        self._equal = True
-        return progress
+        self._left = [0] * len(self._fragments)
+        self.steps_since_sync = 0
+        self._equal = self.met = True
+        return self._progress(changed=True)
 
     def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> None:
         """Run a round of a fragment at once."""

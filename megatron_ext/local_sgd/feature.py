@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
     EvaluationContext,
     Feature,
@@ -26,7 +27,7 @@ from megatron_ext.local_sgd.arguments import argument_problems, notices
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.local_sgd.report import RoundReport, plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
@@ -116,6 +117,8 @@ class LocalSGDFeature(Feature):
         self._last_iteration = context.args.train_iters
         if dist.get_rank() == 0:
             self._round_log = _round_log_path(context.args)
+            if self._round_log is not None:
+                _check_round_log(self._round_log)
         if not self._restored:
             self._make_equal()
         if context.args.iteration < config.local_sgd_warmup_steps:
@@ -123,8 +126,9 @@ class LocalSGDFeature(Feature):
                 context.config, self._require_groups(), lambda: self._in_warmup
             )
         if self._restored:
+            into = plural(engine.steps_since_sync, "step")
             say(
-                f"local SGD: resumed after round {engine.rounds}, {engine.steps_since_sync} steps into the interval"
+                f"local SGD: resumed after round {engine.rounds}, {into} into the interval"
                 if not engine.in_warmup
                 else "local SGD: resumed during warm-up"
             )
@@ -170,7 +174,7 @@ class LocalSGDFeature(Feature):
         try:
             round_log.append_round(self._round_log, entry)
         except OSError as error:
-            say(f"local SGD: {self._round_log} gets no further rounds: {error}")
+            say(f"local SGD: rounds are no longer written to {self._round_log}: {error}")
             self._round_log = None
 
     def may_exit(self, iteration: int) -> bool:
@@ -183,7 +187,7 @@ class LocalSGDFeature(Feature):
         engine = self._require_engine()
         if not engine.synced:
             say(
-                f"local SGD: training ends {engine.steps_since_sync} steps after round {engine.rounds}; "
+                f"local SGD: training ends {plural(engine.steps_since_sync, 'step')} after round {engine.rounds}; "
                 "each worker holds its own weights"
             )
 
@@ -356,3 +360,19 @@ def _round_log_path(args: Any) -> Path | None:
         # --save may name a place that is no folder of this machine, such as msc://bucket.
         return Path(args.save) / round_log.FILE_NAME if args.save and "://" not in args.save else None
     return None if wanted == "none" else Path(wanted)
+
+
+def _check_round_log(path: Path) -> None:
+    """Refuse a file that cannot be written at the start, instead of saying so hours later.
+
+    Raises:
+        UserError: with the way out.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError as error:
+        raise UserError(
+            f"--local-sgd-round-log {path}: rounds cannot be written there ({error.strerror}); give a file that can be "
+            "written, or 'none'"
+        ) from None

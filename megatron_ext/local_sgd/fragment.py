@@ -306,18 +306,33 @@ class Fragment:
 
     # State.
 
-    @torch.no_grad()
     def unite(self) -> None:
-        """Make the workers equal that have anchors of their own: all go on from the mean of their values."""
-        if not self._pairwise:
-            return
-        workers = self._owned.workers
-        flats = flattened(self.values)
-        for flat in flats:
-            ordered_sum(flat.div_(workers), self._across)
-        put_back(flats, self.values)
-        for anchor, own in zip(self._require_shard().anchors, self._owned.cut(self.values), strict=True):
-            anchor.copy_(own)
+        """Make the workers equal without an outer step: all go on from the mean of their values, as a new anchor.
+
+        Workers whose values are not finite do not count; when none are finite, all go back to the anchor.
+
+        Raises:
+            RuntimeError: a worker's values are not finite, and nothing was asked for that could leave it out.
+        """
+        sums = torch.stack([value.double().sum() for value in self.values] or [torch.zeros(1, device=self._device)])
+        squares = torch.zeros(self._owned.workers, 1, dtype=torch.float64, device=self._device)
+        squares[self._owned.worker] = torch.where(torch.isfinite(sums).all(), 0.0, math.nan)
+        self._judge.add_up(squares)
+        finite = torch.isfinite(squares).view(-1).tolist()
+        if not all(finite) and not self._penalty.tolerates_broken_workers:
+            broken = finite.index(False)
+            raise RuntimeError(f"worker {broken} has weights that are not finite at the end of training")
+        own = finite[self._owned.worker]
+        flats = flattened(self.values) if any(finite) else flattened(self.gather_anchor())
+        for flat in flats if any(finite) else []:
+            flat.copy_(flat / sum(finite) if own else torch.zeros_like(flat))
+            ordered_sum(flat, self._across)
+        for value, flat in zip(self.values, flats, strict=True):
+            value.copy_(flat.view(value.shape))
+        for anchor, part in zip(self._require_shard().anchors, self._owned.cut(self.values), strict=True):
+            anchor.copy_(part)
+        if self._compressed is not None:
+            self._compressed.begin(self.values)
 
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.

@@ -47,4 +47,8 @@ class FromArgs:
     def by_flag(self) -> dict[str, Any]:
         """Return the values by their command-line flags."""
         fields: dict[str, Field[Any]] = getattr(self, "__dataclass_fields__")  # noqa: B009  # every subclass is one
-        return {flag_of(entry): getattr(self, name) for name, entry in fields.items()}
+        return {
+            flag_of(entry): getattr(self, name)
+            for name, entry in fields.items()
+            if not entry.metadata.get(WITHOUT_FLAG)
+        }

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["RoundClock", "RoundReport", "listed"]
+__all__ = ["RoundClock", "RoundReport", "listed", "plural"]
 
 
 @dataclass
@@ -113,3 +113,8 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     """Return names for a message, the first few of them when there are many."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

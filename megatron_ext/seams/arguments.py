@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from megatron_ext.errors import UserError, combine, report
+from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.patching import Patch, PatchRegistry
 
@@ -138,10 +139,20 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        given, state = bound.arguments, result[0]
+        given = bound.arguments
+        try:
+            result = original(*args, **kwargs)
+        except SystemExit as exit_request:
+            if exit_request.code:
+                raise
+            # Megatron ends here with status 0, which a launcher takes for success.
+            raise UserError(
+                f"--load {given['load_dir']}: latest_checkpointed_iteration.txt there holds neither a number nor "
+                "'release'; write the iteration to load into it, or name it with --ckpt-step"
+            ) from None
+        state = result[0]
         if state is not None and given["rank0"]:
             hooks.check_load(LoadContext(args=given["args"], directory=result[1], state=state, common_only=True))
         return result
@@ -154,6 +165,10 @@ def _wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if isinstance(value, UserError):
             report(value)
+        elif said_elsewhere():
+            # Its own trouble is that the ranks are gone which have the error.
+            line = f"megatron-ext: a rank ends after the error above ({kind.__name__})"
+            print(line, file=sys.stderr, flush=True)
         else:
             original(kind, value, trace)
 

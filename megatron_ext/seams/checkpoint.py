@@ -17,6 +17,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.seams.optimizer import fill_empty_states, name_step_zero
 
 __all__ = ["patches"]
 
@@ -64,10 +65,13 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generate_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        state: dict[str, Any] = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        filled = given["optimizer"] is not None and fill_empty_states(given["optimizer"])
+        state: dict[str, Any] = original(*args, **kwargs)
+        if filled and "optimizer" in state:
+            name_step_zero(state["optimizer"])
         if given["args"].ckpt_format != "torch_dist":
             raise UserError(
                 f"--ckpt-format {given['args'].ckpt_format} cannot hold the state of several workers; use torch_dist"

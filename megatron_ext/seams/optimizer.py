@@ -14,7 +14,7 @@ import torch
 
 from megatron_ext.params import LocalParameter, ParameterView
 
-__all__ = ["InnerValues", "Value", "is_distributed"]
+__all__ = ["InnerValues", "Value", "fill_empty_states", "is_distributed", "name_step_zero"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,45 @@ class InnerValues:
                     chunk.start_param_sync(force_sync=True)
             elif not member.ddp_config.overlap_param_gather:
                 member.start_param_sync_for_bucket_group_subset()
+
+
+def fill_empty_states(optimizer: Any) -> bool:
+    """Give optimizers that have not stepped yet the state that their first step would give them.
+
+    Megatron's checkpoints leave an empty state out and cannot be loaded then, as after fp16 has skipped all steps.
+
+    Args:
+        optimizer: the `MegatronOptimizer` of this rank.
+
+    Returns:
+        Whether there was one without a distributed state, whose step has to be named: `name_step_zero`.
+    """
+    from megatron_ext.params.optimizers import optimizer_members
+
+    filled = False
+    for member in optimizer_members(optimizer):
+        inner = member.optimizer
+        if member.init_state_fn is None or inner.state:
+            continue
+        member.init_state_fn(inner, member.config)
+        if isinstance(inner, torch.optim.Adam):  # AdamW as well; it takes a state for complete once there is any
+            for state in inner.state.values():
+                state["step"] = torch.tensor(0.0)
+        filled |= not is_distributed(member)
+    return filled
+
+
+def name_step_zero(state: Any) -> None:
+    """Put the common step of 0 into an optimizer's state dict, in place: Megatron leaves it out, and cannot load that.
+
+    Args:
+        state: of the `MegatronOptimizer`, with its tensors sharded.
+    """
+    members = state.values() if isinstance(state, dict) and all(isinstance(key, int) for key in state) else [state]
+    for member in members:
+        inner = member.get("optimizer", member)
+        if isinstance(inner.get("state"), dict):
+            inner["state"].setdefault("common_step", torch.tensor(0.0))
 
 
 def is_distributed(member: Any) -> bool:

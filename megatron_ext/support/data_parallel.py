@@ -47,7 +47,7 @@ DATA_PARALLEL = (
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
         local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
     ),
-    option("--rampup-batch-size", cpu=_IGNORED, local_sgd=_IGNORED),
+    option("--rampup-batch-size", cpu=_IGNORED, local_sgd=refused("Megatron 0.19 reads it and ignores it")),
     option("--step-batch-size-schedule", cpu=_GROWS, local_sgd=UNTRIED),
     option("--decrease-batch-size-if-needed", local_sgd=UNTRIED),
     option(

@@ -115,3 +115,24 @@ def test_one_worker_is_an_ordinary_run():
     ours = run_pretrain(arguments("dp2", "bf16-distopt", workers=1), 2)
     stock = run_pretrain(arguments("dp2", "bf16-distopt", workers=None), 2, patch="backend-only")
     assert same_state(ours, stock)
+
+
+def test_options_of_any_group_without_local_sgd_are_refused_instead_of_ignored():
+    options = {"outer_optimizer_lr": 0.5, "local_sgd_pseudo_grad_consensus": "sum", "local_sgd_fragments": 2}
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=None, **options), 1)
+    for flag in ("--outer-optimizer-lr", "--local-sgd-pseudo-grad-consensus", "--local-sgd-fragments"):
+        assert f"{flag} has no effect without --use-local-sgd" in exits[0].stderr
+
+
+def test_a_file_of_rounds_that_cannot_be_written_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    where = str(tmp_path / "file" / "rounds.jsonl")
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, local_sgd_round_log=where), 2)
+    assert f"--local-sgd-round-log {where}: rounds cannot be written there" in exits[0].stderr
+
+
+def test_a_tracker_file_that_says_nothing_is_an_error_and_no_success(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("garbage")
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, load=str(tmp_path)), 2)
+    assert "latest_checkpointed_iteration.txt there holds neither a number nor 'release'" in exits[0].stderr
+    assert all(rank.exit_code != 0 for rank in exits)

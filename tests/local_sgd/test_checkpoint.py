@@ -66,6 +66,17 @@ def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
         assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp32-distopt"])
+def test_a_save_before_the_first_step_that_fp16_does_not_skip_can_be_resumed(tmp_path, precision):
+    options = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1, "local_sgd_sync_interval": 4}
+    options |= {"train_iters": 14, "loss_scale_window": 1000, "min_loss_scale": 1.0}
+    whole = local_run("single", precision, workers=2, save=str(tmp_path), save_interval=1, **options)
+    assert whole[0].record.steps[0].skipped
+    assert not whole[0].record.steps[-1].skipped, [step.skipped for step in whole[0].record.steps]
+    resumed = local_run("single", precision, workers=2, load=str(tmp_path), ckpt_step=1, **options)
+    assert same_state(resumed, whole)
+
+
 def test_streaming_ends_with_equal_workers_in_a_checkpoint_that_stock_megatron_reads(tmp_path):
     options = {**SCHEDULE, **STREAMING, "train_iters": 5}
     ranks = local_run("dp2", "bf16-distopt", workers=2, save=str(tmp_path), save_interval=5, **options)
@@ -326,7 +337,7 @@ def test_another_method_is_refused_by_the_name_of_its_flag(saved, other, message
     assert "Traceback" not in exits[0].stderr
 
 
-def test_a_truncated_checkpoint_gives_one_clear_error(saved, tmp_path):
+def test_a_truncated_checkpoint_is_refused_with_the_way_out(saved, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(saved, broken)
     victim = max((broken / "iter_0000005").glob("*.distcp"), key=lambda path: path.stat().st_size)

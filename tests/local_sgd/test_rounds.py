@@ -84,12 +84,12 @@ def test_every_unit_is_streamed_once_per_interval_under_any_layout(tmp_path, lay
     assert other == first
     rounds = read_rounds(tmp_path / "rounds")
     count = extra["local_sgd_fragments"]
-    # Two intervals, and the round at the end.
-    assert [entry["fragment"] for entry in rounds] == [*range(count)] * 3
+    # Two intervals; the end makes the workers equal without a round.
+    assert [entry["fragment"] for entry in rounds] == [*range(count)] * 2
     units = [unit for entry in rounds[:count] for unit in entry["unit_norms"]]
     layers = 4 if "vpp" in layout else 2
     assert sorted(units) == sorted(["embedding", *(f"layer.{index}" for index in range(layers)), "final_norm"])
-    assert all(norm > 0 for entry in rounds[: 2 * count] for norm in entry["unit_norms"].values())
+    assert all(norm > 0 for entry in rounds for norm in entry["unit_norms"].values())
 
 
 def worker_one_goes_astray():

@@ -167,6 +167,40 @@ def test_every_unit_has_one_round_per_interval():
             assert sorted(unit for _, _, units in rounds[start : start + 3] for unit in units) == UNITS
 
 
+def finished(streaming, broken):
+    """Return the values before and after the end, the anchors and the momentum there, and the reports."""
+    values = [torch.zeros(4), torch.zeros(4)]
+    penalty = {"skip_anomaly": True} if broken else None
+    engine = engine_of(values, units=["layer.0", "layer.1"], interval=4, streaming=streaming, penalty=penalty)
+    engine.take_anchor()
+    for _ in range(9):
+        for value in values:
+            value += dist.get_rank() + 1.0
+        if engine.count_step():
+            engine.advance()
+    if broken and dist.get_rank() == 1:
+        values[0][2] = float("nan")
+    before = [value.tolist() for value in values]
+    momentum = [value.tolist() for value in engine.tensor_state()["momentum_buffer"]]
+    reports = engine.finish().reports
+    state = engine.tensor_state()
+    anchors, kept = ([value.tolist() for value in state[name]] for name in ("anchor", "momentum_buffer"))
+    return before, [value.tolist() for value in values], anchors, momentum == kept, len(reports), engine.synced
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_end_makes_workers_equal_without_an_outer_step(broken):
+    results = run_ranks(finished, 2, {"fragments": 2}, broken)
+    (first, *ended), (second, *same) = results
+    assert ended == same
+    values, anchors, momentum_is_kept, reports, synced = ended
+    mean = [[(left + right) / 2 for left, right in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
+    if broken:  # in its first fragment, in which the other counts alone
+        mean[0] = first[0]
+    assert values == anchors == mean
+    assert (momentum_is_kept, reports, synced) == (True, 0, True)
+
+
 SIZES = [(30, 70), (7,), (400,), (64,)]
 MIXED = ["layer.0", "layer.0", "layer.1", "layer.2"]
 GUARD = {"skip_anomaly": True, "ewma_warmup_steps": 2, "ewma_alpha": 0.5, "pseudo_gradnorm_reduce": True}
