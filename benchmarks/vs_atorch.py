@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One outer round of the plain PyTorch engine against the same round of atorch, the official EDiT: time and memory.
+
+    python benchmarks/vs_atorch.py [--json FILE]
+
+The first start installs atorch from a package index into an environment of its own. README.md tells how the runs are
+paired and what the figures do not say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
+
+from benchmarks import atorch_environment
+from benchmarks.atorch_rounds import ATORCH, OURS, PENALTY, PLAIN, Memory, Setting, rank_memory, rank_times
+from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from benchmarks.outer_sync import numel, shapes, units_of
+from megatron_ext.errors import UserError
+from tests.support.distributed import REPOSITORY, run_ranks
+
+GOALS = {PLAIN: 3.0, PENALTY: 4.0}
+RANKS_OF_A_WORKER = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every method and number of workers and report; return 2 when atorch cannot be had."""
+    options = parser().parse_args(arguments)
+    try:
+        packages = atorch_environment.install(options.env)
+    except UserError as error:
+        print(f"vs_atorch: error: {error}", file=sys.stderr)
+        return 2
+    tensors = shapes(options.layers, options.hidden, options.vocab)
+    model_bytes = 4 * numel(tensors)
+    print(
+        f"one outer round (sgd, Nesterov) of {model_bytes / 4e6:.1f} M fp32 parameters in {len(tensors)} tensors, "
+        f"atorch {atorch_environment.RELEASE} against megatron_ext.local_sgd.plain_torch, {options.pairs} pairs\n"
+    )
+    cases, times, memories, held = [], [], [], []
+    for method in options.methods:
+        setting = Setting(
+            shapes=tensors,
+            units=units_of(tensors),
+            method=method,
+            pairs=options.pairs,
+            warmup=options.warmup,
+            atorch=str(packages),
+        )
+        for workers in options.workers:
+            case, row = _speedup(workers, setting)
+            cases.append(case)
+            times.append(row)
+            for side in (ATORCH, OURS):
+                found = _memory(workers, setting, side)
+                memories.append((method, str(workers), side, *_in_models(found, model_bytes)))
+                if side == OURS:
+                    held.append(found.held / model_bytes)
+    print_table(("method", "workers", "atorch ms", "ours ms", "speedup", "95 % interval", "range"), times)
+    print("\nmemory of a rank beside model and gradients, in sizes of the model\n")
+    print_table(("method", "workers", "side", "between rounds", "at most in a round"), memories)
+    # What is held must not depend on the method or the number of workers, so the worst of them counts.
+    goal = 2 / RANKS_OF_A_WORKER + largest_unit(setting) / numel(tensors)
+    cases.append(Case(case="held_models", value=max(held), unit="models", goal=round(goal, 3), direction="lower"))
+    report(cases, options.json)
+    return 0
+
+
+def largest_unit(setting: Setting) -> int:
+    """Return the number of elements of the largest unit."""
+    return max(
+        numel([shape for shape, of in zip(setting.shapes, setting.units, strict=True) if of == unit])
+        for unit in set(setting.units)
+    )
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument(
+        "--env",
+        type=Path,
+        default=REPOSITORY / "outputs" / "vs_atorch" / "env",
+        help="folder of the environment with atorch, made when it is not there (outputs/vs_atorch/env)",
+    )
+    found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
+    found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
+    found.add_argument("--pairs", type=at_least(1), default=9, help="measured pairs (9)")
+    found.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
+    found.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
+    found.add_argument("--hidden", type=at_least(1), default=512, help="hidden size (512)")
+    found.add_argument("--vocab", type=at_least(1), default=32768, help="vocabulary (32768)")
+    add_report_option(found)
+    return found
+
+
+def _speedup(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
+    by_rank = run_ranks(rank_times, workers, setting, timeout=1800)
+    # A round is over when its slowest rank is.
+    atorch, ours = (
+        [max(pair) for pair in zip(*(getattr(times, side) for times in by_rank), strict=True)]
+        for side in (ATORCH, OURS)
+    )
+    speedups = [theirs / own for theirs, own in zip(atorch, ours, strict=True)]
+    speedup = statistics.median(speedups)
+    low, high = bootstrap_interval(speedups)
+    name = f"{setting.method}_w{workers}_speedup"
+    case = Case(case=name, value=speedup, unit="ratio", goal=GOALS[setting.method], direction="higher")
+    return case, (
+        setting.method,
+        str(workers),
+        *(f"{statistics.median(seconds) * 1e3:.0f}" for seconds in (atorch, ours)),
+        f"{speedup:.2f}",
+        f"{low:.2f} - {high:.2f}",
+        f"{min(speedups):.2f} - {max(speedups):.2f}",
+    )
+
+
+def _memory(workers: int, setting: Setting, side: str) -> Memory:
+    """Measure one side in processes of its own; return the most of any rank."""
+    by_rank = run_ranks(rank_memory, workers, setting, side, timeout=900)
+    return Memory(held=max(rank.held for rank in by_rank), peak=max(rank.peak for rank in by_rank))
+
+
+def _in_models(memory: Memory, model_bytes: int) -> tuple[str, str]:
+    return f"{memory.held / model_bytes:.2f}", f"{memory.peak / model_bytes:.2f}"
+
+
+if __name__ == "__main__":
+    # By its module's name: the ranks look the functions up where they were defined.
+    from benchmarks.vs_atorch import main as run
+
+    sys.exit(run())
