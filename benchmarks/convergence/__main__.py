@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation losses of synchronous training, DiLoCo and EDiT after the same tokens, and what noise does to them.
+
+    python -m benchmarks.convergence [--json FILE]
+
+Trains a GPT of 1.1 M parameters on the source code of Python's standard library with examples/pretrain_gpt.py, four
+processes each. A run that is finished is not made again, so the study can be interrupted, and made method by method.
+docs/convergence.md tells what it compares and what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import add_report_option, report
+from benchmarks.convergence.figures import draw_convergence, draw_noise
+from benchmarks.convergence.results import compare, noise_cases, write
+from benchmarks.convergence.runs import Measured, finished, make
+from benchmarks.convergence.settings import METHODS, Run, Study
+from tests.support.distributed import REPOSITORY
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs that are asked for and missing, and report on all that there are."""
+    options = parser().parse_args(arguments)
+    study = Study(output=options.output.resolve())
+    prepare_corpus(study)
+    make_missing(study, options.methods, options.seeds, options.noise_seeds)
+    report_on(study, options.seeds, options.noise_seeds, options.json)
+    return 0
+
+
+def prepare_corpus(study: Study) -> None:
+    """Tokenize the standard library, unless that was done.
+
+    Raises:
+        CalledProcessError: it failed, and has said why.
+    """
+    command = [sys.executable, "-m", "megatron_ext.cli.main", "data", "prepare", "--stdlib"]
+    command += ["--output-prefix", str(study.corpus), "--reuse", "--overwrite"]
+    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+
+
+def make_missing(study: Study, methods: Sequence[str], seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
+    """Make the runs of these methods that are not finished, and say how they went."""
+    wanted = [run for run in all_runs(study, seeds, noise_seeds) if run.method.name in methods]
+    missing = [run for run in wanted if finished(study, run) is None]
+    print(f"{len(wanted)} runs of {study.iterations} iterations, {len(missing)} of them still to make", flush=True)
+    for run in missing:
+        measured = make(study, run)
+        print(f"{run.name}: validation loss {measured.final:.4f} after {measured.seconds:.0f} s", flush=True)
+
+
+def report_on(study: Study, seeds: Sequence[int], noise_seeds: Sequence[int], json_file: Path | None) -> None:
+    """Print the tables, write results.json and the pictures, from the runs that are finished."""
+    results: dict[Run, Measured] = {}
+    for run in all_runs(study, seeds, noise_seeds):
+        measured = finished(study, run)
+        if measured is not None:
+            results[run] = measured
+    print()
+    cases = compare(study, results, seeds) + noise_cases(study, results, noise_seeds)
+    write(study, results, study.output / "results.json")
+    draw_convergence(study, results, seeds, study.output / "convergence.png")
+    for seed in noise_seeds:
+        pairs = {
+            Run(method=method, seed=seed, noisy=noisy) for method in study.noise.methods for noisy in (False, True)
+        }
+        if pairs <= results.keys():
+            draw_noise(study, results, seed, study.output / f"noise-seed{seed}.png")
+    report(cases, json_file)
+    print(f"results.json and pictures are in {study.output}")
+
+
+def all_runs(study: Study, seeds: Sequence[int], noise_seeds: Sequence[int]) -> list[Run]:
+    """Return every run of the study, in the order in which they are made."""
+    runs = [Run(method=method, seed=seed) for method in study.methods for seed in seeds]
+    return runs + [Run(method=method, seed=seed, noisy=True) for method in study.noise.methods for seed in noise_seeds]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the study's options."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [method.name for method in METHODS]
+    found.add_argument(
+        "--methods", nargs="+", choices=names, default=names, help="to run (all); the report is on all finished runs"
+    )
+    found.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="of every method (1 2 3)")
+    found.add_argument("--noise-seeds", type=int, nargs="*", default=[1], help="of the runs with noise (1)")
+    found.add_argument(
+        "--output",
+        type=Path,
+        default=REPOSITORY / "outputs" / "convergence",
+        help="folder for corpus, runs, results.json and pictures (outputs/convergence)",
+    )
+    add_report_option(found)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

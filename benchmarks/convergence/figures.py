@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study's pictures: validation losses of all methods, and what noise did to them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.convergence.results import Results
+from benchmarks.convergence.runs import Measured
+from benchmarks.convergence.settings import Run, Study
+
+__all__ = ["draw_convergence", "draw_noise"]
+
+
+def draw_convergence(study: Study, results: Results, seeds: Sequence[int], file: Path) -> None:
+    """Draw every method's validation loss over the iterations, and the quotients at the end, into a PNG."""
+    pyplot = _pyplot()
+    figure, (curves, ends) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for place, method in enumerate(study.methods):
+        runs = [results[run] for run in (Run(method=method, seed=seed) for seed in seeds) if run in results]
+        if not runs:
+            continue
+        at = sorted(runs[0].validation)
+        losses = [[run.validation[iteration] for run in runs] for iteration in at]
+        curves.plot(at, [statistics.median(each) for each in losses], label=method.title, linewidth=1.2)
+        curves.fill_between(at, [min(each) for each in losses], [max(each) for each in losses], alpha=0.2)
+        reference = study.reference(method)
+        pairs = [(Run(method=method, seed=seed), Run(method=reference, seed=seed)) for seed in seeds]
+        ratios = [results[run].final / results[other].final for run, other in pairs if {run, other} <= results.keys()]
+        ends.plot([100 * (ratio - 1) for ratio in ratios], [place] * len(ratios), "o", color=f"C{place}", alpha=0.7)
+        if method.goal is not None:
+            ends.plot([100 * (method.goal - 1)] * 2, [place - 0.4, place + 0.4], color="black")
+    curves.set(xlabel="iteration", ylabel="validation loss (nats per byte)", title="Median over seeds, and their range")
+    curves.legend()
+    ends.set(xlabel="% above the reference (line: goal)", title="Validation loss at the end, every seed")
+    ends.set_yticks(range(len(study.methods)), [method.title for method in study.methods])
+    ends.invert_yaxis()
+    _finish(pyplot, figure, (curves, ends), file)
+
+
+def draw_noise(study: Study, results: Results, seed: int, file: Path) -> None:
+    """Draw validation losses with and without noise, and by how much the undisturbed workers' losses rose."""
+    pyplot = _pyplot()
+    noise = study.noise
+    figure, (losses, rises) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for place, method in enumerate(noise.methods):
+        clean, noisy = (results[Run(method=method, seed=seed, noisy=noisy)] for noisy in (False, True))
+        losses.plot(*_validation(noisy), color=f"C{place + 1}", marker=".", label=f"{method.title}, noise")
+        losses.plot(*_validation(clean), color=f"C{place + 1}", linestyle="--", label=f"{method.title}, no noise")
+        rise = [
+            statistics.mean(with_noise) - statistics.mean(without)
+            for with_noise, without in zip(_undisturbed(study, noisy), _undisturbed(study, clean), strict=True)
+        ]
+        rises.plot(range(1, len(rise) + 1), rise, color=f"C{place + 1}", label=method.title, linewidth=1)
+    window = (noise.first - 4 * noise.interval, noise.recovered + 4 * noise.interval)
+    shown = [
+        loss
+        for method in noise.methods
+        for noisy in (False, True)
+        for at, loss in results[Run(method=method, seed=seed, noisy=noisy)].validation.items()
+        if window[0] <= at <= window[1]
+    ]
+    losses.set(xlim=window, ylim=(min(shown) - 0.05, max(shown) + 0.05))
+    losses.set(xlabel="iteration", ylabel="validation loss (nats per byte)", title="Weights of every round")
+    rises.set(xlim=window, xlabel="iteration", ylabel="nats per byte")
+    rises.set_title("Training loss of the other workers, above the run without noise")
+    for axes in (losses, rises):
+        axes.axvspan(noise.first, noise.end, color="grey", alpha=0.2, label=f"random tokens for worker {noise.worker}")
+        axes.legend()
+    _finish(pyplot, figure, (losses, rises), file)
+
+
+def _validation(run: Measured) -> tuple[list[int], list[float]]:
+    at = sorted(run.validation)
+    return at, [run.validation[iteration] for iteration in at]
+
+
+def _undisturbed(study: Study, run: Measured) -> list[tuple[float, ...]]:
+    """Return per iteration the losses of all workers but the noisy one."""
+    others = [losses for worker, losses in enumerate(run.training) if worker != study.noise.worker]
+    return list(zip(*others, strict=True))
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _finish(pyplot: Any, figure: Any, both: tuple[Any, Any], file: Path) -> None:
+    for axes in both:
+        axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=90)
+    pyplot.close(figure)

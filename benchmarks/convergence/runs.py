@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making the study's runs, and remembering what they measured."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from benchmarks.convergence.settings import VOCABULARY, WORKERS, Noise, Run, Study
+from megatron_ext.local_sgd.round_log import read_rounds
+from tests.support.pretrain import run_pretrain
+
+__all__ = ["Measured", "finished", "make"]
+
+TIMEOUT_SECONDS = 3600.0
+
+_VALIDATION = re.compile(r"validation loss at iteration (\d+).*lm loss value: ([\d.E+-]+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is known of a finished run."""
+
+    arguments: list[str]
+    """The command line of examples/pretrain_gpt.py; a run that would have another one is made again."""
+
+    parameters: int
+    """Of the model."""
+
+    seconds: float
+    """Wall time, with the start and the evaluations."""
+
+    training: list[list[float]]
+    """Every worker's loss of every iteration; in a synchronous run the same for all."""
+
+    validation: dict[int, float]
+    """Validation loss by iterations finished, with local SGD that of the weights of the last round."""
+
+    rounds: list[dict[str, Any]]
+    """The lines of the round log."""
+
+    @property
+    def final(self) -> float:
+        """The validation loss at the end."""
+        return self.validation[max(self.validation)]
+
+
+def finished(study: Study, run: Run) -> Measured | None:
+    """Return what a run measured; None if it was not made with these settings."""
+    file = study.result(run)
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["validation"] = {int(at): loss for at, loss in content["validation"].items()}
+    measured = Measured(**content)
+    return measured if measured.arguments == study.arguments(run) else None
+
+
+def make(study: Study, run: Run) -> Measured:
+    """Train, and write down what was measured once all is known."""
+    arguments = study.arguments(run)
+    study.result(run).parent.mkdir(parents=True, exist_ok=True)
+    study.round_log(run).unlink(missing_ok=True)
+    begin = time.monotonic()
+    outcomes = run_pretrain(
+        arguments,
+        WORKERS,
+        probe=count_parameters,
+        before=[partial(feed_noise, study.noise)] if run.noisy else [],
+        timeout=TIMEOUT_SECONDS,
+    )
+    measured = Measured(
+        arguments=arguments,
+        parameters=outcomes[0].record.probe,
+        seconds=time.monotonic() - begin,
+        training=[outcome.losses for outcome in outcomes],
+        # Megatron prints it on the last rank.
+        validation={int(at): float(loss) for at, loss in _VALIDATION.findall(outcomes[-1].stdout)},
+        rounds=read_rounds(study.round_log(run)) if study.round_log(run).is_file() else [],
+    )
+    partial_file = study.result(run).with_suffix(".partial")
+    partial_file.write_text(json.dumps(asdict(measured)), encoding="utf-8")
+    partial_file.replace(study.result(run))
+    return measured
+
+
+def count_parameters(model: Any, _optimizer: Any, _args: Any) -> int:
+    """Return the number of parameters of a model that is whole on this rank."""
+    return sum(value.numel() for chunk in model for value in chunk.parameters())
+
+
+def feed_noise(noise: Noise) -> None:
+    """Let the training samples of one worker be random tokens for a while; called on every rank."""
+    if int(os.environ["RANK"]) != noise.worker:
+        return
+    from megatron.core.datasets.gpt_dataset import GPTDataset
+
+    GPTDataset.__getitem__ = _drawing(GPTDataset.__getitem__, noise)
+
+
+def _drawing(read: Callable[..., Any], noise: Noise) -> Callable[..., Any]:
+    import torch
+    from megatron.core.datasets.utils import Split
+    from megatron.training import get_args
+
+    generator = torch.Generator().manual_seed(0)
+
+    @functools.wraps(read)
+    def read_or_draw(dataset: Any, index: int | None) -> Any:
+        sample = read(dataset, index)
+        if dataset.index_split is not Split.train or not noise.first <= get_args().curr_iteration < noise.end:
+            return sample
+        tokens = torch.randint(VOCABULARY, (len(sample["tokens"]) + 1,), generator=generator)
+        return {**sample, "tokens": tokens[:-1], "labels": tokens[1:]}
+
+    return read_or_draw
