@@ -19,6 +19,7 @@ import torch
 from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.packing import flattened
+from megatron_ext.local_sgd.report import RoundClock
 from megatron_ext.local_sgd.rounds import Decision, OwnedTerms, RoundState, decide_and_step
 from megatron_ext.local_sgd.segments import Piece
 from megatron_ext.transport.codecs import Codec
@@ -90,7 +91,7 @@ class CompressedRound:
     def turn(self, state: RoundState) -> list[Decision]:
         """Wait for what was sent, decide, make the outer step, and start to send the results back."""
         messages = [[data for _, terms in exchange.arrived() for data in terms] for exchange in self._exchanges]
-        decisions, anchors = decide_and_step(self._owned, self._judge, state, lambda: self._each(messages))
+        decisions, anchors = decide_and_step(self._owned, self._judge, state, lambda: self._each(messages, state.clock))
         with state.clock.measure("applying"):
             returning = self._homeward(anchors, flattened(self.replicas))
             self._exchanges = [exchange.return_own() for exchange in returning]
@@ -159,17 +160,18 @@ class CompressedRound:
         owners = [[part] if part.numel() else [] for part in parts]
         return Exchange(index, parts, self._owned.group, memory, owners)
 
-    def _each(self, messages: list[list[torch.Tensor]]) -> Iterator[OwnedTerms]:
+    def _each(self, messages: list[list[torch.Tensor]], clock: RoundClock) -> Iterator[OwnedTerms]:
         """Yield every run that this rank owns; the terms are all workers' pseudo-gradients."""
         offset, current = 0, -1
         for number, (index, run) in enumerate(self._owned.numbered):
             offset = offset if index == current else 0
             current = index
             size = _nbytes(self._out, run.pieces)
-            terms = [
-                torch.cat([values for _, values in _decoded(self._out, run.pieces, data[offset : offset + size])])
-                for data in messages[index]
-            ]
+            with clock.measure("applying"):
+                terms = [
+                    torch.cat([values for _, values in _decoded(self._out, run.pieces, data[offset : offset + size])])
+                    for data in messages[index]
+                ]
             offset += size
             yield number, self._owned.segments[index].unit, terms
 

@@ -47,8 +47,11 @@ class Linear:
 
     def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
         """Return sum_i w_i t_i, divided by sum_i w_i when normalising."""
-        total = _weighted_sum(terms, weights)
-        return total.div_(_divisor(sum(weights))) if self.normalize else total
+        divisor = _divisor(sum(weights)) if self.normalize else 1.0
+        total = terms[0].mul_(weights[0] / divisor)
+        for term, weight in zip(terms[1:], weights[1:], strict=True):
+            total += term.mul_(weight / divisor)
+        return total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +132,6 @@ def build_sparsifier(config: GTAConfig) -> Callable[[torch.Tensor, tuple[int, ..
         return sparsify(tensor, config.density, method, generator)
 
     return thin
-
-
-def _weighted_sum(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    return _in_order([term.mul_(weight) for term, weight in zip(terms, weights, strict=True)])
 
 
 def _in_order(terms: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -155,8 +155,7 @@ class GuardedRound:
 
     def turn(self, state: RoundState) -> list[Decision]:
         """Wait for what was sent, decide, make the outer step, and start to send the results back."""
-        arrived = [exchange.arrived() for exchange in self._exchanges]
-        decisions, _ = decide_and_step(self._owned, self._judge, state, lambda: self._each(arrived))
+        decisions, _ = decide_and_step(self._owned, self._judge, state, self._begin(self._exchanges))
         for exchange in self._exchanges:
             exchange.return_own()
         return decisions
@@ -167,11 +166,18 @@ class GuardedRound:
             unpack(segment, exchange.finish(), state.flats)
         self._exchanges = []
 
-    def _each(self, arrived: list[Arrived]) -> Iterator[OwnedTerms]:
-        """Yield every run that this rank owns."""
-        for index, runs in enumerate(arrived):
-            for start, terms in runs:
-                yield self._owned.number(index, start), self._owned.segments[index].unit, terms
+    def _begin(self, exchanges: list[Exchange]) -> Callable[[], Iterator[OwnedTerms]]:
+        """Return what begins to yield every run that this rank owns; the first time while others are on their way."""
+        arrived: list[Arrived] = []
+
+        def each() -> Iterator[OwnedTerms]:
+            for index, exchange in enumerate(exchanges):
+                if index == len(arrived):
+                    arrived.append(exchange.arrived())
+                for start, terms in arrived[index]:
+                    yield self._owned.number(index, start), self._owned.segments[index].unit, terms
+
+        return each
 
 
 def decide_and_step(
@@ -192,17 +198,17 @@ def decide_and_step(
         RuntimeError: a worker was broken, and is not to be left out.
     """
     shard, squares = state.shard, state.squares
-    with state.clock.measure("applying"):
-        for run, unit, terms in each():
+    for run, unit, terms in each():
+        with state.clock.measure("applying"):
             shard.measure(run, terms, squares[:-1, unit])
     judge.add_up(squares)
     verdicts = judge.verdicts(squares[:-1], state.number, state.steps)
 
     common: dict[int, torch.Tensor] = {}
-    with state.clock.measure("applying"):
-        for run, unit, terms in each():
+    for run, unit, terms in each():
+        with state.clock.measure("applying"):
             shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (state.number, run))
-            common[run] = terms[owned.worker]
+        common[run] = terms[owned.worker]
     judge.add_up(squares[-1])
     coefficients = judge.coefficients(squares[-1])
 

@@ -165,8 +165,7 @@ class OuterShard:
             anchor = self.anchors[run][part]
             self._add_overlap(run, start, part, own[part])
             if coefficient is not None:
-                gradient = torch.mul(own[part], coefficient, out=self._scratch[0, : anchor.numel()])
-                self.optimizer.step(run, part, gradient)
+                self.optimizer.step(run, part, own[part].mul_(coefficient))
             own[part] = anchor
 
     def _parts(self, run: int, length: int) -> Iterator[tuple[int, slice]]:
