@@ -41,6 +41,12 @@ class Move:
     target_name: str
     """Its name on the receiver."""
 
+    source_shape: tuple[int, ...]
+    """Shape of the sender's local tensor."""
+
+    target_shape: tuple[int, ...]
+    """Shape of the receiver's local tensor."""
+
     boxes: tuple[Overlap, ...]
     """Where the slice lies in the sender's and in the receiver's local tensor, one box per block of the tensor."""
 
@@ -62,6 +68,12 @@ class Stay:
 
     target_name: str
     """Its name after the switch."""
+
+    source_shape: tuple[int, ...]
+    """Shape of the local tensor before the switch."""
+
+    target_shape: tuple[int, ...]
+    """Shape of the local tensor after the switch."""
 
     boxes: tuple[Overlap, ...]
     """Where the elements lie in the old and in the new local tensor."""
@@ -147,7 +159,13 @@ class SwitchPlan:
             names = self._names(planned.tensor, rank, rank)
             found.append(
                 Stay(
-                    tensor=planned.tensor, source_name=names[0], target_name=names[1], boxes=boxes, alias_offset=offset
+                    tensor=planned.tensor,
+                    source_name=names[0],
+                    target_name=names[1],
+                    source_shape=before.local_shape,
+                    target_shape=after.local_shape,
+                    boxes=boxes,
+                    alias_offset=offset,
                 )
             )
         return tuple(found)
@@ -175,7 +193,15 @@ class SwitchPlan:
             for there, here in zip(overlaps(before, moved), overlaps(after, moved), strict=True)
         )
         names = self._names(tensor, sender, receiver)
-        return Move(tensor=tensor, slice_index=slice_index, source_name=names[0], target_name=names[1], boxes=boxes)
+        return Move(
+            tensor=tensor,
+            slice_index=slice_index,
+            source_name=names[0],
+            target_name=names[1],
+            source_shape=before.local_shape,
+            target_shape=after.local_shape,
+            boxes=boxes,
+        )
 
     def _slices(self, planned: PlannedTensor, sender: int, receiver: int) -> tuple[Slice, Slice]:
         route = planned.route
