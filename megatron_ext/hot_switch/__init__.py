@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hot switching: one job moves between parallel strategies inside a training step.
 
-So far this plans: which strategies, what a switch moves, and what that costs. None of it needs Megatron. The engine
-that carries plans out in a training step is not built yet.
+So far this plans (which strategies, what a switch moves, what that costs) and carries plans out on tensors. None of it
+needs Megatron. The training step that uses it is not built yet.
 """
 
+from megatron_ext.hot_switch.executor import SwitchExecutor
 from megatron_ext.hot_switch.figures import Links, SwitchFigures, measure_plan
+from megatron_ext.hot_switch.messages import MessageSizes
 from megatron_ext.hot_switch.plan import Move, Stay, SwitchPlan, plan_switch
 from megatron_ext.hot_switch.presets import PRESETS
 from megatron_ext.hot_switch.senders import ALGORITHMS
@@ -18,10 +20,12 @@ __all__ = [
     "PRESETS",
     "Bucket",
     "Links",
+    "MessageSizes",
     "Move",
     "Stay",
     "Strategy",
     "StrategyList",
+    "SwitchExecutor",
     "SwitchFigures",
     "SwitchPlan",
     "check_strategies",
