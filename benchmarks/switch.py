@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switches between strategies on 4 processes, against a bare exchange of the same bytes between the same ranks, and
+against megatron-core's resharding on its own plan; and a switch that moves nothing.
+
+    python benchmarks/switch.py [--json FILE]
+
+The bare exchange has one message per pair of ranks, from one flat buffer into another one, and is prepared beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
+
+from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from tests.support.distributed import run_ranks
+
+RANKS = 4
+# DP, TP, PP before and after.
+SWITCHES = {"dp_to_tp": ((2, 1, 2), (1, 4, 1)), "tp_to_dp": ((1, 4, 1), (4, 1, 1)), "no_move": ((4, 1, 1), (2, 1, 2))}
+GOAL_OVER_BARE, GOAL_NO_MOVE_MS = 1.2, 1.0
+# megatron-core's senders are balanced in one of the switches, and one of them sends twice as much in the other.
+OVER_MCORE = {"dp_to_tp": ("over_mcore_unbalanced", 0.67), "tp_to_dp": ("over_mcore_balanced", 1.0)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is switched, and how often it is measured."""
+
+    layers: int
+    """Layers of the model, divisible by 2."""
+
+    hidden: int
+    """Hidden size."""
+
+    vocab: int
+    """Rows of the embedding and of the output layer."""
+
+    pairs: int
+    """Measured pairs."""
+
+    warmup: int
+    """Pairs before those, not counted."""
+
+    direct_bytes: int | None = None
+    """From which size on a part travels on its own; None for the executor's default."""
+
+    chunk_bytes: int | None = None
+    """Largest message that is copied; None for the executor's default."""
+
+    def shape(self) -> Any:
+        """Return the model: a GPT as LLaMA has it, in bf16."""
+        import torch
+
+        from megatron_ext.params import GptShape
+
+        return GptShape(
+            num_layers=self.layers,
+            hidden_size=self.hidden,
+            ffn_hidden_size=self.hidden * 11 // 4,
+            num_attention_heads=8,
+            padded_vocab_size=self.vocab,
+            gated_linear_unit=True,
+            add_bias_linear=False,
+            normalization="RMSNorm",
+            dtype=torch.bfloat16,
+        )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all switches and report."""
+    options = parser().parse_args(arguments)
+    setting = setting_of(options)
+    print(f"{numel(setting) / 1e6:.1f} M parameters in bf16, {RANKS} processes, {options.pairs} pairs\n")
+    cases, rows = [], []
+    for name, (source, target) in SWITCHES.items():
+        sides, largest = _measure(name, setting)
+        switch = f"{_text(source)} > {_text(target)}", f"{largest / 2**20:.1f}"
+        if name == "no_move":
+            value = statistics.median(sides["switch"]) * 1e3
+            cases.append(Case(case="no_move_ms", value=value, unit="ms", goal=GOAL_NO_MOVE_MS, direction="lower"))
+            rows.append((*switch, f"{value:.2f}", "-", "-", "-", "-"))
+            continue
+        for other, (case, goal) in {"bare": (f"{name}_over_bare", GOAL_OVER_BARE), "mcore": OVER_MCORE[name]}.items():
+            ratios = [ours / theirs for ours, theirs in zip(sides["switch"], sides[other], strict=True)]
+            ratio, (low, high) = statistics.median(ratios), bootstrap_interval(ratios)
+            cases.append(Case(case=case, value=ratio, unit="ratio", goal=goal, direction="lower"))
+            times = (f"{statistics.median(sides[side]) * 1e3:.2f}" for side in ("switch", other))
+            rows.append((*switch, *times, other, f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"))
+    print_table(("switch", "received MiB", "switch ms", "other ms", "other", "ratio", "95 % interval"), rows)
+    report(cases, options.json)
+    return 0
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """Return what the options ask for."""
+    return Setting(
+        layers=options.layers,
+        hidden=options.hidden,
+        vocab=options.vocab,
+        pairs=options.pairs,
+        warmup=options.warmup,
+        direct_bytes=options.direct_bytes,
+        chunk_bytes=options.chunk_bytes,
+    )
+
+
+def numel(setting: Setting) -> int:
+    """Return the number of parameters."""
+    from megatron_ext.params import gpt_parameters
+
+    return sum(tensor.numel for tensor in gpt_parameters(setting.shape()))
+
+
+def rank_seconds(name: str, setting: Setting) -> tuple[dict[str, list[float]], int]:
+    """Run on one rank: return the seconds of each side, pair by pair, and the bytes that the rank receives."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.mcore_resharding import resharding
+    from megatron_ext.backends.cpu import CpuBackend
+    from megatron_ext.hot_switch import SwitchExecutor, plan_switch
+    from megatron_ext.params import Layout
+    from megatron_ext.patching import PatchRegistry
+
+    torch.set_num_threads(1)
+    CpuBackend().activate(PatchRegistry())  # megatron-core's side asks for CUDA streams
+    dist.init_process_group("gloo")
+    group, rank = dist.group.WORLD, dist.get_rank()
+    source, target = (Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in SWITCHES[name])
+    shape = setting.shape()
+    plan = plan_switch(shape, source, target)
+    executor = SwitchExecutor(plan, group, sizes=_sizes(setting))
+    tensors = _held(shape, source, rank)
+    received = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.receives(rank).items()}
+    sent = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.sends(rank).items()}
+    sides: dict[str, Callable[[], object]] = {"switch": lambda: executor.switch(tensors)}
+    if name != "no_move":
+        sides["bare"] = _bare_exchange(received, sent, group)
+        sides["mcore"], theirs = resharding(shape, source, target, rank, tensors)
+    seconds = measure_by_turns(sides, pairs=setting.pairs, warmup=setting.warmup)
+    expected = _held(shape, target, rank)
+    require_equal(executor.switch(tensors), expected)
+    if name != "no_move":
+        require_equal(theirs, expected)
+    return seconds, sum(received.values())
+
+
+def measure_by_turns(sides: dict[str, Callable[[], object]], *, pairs: int, warmup: int) -> dict[str, list[float]]:
+    """Return the seconds of each side on this rank, without the warm-up.
+
+    The order turns round with every pair, so that what drifts touches all sides alike.
+    """
+    import torch.distributed as dist
+
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for pair in range(warmup + pairs):
+        for side in list(sides) if pair % 2 == 0 else reversed(list(sides)):
+            dist.barrier()
+            begin = time.perf_counter()
+            sides[side]()
+            seconds[side].append(time.perf_counter() - begin)
+    return {side: values[warmup:] for side, values in seconds.items()}
+
+
+def slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Return the seconds of the rank that took longest, of each side and pair by pair."""
+    return {
+        side: [max(pair) for pair in zip(*(seconds[side] for seconds in by_rank), strict=True)] for side in by_rank[0]
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--pairs", type=at_least(1), default=15, help="measured pairs (15)")
+    found.add_argument("--warmup", type=at_least(0), default=3, help="pairs before those, not counted (3)")
+    found.add_argument("--layers", type=at_least(2), default=12, help="layers of the model, even (12)")
+    found.add_argument("--hidden", type=at_least(16), default=512, help="hidden size (512)")
+    found.add_argument("--vocab", type=at_least(16), default=32768, help="vocabulary (32768)")
+    found.add_argument("--direct-bytes", type=at_least(0), help="instead of the executor's default")
+    found.add_argument("--chunk-bytes", type=at_least(8), help="instead of the executor's default")
+    add_report_option(found)
+    return found
+
+
+def _measure(name: str, setting: Setting) -> tuple[dict[str, list[float]], int]:
+    """Return each side's seconds of the slowest rank, pair by pair, and the largest receiver's bytes."""
+    by_rank = run_ranks(rank_seconds, RANKS, name, setting, timeout=900)
+    return slowest([seconds for seconds, _ in by_rank]), max(received for _, received in by_rank)
+
+
+def _sizes(setting: Setting) -> Any:
+    from megatron_ext.hot_switch.messages import DEFAULT_SIZES, MessageSizes
+
+    default = DEFAULT_SIZES["gloo"]
+    direct, chunk = setting.direct_bytes, setting.chunk_bytes
+    return MessageSizes(
+        direct_bytes=default.direct_bytes if direct is None else direct,
+        chunk_bytes=default.chunk_bytes if chunk is None else chunk,
+    )
+
+
+def _held(shape: Any, layout: Any, rank: int) -> dict[str, Any]:
+    """Return what a rank holds of made-up values."""
+    from megatron_ext.params import Placement, scatter
+    from tests.params.models import full_values
+
+    placement = Placement(shape, layout)
+    return scatter(full_values(placement.tensors), placement.on_rank(rank))
+
+
+def _bare_exchange(received: dict[int, int], sent: dict[int, int], group: Any) -> Callable[[], None]:
+    import torch
+    import torch.distributed as dist
+
+    operations = []
+    for kind, sizes in ((dist.irecv, received), (dist.isend, sent)):
+        buffer = torch.ones(sum(sizes.values()), dtype=torch.uint8)
+        pieces = buffer.split(list(sizes.values()))
+        operations += [
+            dist.P2POp(kind, piece, group=group, group_peer=peer) for peer, piece in zip(sizes, pieces, strict=True)
+        ]
+
+    def exchange() -> None:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return exchange
+
+
+def require_equal(ours: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Refuse a measurement that did not switch."""
+    import torch
+
+    wrong = [name for name, value in expected.items() if name not in ours or not torch.equal(ours[name], value)]
+    if wrong or len(ours) != len(expected):
+        raise RuntimeError(f"not what the target layout holds: {', '.join(wrong)}")
+
+
+def _text(strategy: tuple[int, int, int]) -> str:
+    return ",".join(map(str, strategy))
+
+
+if __name__ == "__main__":
+    # By its module's name: the ranks look the function up where it was defined.
+    from benchmarks.switch import main as run
+
+    sys.exit(run())
