@@ -17,7 +17,7 @@ def patches() -> list[Patch]:
     """Return the patches of this seam; they are applied whatever the arguments ask for."""
     return [
         Patch(
-            name="data/empty-part",
+            name="arguments/empty-split",
             target="megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
             wrap=_wrap_epochs,
             parameters=("self", "num_tokens_per_epoch"),

@@ -12,7 +12,6 @@ REFUSED = [
     "--pipeline-model-parallel-comm-backend ucc",
     "--use-ring-exchange-p2p",
     "--tp-comm-overlap",
-    "--use-sharp",
     "--transformer-impl transformer_engine",
     "--transformer-impl inference_optimized",
     "--attention-backend flash",

@@ -7,6 +7,8 @@ from megatron_ext.local_sgd.report import RoundReport
 def remarks(rejected):
     return RoundReport(
         round=7,
+        fragment=0,
+        worker_steps=None,
         pseudo_gradient_norm=1.0,
         unit_norms={},
         worker_norms=[1.0, 1.0, 1.0],

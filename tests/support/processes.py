@@ -8,8 +8,8 @@ from pathlib import Path
 
 SESSION_MARK = "MEGATRON_EXT_TEST_SESSION"
 """In the environment of everything that a session starts: finds a leftover whoever adopted it."""
-SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
-"""Started once by Python's multiprocessing; they end with the session's own process."""
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker", "tests.sync_service.zygote")
+"""Started once, by Python's multiprocessing or for the whole session; they end with the session's own process."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,6 @@ RULES: tuple[Rule, ...] = (
         why="it needs a torch that was built with ring exchange",
     ),
     Rule(option="--tp-comm-overlap", asked=lambda args: args.tp_comm_overlap, why=_NEEDS_TE),
-    Rule(option="--use-sharp", asked=lambda args: args.use_sharp, why="SHARP works inside NCCL"),
     # The transformer's implementation.
     Rule(
         option="--transformer-impl transformer_engine",
