@@ -7,8 +7,8 @@
 #
 # Needs grpcio-tools of the release below, which is not needed otherwise: the code that it makes runs with every later
 # grpcio and protobuf, so it has to be as old as the lowest ones that setup.py allows.
-#     python -m venv /tmp/protocol && /tmp/protocol/bin/pip install grpcio-tools==1.74.0
-#     PYTHON=/tmp/protocol/bin/python scripts/make_sync_protocol.sh
+#     python -m venv protocol-env && protocol-env/bin/pip install grpcio-tools==1.74.0
+#     PYTHON=protocol-env/bin/python scripts/make_sync_protocol.sh
 
 set -euo pipefail
 wanted=1.74.0
