@@ -42,8 +42,8 @@ class MessageSizes:
 
 
 DEFAULT_SIZES = {
-    # From benchmarks/switch_sizes.py. Chunks of this size are still in the cache when they are read again.
-    "gloo": MessageSizes(direct_bytes=128 << 10, chunk_bytes=1 << 20),
+    # direct_bytes from benchmarks/switch_sizes.py; chunk_bytes from benchmarks/switch.py, where 1 MiB was slower.
+    "gloo": MessageSizes(direct_bytes=128 << 10, chunk_bytes=4 << 20),
     # Not measured: small operations cost NCCL more, and copies on a GPU cost less.
     "nccl": MessageSizes(direct_bytes=1 << 20, chunk_bytes=8 << 20),
 }

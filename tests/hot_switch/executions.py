@@ -91,7 +91,7 @@ def differences(ours: Tensors, expected: Tensors) -> list[str]:
 
 
 def go_rounds(chains: dict[str, Chain], sizes_name: str, dtype: torch.dtype) -> list[str]:
-    """Switch through chains and back home, twice with other values; return every tensor that was wrong."""
+    """Switch through chains and back home, then with other values, then from other memory; return what was wrong."""
     group = start()
     return [
         f"{name}: {wrong}"
@@ -106,7 +106,10 @@ def _go_round(group: Any, shape: GptShape, layouts: tuple[Layout, ...], sizes: M
     wrong = []
     home = held(shape, layouts[0])
     places: list[dict[str, int]] = []
-    for factor in (1.0, -2.0):
+    for factor in (1.0, -2.0, 3.0):
+        if factor == 3.0:
+            kept = home  # so that the new tensors cannot lie in the memory of the old ones
+            home = {name: torch.zeros_like(tensor) for name, tensor in kept.items()}
         for name, tensor in held(shape, layouts[0], factor).items():
             home[name].copy_(tensor)
         tensors = home
@@ -116,7 +119,7 @@ def _go_round(group: Any, shape: GptShape, layouts: tuple[Layout, ...], sizes: M
             addresses = {name: tensor.data_ptr() for name, tensor in tensors.items()}
             if factor == 1.0:
                 places.append(addresses)
-            elif addresses != places[number]:
+            elif factor == -2.0 and addresses != places[number]:
                 wrong.append(f"{target}: not in the memory of the first time")
         wrong += [f"home changed: {each}" for each in differences(home, held(shape, layouts[0], factor))]
     return wrong
@@ -265,6 +268,9 @@ def refused(case: str) -> None:
         executor = SwitchExecutor(plan_switch(DENSE, source, target), group, sizes=sizes)
     if case == "gradients":
         executor = SwitchExecutor(plan_switch(DENSE, source, target), group, gradients=True)
+    if case == "own gradients":
+        executor = SwitchExecutor(plan_switch(DENSE, source, source), group, gradients=True)
+        executor.switch(tensors, out=tensors)
     if case == "group":
         SwitchExecutor(plan_switch(DENSE, Layout(tp=4), Layout(dp=4)), group)
     executor.switch(tensors)

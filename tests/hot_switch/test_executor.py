@@ -21,7 +21,7 @@ from tests.support.distributed import run_ranks
 
 
 @pytest.mark.parametrize("sizes_name", SIZES)
-def test_chains_back_to_home_are_bit_exact_and_stay_so_when_values_change(sizes_name):
+def test_chains_back_to_home_are_bit_exact_and_stay_so_when_values_and_memory_change(sizes_name):
     dtype = torch.float32 if sizes_name == "all packed" else torch.bfloat16
     assert run_ranks(go_rounds, 4, CHAINS, sizes_name, dtype) == [[]] * 4
 
@@ -80,6 +80,7 @@ def test_gradients_of_a_guest_are_added_to_those_at_home(sizes_name):
         ("overlap", ["into memory of", "which it reads: give `out`"]),
         ("sizes", ["switches with direct_bytes, chunk_bytes, gradients = ", "give all ranks the same"]),
         ("gradients", ["gradients are added to what is there: give `out`"]),
+        ("own gradients", ["the switch would write", "which it reads: give `out`"]),
         ("group", ["the plan of a switch is for 4 ranks, but the process group has 2"]),
     ],
 )
