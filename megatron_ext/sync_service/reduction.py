@@ -9,8 +9,9 @@ bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -156,6 +157,7 @@ class Reduction:
                 writer.write(spec.name, values)
                 for state, tensor in kept.items():
                     writer.write(state_name(state, spec.name), tensor)
+                del values, kept  # they may be a contribution's memory
                 self._failpoints.hit("tensor_reduced")
             writer.sync()
         except BaseException:
@@ -185,8 +187,7 @@ class Reduction:
         if self._before is None:
             return self._values(spec, accepted[0]), {}
         if spec.owners:
-            terms = (self._values(spec, contributor) for contributor in accepted)
-            return (_mean(terms, verdict) if accepted else self._anchor(spec)), {}
+            return (_mean(partial(self._values, spec), accepted, verdict) if accepted else self._anchor(spec)), {}
         return self._stepped(spec, accepted, verdict, outcome)
 
     def _stepped(
@@ -201,10 +202,9 @@ class Reduction:
             optimizer.load(found, self._scalars)
         if accepted and self._config.outer_optimizer == "none" and self._absolute:
             # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
-            anchor = _mean((self._values(spec, contributor) for contributor in accepted), verdict)
+            anchor = _mean(partial(self._values, spec), accepted, verdict)
         elif accepted:
-            terms = (self._gradient(spec, contributor) for contributor in accepted)
-            optimizer.step(0, slice(0, spec.numel), _mean(terms, verdict))
+            optimizer.step(0, slice(0, spec.numel), _mean(partial(self._gradient, spec), accepted, verdict))
             outcome.outer_scalars = optimizer.scalar_state()
         states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
         zeros = {name: torch.zeros(spec.numel) for name in self._states}
@@ -242,13 +242,15 @@ class Reduction:
         return uploaded if self._absolute else torch.sub(self._anchor(spec), uploaded, out=uploaded)
 
 
-def _mean(terms: Iterator[torch.Tensor], verdict: Verdict) -> torch.Tensor:
-    """Return the weighted mean of terms, of which two at a time are in memory.
+def _mean(
+    read: Callable[[Contributor], torch.Tensor], accepted: Sequence[Contributor], verdict: Verdict
+) -> torch.Tensor:
+    """Return the weighted mean of what is read of contributors, of which two at a time are in memory.
 
     `Linear` adds in order, so that adding one after the other gives the same bits as giving it all of them.
     """
-    total: torch.Tensor | None = None
-    for term, weight in zip(terms, verdict.weights, strict=True):
-        total = term.mul_(weight) if total is None else _ADD([total, term], [1.0, weight])
-    assert total is not None
+    # No term gets a name (a loop's variable would keep it while the next one is read).
+    total = read(accepted[0]).mul_(verdict.weights[0])
+    for contributor, weight in zip(accepted[1:], verdict.weights[1:], strict=True):
+        total = _ADD([total, read(contributor)], [1.0, weight])
     return total.div_(sum(verdict.weights))
