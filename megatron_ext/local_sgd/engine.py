@@ -85,6 +85,7 @@ class LocalSGD:
         self.met = False
         self._equal = True
         self._healed = False
+        self._apart = self.gta.reducer == "pairwise" or self.streaming.eager
         self._across = across
         self._worker = dist.get_rank(across)
         self._device = self.values[0].device if self.values else collective_device(across)
@@ -106,6 +107,7 @@ class LocalSGD:
                 device=self._device,
                 index=index,
                 guarded=self.streaming.in_background or config.use_async,
+                eager=self.streaming.eager,
                 observe=observe,
             )
             self._fragments.append(fragment)
@@ -119,7 +121,7 @@ class LocalSGD:
     @property
     def drifts(self) -> bool:
         """Whether workers differ after a round too, so that `finish` has to make them equal in the end."""
-        return self.streaming.active or self.gta.reducer == "pairwise"
+        return self.streaming.active or self._apart
 
     @torch.no_grad()
     def take_anchor(self) -> None:
@@ -150,7 +152,10 @@ class LocalSGD:
         self._equal = self.met = False
         # Not on its way, or one step nearer.
         self._left = [max(left - 1, 0) for left in self._left]
-        return any(self._is_turning(index) or self._is_due(index) for index in range(len(self._fragments)))
+        return any(
+            self._is_turning(index) or self._is_due(index) or self._is_half_way(index)
+            for index in range(len(self._fragments))
+        )
 
     @torch.no_grad()
     def advance(self) -> Progress:
@@ -163,6 +168,8 @@ class LocalSGD:
             return self.sync()
         changed = False
         for index, fragment in enumerate(self._fragments):
+            if self._is_half_way(index):
+                fragment.turn_late()
             if self._is_turning(index) and fragment.phase == "sent":
                 self._reports.append(fragment.turn())
             if fragment.phase != "home" and self._left[index] == 0:
@@ -202,7 +209,7 @@ class LocalSGD:
             self._sync(fragment, steps)
         self._left = [0] * len(self._fragments)
         self.steps_since_sync = 0
-        self._equal = self.gta.reducer != "pairwise"
+        self._equal = not self._apart
         return self._progress(changed=True)
 
     @torch.no_grad()
@@ -235,6 +242,11 @@ class LocalSGD:
     def _is_turning(self, index: int) -> bool:
         """Return whether a round is half-way or at its end."""
         return self._fragments[index].phase != "home" and self._left[index] in (self.streaming.sync_delay // 2, 0)
+
+    def _is_half_way(self, index: int) -> bool:
+        """Return whether half of the interval after an eager round is over."""
+        interval = self.config.local_sgd_sync_interval
+        return self.streaming.eager and (self.steps_since_sync - self._due[index]) % interval == interval // 2
 
     def _is_due(self, index: int) -> bool:
         return self.steps_since_sync == self._due[index]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd.compression import CompressedRound
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.eager import EagerRound
 from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
@@ -109,6 +110,7 @@ class Fragment:
         device: torch.device,
         index: int = 0,
         guarded: bool = False,
+        eager: bool = False,
         observe: bool = False,
     ) -> None:
         """Prepare; no memory is taken before `begin`.
@@ -125,6 +127,7 @@ class Fragment:
             index: which fragment it is.
             guarded: whether rounds must not reduce before all messages are there, because they travel while training
                 goes on, or because workers do not count alike.
+            eager: whether a worker steps by its own share at once, and by the others' a round later.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.units = tuple(units)
@@ -135,8 +138,9 @@ class Fragment:
         self._across = across
         self._device = device
         self._index = index
-        # Pairs of workers have no common norms to compare.
-        self._observe = observe and gta.reducer != "pairwise"
+        # Whether every worker has an anchor and an outer state of its own, so that there is no common step to observe.
+        self._apart = eager or gta.reducer == "pairwise"
+        self._observe = observe and not self._apart
         self._flight: _Flight | None = None
         self._shard: OuterShard | None = None
         self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
@@ -147,8 +151,7 @@ class Fragment:
             limit=SEGMENT_NUMEL,
             small=SMALL_NUMEL,
         )
-        self._pairwise = gta.reducer == "pairwise"
-        self._owned = OwnedRuns(segments, across, apart=self._pairwise)
+        self._owned = OwnedRuns(segments, across, apart=self._apart)
         self._compressed: CompressedRound | None = None
         if config.codec is not None:
             # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
@@ -162,8 +165,10 @@ class Fragment:
         self._background: BackgroundRound = self._compressed or GuardedRound(self._owned, self._judge)
         plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not guarded
         self._round: Round = PlainRound(self._owned, self._judge) if plain else self._background
-        if self._pairwise:
+        if self._apart and not eager:
             self._round = PairwiseRound(self._owned, self._judge)
+        self._eager = EagerRound(self._owned, self._judge, device) if eager else None
+        self._round = self._eager or self._round
 
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""
@@ -184,7 +189,7 @@ class Fragment:
         """
         clock = RoundClock()
         with clock.measure("seconds"):
-            if not self._pairwise:
+            if not self._apart:
                 self._wait(clock)
             state, overlap = self._state(number, flattened(self.values), clock, steps)
             state.shard.prepare(overlap if self._observe else None)
@@ -235,6 +240,11 @@ class Fragment:
         report = self._report(state, flight.overlap, decisions)
         flight.broken = [worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)]
         return report
+
+    def turn_late(self) -> None:
+        """Send the others what is theirs of an eager round; nothing for other rounds."""
+        if self._eager is not None:
+            self._eager.turn()
 
     def receive(self) -> None:
         """Wait for the result of the round on its way."""
@@ -309,11 +319,17 @@ class Fragment:
     def unite(self) -> None:
         """Make the workers equal without an outer step: all go on from the mean of their values, as a new anchor.
 
+        What the others still have to give in eager rounds is subtracted first, as it is.
+
         Workers whose values are not finite do not count; when none are finite, all go back to the anchor.
 
         Raises:
             RuntimeError: a worker's values are not finite, and nothing was asked for that could leave it out.
         """
+        if self._eager is not None:
+            for value, late in zip(self.values, self._owned.gather(self._eager.late(), self.values), strict=True):
+                value.sub_(late)
+            self._eager.load()
         sums = torch.stack([value.double().sum() for value in self.values] or [torch.zeros(1, device=self._device)])
         squares = torch.zeros(self._owned.workers, 1, dtype=torch.float64, device=self._device)
         squares[self._owned.worker] = torch.where(torch.isfinite(sums).all(), 0.0, math.nan)
@@ -340,11 +356,13 @@ class Fragment:
         Returns:
             Lists by name, in the order and shapes of the values. Nothing where no worker knows another's.
         """
-        return {} if self._pairwise else self._outer_state()
+        return {} if self._apart else self._outer_state()
 
     def worker_state(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this worker alone has beside its values, in their order and shapes, by name."""
-        if self._pairwise:
+        """Return what this worker alone has beside its values, in their order and shapes, by name; all must call it."""
+        if self._eager is not None:
+            return {**self._outer_state(), "late": self._owned.gather(self._eager.late(), self.values)}
+        if self._apart:
             return self._outer_state()
         return {} if self._compressed is None else {"residual": self._compressed.residuals}
 
@@ -376,12 +394,14 @@ class Fragment:
             scalars: as `scalar_state` returned them.
             own: as `worker_state` returned it.
         """
-        outer = dict(own if self._pairwise else tensors)
+        outer = dict(own if self._apart else tensors)
         replicas = outer.pop("replica", None)
         if self._compressed is not None:
             assert replicas is not None
             self._compressed.begin(replicas, own.get("residual"))
         parts = {name: self._owned.cut(values) for name, values in outer.items()}
+        if self._eager is not None:
+            self._eager.load(parts.pop("late"))
         self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
         self._penalty.load(scalars["penalty"])
 
@@ -394,8 +414,8 @@ class Fragment:
             optimizer=build_outer_optimizer(self._outer, anchors),
             reducer=build_reducer(self._gta),
             sparsifier=build_sparsifier(self._gta),
-            # A pair's terms are this worker's own and its partner's.
-            worker=0 if self._pairwise else self._owned.worker,
+            # The terms are this worker's own, and of a pair its partner's.
+            worker=0 if self._apart else self._owned.worker,
             terms_are_gradients=self._compressed is not None,
         )
         return self._shard

@@ -11,7 +11,15 @@ from tests.support.pretrain import run_failing_pretrain
     ("options", "said"),
     [
         ({"local_sgd_workers": 3}, ["--local-sgd-workers 3 does not divide the data-parallel size 2"]),
-        ({"local_sgd_workers": 1, "outer_optimizer_lr": 0.5}, ["--local-sgd-workers 1", "no effect"]),
+        (
+            {
+                "local_sgd_workers": 1,
+                "outer_optimizer_lr": 0.5,
+                "local_sgd_codec": "int8",
+                "local_sgd_sync_interval": 9,
+            },
+            ["so --outer-optimizer-lr, --local-sgd-codec would have no effect"],
+        ),
         (
             {"train_iters": None, "train_samples": 20, "local_sgd_warmup_steps": 5},
             ["--local-sgd-warmup-steps 5 leaves no local step before --train-samples 20"],
