@@ -54,6 +54,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
                 "--local-sgd-pseudo-grad-reducer pairwise has no synced weights; validate each worker's own with "
                 "--local-sgd-evaluation workers"
             )
+    if config.sync_in_forward:
+        problems += _forward_problems(args, config, streaming, gta)
     if streaming.eager and gta != GTAConfig():
         problems.append(
             "--local-sgd-eager-updates takes the plain mean; drop the --local-sgd-pseudo-grad options of the reducer"
@@ -143,6 +145,28 @@ def notices(args: Any) -> list[str]:
                 "saved there holds every worker apart and cannot be read without --use-local-sgd"
             )
     return lines
+
+
+def _forward_problems(args: Any, config: LocalSGDConfig, streaming: StreamingConfig, gta: GTAConfig) -> list[str]:
+    """Return why rounds cannot end in the forward pass."""
+    others = {
+        "--local-sgd-codec": config.codec is not None,
+        "the --local-sgd-fragment options": streaming.active and not streaming.eager,
+        "--local-sgd-eager-updates": streaming.eager,
+        "--local-sgd-pseudo-grad-reducer pairwise": gta.reducer == "pairwise",
+        "--local-sgd-use-async": config.use_async,
+    }
+    problems = [
+        f"--local-sgd-sync-in-forward is not combined with {other}; drop one of them"
+        for other, given in others.items()
+        if given
+    ]
+    if args.use_distributed_optimizer and not args.overlap_param_gather:
+        problems.append(
+            "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: without it all "
+            "parameters are gathered before the forward pass; add it (with --overlap-grad-reduce) or drop the option"
+        )
+    return problems
 
 
 def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:

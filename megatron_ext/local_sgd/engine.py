@@ -164,6 +164,8 @@ class LocalSGD:
         Raises:
             RuntimeError: see `Fragment.sync`.
         """
+        if self.config.sync_in_forward:
+            return self._launch()
         if not self.streaming.active:
             return self.sync()
         changed = False
@@ -212,6 +214,32 @@ class LocalSGD:
         self._equal = not self._apart
         return self._progress(changed=True)
 
+    def _launch(self) -> Progress:
+        """Begin a round of the whole model that ends in the next forward pass."""
+        for fragment in self._fragments:
+            self.rounds += 1
+            self._take(fragment.launch(self.rounds))
+        self.steps_since_sync = 0
+        self._equal = self.met = True
+        return self._progress(changed=False)
+
+    @torch.no_grad()
+    def land(self, units: Sequence[str]) -> None:
+        """Wait until the results of these units are among the values, where a round is to end in the forward pass."""
+        for fragment in self._fragments:
+            fragment.land(units)
+
+    @torch.no_grad()
+    def conclude(self) -> Progress:
+        """End a round that was to end in the forward pass; all ranks must call it at the same place.
+
+        Raises:
+            RuntimeError: see `Fragment.sync`.
+        """
+        for fragment in self._fragments:
+            self._take(fragment.conclude())
+        return self._progress(changed=True)
+
     @torch.no_grad()
     def finish(self) -> Progress:
         """Make all workers equal, as at the end of training: end what is on its way, then take the mean of all.
@@ -234,10 +262,13 @@ class LocalSGD:
     def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> None:
         """Run a round of a fragment at once."""
         self.rounds += 1
-        report = fragment.sync(self.rounds, steps)
-        self._healed |= not math.isfinite(report.worker_norms[self._worker])
-        self._reports.append(report)
+        self._take(fragment.sync(self.rounds, steps))
         self.met = True
+
+    def _take(self, report: RoundReport | None) -> None:
+        if report is not None:
+            self._healed |= not math.isfinite(report.worker_norms[self._worker])
+            self._reports.append(report)
 
     def _is_turning(self, index: int) -> bool:
         """Return whether a round is half-way or at its end."""

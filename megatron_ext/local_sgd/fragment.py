@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron_ext.local_sgd.compression import CompressedRound
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.eager import EagerRound
+from megatron_ext.local_sgd.in_forward import ForwardRound
 from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
@@ -75,9 +76,6 @@ class _Flight:
 
     state: RoundState | None = None
     """What it works on, until the result is there."""
-
-    overlap: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-    """What the pseudo-gradient and the momentum have in common."""
 
     turned: bool = False
     """Whether the outer step was made."""
@@ -167,6 +165,7 @@ class Fragment:
         self._round: Round = PlainRound(self._owned, self._judge) if plain else self._background
         if self._apart and not eager:
             self._round = PairwiseRound(self._owned, self._judge)
+        self._in_forward = ForwardRound(self._owned, self._judge, guarded=not plain) if config.sync_in_forward else None
         self._eager = EagerRound(self._owned, self._judge, device) if eager else None
         self._round = self._eager or self._round
 
@@ -191,14 +190,11 @@ class Fragment:
         with clock.measure("seconds"):
             if not self._apart:
                 self._wait(clock)
-            state, overlap = self._state(number, flattened(self.values), clock, steps)
-            state.shard.prepare(overlap if self._observe else None)
+            state = self._state(number, flattened(self.values), clock, steps)
+            state.shard.prepare(state.overlap if self._observe else None)
             decisions = self._round.run(state)
-            state.shard.release()
             put_back(state.flats, self.values)
-            if self._observe:
-                self._judge.add_up(overlap)
-        return self._report(state, overlap, decisions)
+        return self._report(state, decisions)
 
     def _wait(self, clock: RoundClock) -> None:
         """Wait until all workers have come."""
@@ -206,6 +202,49 @@ class Fragment:
             arrival = torch.zeros((), device=self._device)
             dist.all_reduce(arrival, group=self._across)
             arrival.item()  # on a GPU the reduction has only been launched before
+
+    # A round that ends in the next forward pass.
+
+    def launch(self, number: int) -> RoundReport | None:
+        """Begin a round with the present values, which belong to it until `land` has put the results there.
+
+        Args:
+            number: of the round, from 1.
+
+        Returns:
+            Its report, where norms decide, so that the outer steps have been made; else `conclude` returns it.
+
+        Raises:
+            RuntimeError: as `sync`, where norms decide.
+        """
+        assert self._in_forward is not None
+        clock = RoundClock()
+        with clock.measure("seconds"):
+            state = self._state(number, flattened(self.values), clock)
+            state.shard.prepare(state.overlap if self._observe else None)
+            decisions = self._in_forward.start(state)
+        return None if decisions is None else self._report(state, decisions)
+
+    def land(self, units: Sequence[str]) -> None:
+        """Wait until the results of these units are among the values."""
+        if self._in_forward is not None and self._in_forward.pending:
+            flats = self._in_forward.land([self.units.index(unit) for unit in units if unit in self.units])
+            put_back(flats, self.values)
+
+    def conclude(self) -> RoundReport | None:
+        """End the round that was launched, if there is one; all ranks must call it at the same place.
+
+        Returns:
+            Its report, unless `launch` has returned it.
+
+        Raises:
+            RuntimeError: as `sync`.
+        """
+        if self._in_forward is None or not self._in_forward.pending:
+            return None
+        self.land(self.units)
+        state = self._in_forward.conclude()
+        return None if state is None else self._report(state, [])
 
     # A round in the background.
 
@@ -218,9 +257,9 @@ class Fragment:
         assert self._flight is None, "the last round of this fragment is still on its way"
         clock = RoundClock()
         with clock.measure("seconds"):
-            state, overlap = self._state(number, [flat.clone() for flat in flattened(self.values)], clock)
+            state = self._state(number, [flat.clone() for flat in flattened(self.values)], clock)
             self._background.start(state)
-        self._flight = _Flight(state=state, overlap=overlap)
+        self._flight = _Flight(state=state)
 
     def turn(self) -> RoundReport:
         """Make the outer step of the round on its way with what the workers sent, and start to send the result back.
@@ -231,13 +270,10 @@ class Fragment:
         flight = self._require_flight()
         state = flight.require_state()
         with state.clock.measure("seconds"):
-            state.shard.prepare(flight.overlap if self._observe else None)
+            state.shard.prepare(state.overlap if self._observe else None)
             decisions = self._background.turn(state)
-            state.shard.release()
-            if self._observe:
-                self._judge.add_up(flight.overlap)
         flight.turned = True
-        report = self._report(state, flight.overlap, decisions)
+        report = self._report(state, decisions)
         flight.broken = [worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)]
         return report
 
@@ -296,21 +332,29 @@ class Fragment:
 
     def _state(
         self, number: int, flats: list[torch.Tensor], clock: RoundClock, steps: Sequence[int] | None = None
-    ) -> tuple[RoundState, torch.Tensor]:
-        """Return what a round works on, and where the comparison with the momentum is added up."""
-        squares = torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device)
-        shard = self._require_shard()
-        state = RoundState(number=number, shard=shard, flats=flats, squares=squares, clock=clock, steps=steps)
-        return state, torch.zeros(2, dtype=torch.float64, device=self._device)
+    ) -> RoundState:
+        """Return what a round works on."""
+        rows, device = self._owned.workers + 1, self._device
+        return RoundState(
+            number=number,
+            shard=self._require_shard(),
+            flats=flats,
+            squares=torch.zeros(rows, len(self.units), dtype=torch.float64, device=device),
+            overlap=torch.zeros(2, dtype=torch.float64, device=device),
+            clock=clock,
+            steps=steps,
+        )
 
-    def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
-        """Return the report of the round that has just ended."""
+    def _report(self, state: RoundState, decisions: Sequence[Decision]) -> RoundReport:
+        """Return the report of the round whose outer steps have just been made."""
+        state.shard.release()
+        if self._observe:
+            self._judge.add_up(state.overlap)
         return summarize(
             state,
             fragment=self._index,
             units=self.units,
             decisions=decisions,
-            overlap=overlap.tolist(),
             bytes_sent=self._round.bytes_sent,
         )
 
