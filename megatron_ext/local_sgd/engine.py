@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.digest import equal_across
-from megatron_ext.local_sgd.fragment import Fragment, SyncedTensor
+from megatron_ext.local_sgd.fragment import Fragment
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, due_steps
 
@@ -144,7 +145,7 @@ class LocalSGD:
         self.in_warmup = False
         self.steps_since_sync = 0
         for fragment in self._fragments:
-            fragment.begin()
+            fragment.state.begin()
 
     def count_step(self) -> bool:
         """Count one inner step of all workers, skipped updates included; return whether `advance` has to be called."""
@@ -316,13 +317,13 @@ class LocalSGD:
             return {}
         for fragment in self._fragments:
             self._land(fragment)
-        return self._gathered(Fragment.tensor_state)
+        return self._gathered(OuterState.tensor_state)
 
-    def _gathered(self, of: Callable[[Fragment], dict[str, list[torch.Tensor]]]) -> dict[str, list[torch.Tensor]]:
+    def _gathered(self, of: Callable[[OuterState], dict[str, list[torch.Tensor]]]) -> dict[str, list[torch.Tensor]]:
         """Put together what every fragment has."""
         found: dict[str, list[torch.Tensor]] = {}
         for fragment, members in zip(self._fragments, self._members, strict=True):
-            for name, tensors in of(fragment).items():
+            for name, tensors in of(fragment.state).items():
                 whole = found.setdefault(name, list(self.values))
                 for place, tensor in zip(members, tensors, strict=True):
                     whole[place] = tensor
@@ -332,7 +333,7 @@ class LocalSGD:
         """Return what this worker alone has beside its values, in their order and shapes, by name: with a codec what
         its messages lost, with pairs of workers its own anchor and outer state. Empty in warm-up.
         """
-        return {} if self.in_warmup else self._gathered(Fragment.worker_state)
+        return {} if self.in_warmup else self._gathered(OuterState.worker_state)
 
     @torch.no_grad()
     def gather_anchor(self) -> list[torch.Tensor]:
@@ -343,7 +344,7 @@ class LocalSGD:
         found = list(self.values)
         for fragment, members in zip(self._fragments, self._members, strict=True):
             self._land(fragment)
-            for place, tensor in zip(members, fragment.gather_anchor(), strict=True):
+            for place, tensor in zip(members, fragment.state.gather_anchor(), strict=True):
                 found[place] = tensor
         return found
 
@@ -359,7 +360,7 @@ class LocalSGD:
                     "left": self._left[index],
                     "on_its_way": fragment.phase != "home",
                     "broken": fragment.broken,
-                    **fragment.scalar_state(),
+                    **fragment.state.scalar_state(),
                 }
                 for index, fragment in enumerate(self._fragments)
                 if not self.in_warmup
@@ -386,7 +387,7 @@ class LocalSGD:
             for index, (fragment, members, state) in enumerate(saved):
                 parts = {name: [whole[place] for place in members] for name, whole in tensors.items()}
                 mine = {name: [whole[place] for place in members] for name, whole in (own or {}).items()}
-                fragment.load(parts, state, mine)
+                fragment.state.load(parts, state, mine)
                 self._left[index] = int(state["left"])
                 if state["on_its_way"]:
                     fragment.resume(list(state["broken"]))
