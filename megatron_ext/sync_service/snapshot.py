@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -170,5 +171,9 @@ class Snapshot:
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor: fp32, 1-D, in row-major order."""
-        whole = self.read(name).view(tuple(self._entries[name]["shape"]))
-        return whole[box.slices].contiguous().view(-1)
+        shape = self._entries[name]["shape"]
+        if not shape:
+            return self.read(name)
+        row = math.prod(shape[1:])
+        rows = self.read(name, box.start[0] * row, box.shape[0] * row).view(box.shape[0], *shape[1:])
+        return rows[(slice(None), *box.slices[1:])].contiguous().view(-1)
