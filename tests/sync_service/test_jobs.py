@@ -106,7 +106,10 @@ def test_peers_do_what_workers_inside_one_job_do(make_service: MakeService, undi
     )
     inside = model_of(run_pretrain(arguments, 2, probe=values_held)[:1])
     for name, values in inside.items():
-        np.testing.assert_allclose(apart[name], values, rtol=0, atol=2e-7, err_msg=name)
+        # Sums are rounded in another order. The gradient of a key's bias is nothing but rounding errors, which Adam
+        # makes steps of; all else is closer by two orders.
+        tolerance = 1e-4 if name.endswith("linear_qkv.bias") else 1e-6
+        np.testing.assert_allclose(apart[name], values, rtol=0, atol=tolerance, err_msg=name)
 
 
 def test_a_peer_that_is_killed_in_mid_interval_goes_on_from_its_checkpoint(
