@@ -80,6 +80,8 @@ def test_peers_share_the_samples_without_overlap(undisturbed):
     _, (first, other) = undisturbed
     assert samples_of(first) == list(range(0, 64, 2))
     assert samples_of(other) == list(range(1, 64, 2))
+    # Megatron builds the dataset for as many samples as all peers read.
+    assert re.search(r"datasets target sizes .*\n +train: +64\n", first[0].stdout)
 
 
 @pytest.mark.parametrize("outer", [{"outer_optimizer": "none"}, SGD], ids=["fedavg", "diloco"])
