@@ -16,12 +16,11 @@ from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -29,19 +28,18 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
+from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.download import download
 from megatron_ext.sync_service.job import Job, OneProcess
-from megatron_ext.sync_service.outgoing import Outgoing, Piece
+from megatron_ext.sync_service.membership import Answer, Membership
+from megatron_ext.sync_service.outgoing import Outgoing
 from megatron_ext.sync_service.parts import Part, Values, whole_parts
-from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.snapshot import RoundDigest
+from megatron_ext.sync_service.upload import upload
 
 __all__ = ["ClientConfig", "RoundOutcome", "SyncClient", "Values"]
 
 log = logging.getLogger(__name__)
-
-_POLL_SECONDS = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,29 +60,6 @@ class RoundOutcome:
 
     message: str
     """Why this peer's contribution did not count."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """What the server has said to a job that awaits a round, as plain data."""
-
-    state: int
-    """COMMITTED, or what is wanted."""
-
-    newest: int
-    """The newest committed round."""
-
-    digest: str
-    """Of its values."""
-
-    contributed: bool
-    """Whether this peer's contribution counted in the round that was asked for."""
-
-    contributors: tuple[str, ...]
-    """Whose did."""
-
-    message: str
-    """Why this one did not, or who is awaited."""
 
 
 class SyncClient:
@@ -117,7 +92,6 @@ class SyncClient:
             raise UserError(f"catalog: {refusal}") from refusal
         self.config = config
         self.parts = whole_parts(self.catalog) if parts is None else tuple(parts)
-        self._has_all = parts is None
         self._job = OneProcess() if job is None else job
         self.index = -1
         self.peers = 0
@@ -125,9 +99,8 @@ class SyncClient:
         self.uploaded = False
         self._sent = -1
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
-        instance = self._job.on_first(lambda: uuid.uuid4().hex)
-        self._caller = pb2.Caller(run=config.run, peer=config.peer, instance=instance)
         self._job.on_all(self._connect)
+        self._membership = Membership(config, self._connection, self._job)
         self._pool = ThreadPoolExecutor(config.streams)
 
     def __enter__(self) -> Self:
@@ -155,8 +128,9 @@ class SyncClient:
         Raises:
             UserError: the server refuses, naming what does not fit.
         """
-        self.index, self.peers, self.uploaded, open_round = self._job.on_first(self._register)
-        return open_round
+        registered = self._membership.register(self.catalog)
+        self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
+        return registered.open_round
 
     def start(self, values: Values) -> dict[str, torch.Tensor]:
         """Register, and return the values that everybody goes on from.
@@ -231,10 +205,8 @@ class SyncClient:
         Raises:
             UserError: as for `sync`.
         """
-        closed = any(self._job.on_all(lambda: self._upload_mine(number, values)))
-        if not closed:
-            request = pb2.CommitRequest(caller=self._caller, round=number)
-            closed = self._job.on_first(lambda: bool(self._connection.call("Commit", request).closed))
+        closed = any(self._job.on_all(lambda: self._upload(number, values)))
+        closed = closed or self._membership.commit(number)
         self.uploaded = not closed
         self._sent = number
         return not closed
@@ -274,102 +246,41 @@ class SyncClient:
 
     def leave(self) -> None:
         """End the membership; what was committed counts."""
-        request = pb2.LeaveRequest(caller=self._caller)
-        self._job.on_first(lambda: bool(self._connection.call("Leave", request)))
+        self._membership.leave()
 
     def _connect(self) -> None:
         self._connection = Connection(self.config.connection)
 
-    def _register(self) -> tuple[int, int, bool, int]:
-        """Return index, number of peers, whether there is a contribution to the open round, and that round."""
-        config = self.config
-        reply = self._connection.call(
-            "Register",
-            pb2.RegisterRequest(
-                caller=self._caller,
-                protocol=PROTOCOL_VERSION,
-                config={**config.agreed, "codec": config.codec},
-                catalog=[
-                    pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit, owners=spec.owners)
-                    for spec in self.catalog
-                ],
-                index=config.index,
-                peers=config.peers,
-            ),
-        )
-        return int(reply.index), int(reply.peers), bool(reply.uploaded), int(reply.open_round)
-
-    # -----------------------------------------------------------------------------------------------------------
-    # Up
-    # -----------------------------------------------------------------------------------------------------------
-
-    def _upload_mine(self, number: int, values: Values) -> bool:
+    def _upload(self, number: int, values: Values) -> bool:
         """Upload this process's share; return whether the round was closed before."""
-        self._check_values(values, everything=number == 0)
-        jobs = list(self._outgoing.jobs(number, self.index, self.config.call_bytes))
-        return any(self._pool.map(lambda job: self._upload_job(number, job, values), jobs))
+        return upload(
+            self._connection,
+            self._pool,
+            self._membership.caller,
+            self._outgoing,
+            number,
+            values,
+            index=self.index,
+            call_bytes=self.config.call_bytes,
+        )
 
-    def _upload_job(self, number: int, job: list[Piece], values: Values) -> bool:
-        def requests() -> Iterator[Any]:
-            for frames in self._outgoing.batches(number, job, values):
-                messages = [frame.to_message() for frame in frames]
-                yield pb2.UploadRequest(caller=self._caller, round=number, frames=messages)
-
-        return bool(self._connection.call("Upload", requests).closed)
-
-    def _check_values(self, values: Values, *, everything: bool) -> None:
-        for part in self.parts:
-            if not part.is_primary or not (everything or part.spec.is_trained_by(self.index)):
-                continue
-            value = values.get(part.key)
-            if value is None:
-                raise UserError(f"tensor {part.key!r} of the catalog is not among the values")
-            if tuple(value.shape) != part.box.shape or value.dtype != torch.float32 or value.device.type != "cpu":
-                raise UserError(
-                    f"tensor {part.key!r} is {value.dtype} of shape {tuple(value.shape)} on {value.device}; it must "
-                    f"be torch.float32 of shape {part.box.shape} on the CPU"
-                )
-
-    # -----------------------------------------------------------------------------------------------------------
-    # Down
-    # -----------------------------------------------------------------------------------------------------------
-
-    def _await(self, number: int, values: Values) -> _Answer:
+    def _await(self, number: int, values: Values) -> Answer:
         """Return the answer that a round is committed, after doing what is wanted for it."""
         end = time.monotonic() + self.config.round_seconds
         while True:
-            answer = self._job.on_first(lambda: self._ask(number, end))
-            if answer.state == pb2.AwaitReply.COMMITTED:
+            answer = self._membership.ask(number, uploaded=self.uploaded, end=end)
+            if answer.is_committed:
                 return answer
-            if answer.state in (pb2.AwaitReply.PUBLISH, pb2.AwaitReply.UPLOAD):
+            if answer.wants_upload:
                 self.upload(number, values)
 
-    def _ask(self, number: int, end: float) -> _Answer:
-        """Return what the server says of a round, at the latest at its next word after `end`."""
-        while True:
-            request = pb2.AwaitRequest(caller=self._caller, round=number, uploaded=self.uploaded, seconds=_POLL_SECONDS)
-            reply = self._connection.call("Await", request, seconds=_POLL_SECONDS + 30)
-            if reply.state != pb2.AwaitReply.WAITING:
-                return _Answer(
-                    state=reply.state,
-                    newest=reply.newest_round,
-                    digest=reply.digest,
-                    contributed=reply.contributed,
-                    contributors=tuple(reply.contributors),
-                    message=reply.message,
-                )
-            if time.monotonic() > end:
-                raise UserError(
-                    f"round {number} has not come in {self.config.round_seconds:.0f} s: {reply.message}; bring the "
-                    "missing peers back, or lower the run's quorum and restart the server"
-                )
-
-    def _adopt(self, answer: _Answer) -> dict[str, torch.Tensor]:
+    def _adopt(self, answer: Answer) -> dict[str, torch.Tensor]:
         """Download the newest round that an answer speaks of, and go on from it."""
         taken: dict[str, torch.Tensor] = {}
         for _ in range(3):
             number = answer.newest
-            failed = [text for text in self._job.on_all(partial(self._take, number, taken)) if text]
+            results = self._job.on_all(partial(self._take, number, taken))
+            failed = [text for text, _ in results if text]
             if failed:
                 # Rounds went on meanwhile, and this one is no longer kept.
                 answer = self._await(number, {})
@@ -377,27 +288,29 @@ class SyncClient:
                     raise UserError(failed[0])
                 log.warning("round %d: %s; taking round %d", number, failed[0], answer.newest)
                 continue
-            self._check_digest(taken, answer)
+            self._check_digest(RoundDigest(sums for _, sums in results), answer)
             self.round, self.uploaded = number, False
             self._outgoing.go_on_from(taken)
             return taken
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")
 
-    def _take(self, number: int, taken: dict[str, torch.Tensor]) -> str:
-        """Download a round; return why that failed, which may be mended by taking another one."""
-        try:
-            taken.update(download(self._connection, self._pool, self._caller, self.parts, number, self.config.streams))
-        except UserError as error:
-            return str(error)
-        return ""
+    def _take(self, number: int, taken: dict[str, torch.Tensor]) -> tuple[str, tuple[int, int]]:
+        """Download a round; return why that failed, which may be mended by taking another one, and the digest's sums.
 
-    def _check_digest(self, values: Values, answer: _Answer) -> None:
-        """Compare what was downloaded with the journal; whoever has parts alone relies on the frames' checksums."""
-        if not self._has_all:
-            return
-        digest = RoundDigest()
-        for spec in self.catalog:
-            digest.add(spec.name, values[spec.name])
+        Over all processes of the job, every element is in the sums once.
+        """
+        digest, caller = RoundDigest(), self._membership.caller
+        try:
+            taken.update(download(self._connection, self._pool, caller, self.parts, number, self.config.streams))
+        except UserError as error:
+            return str(error), digest.sums
+        for part in self.parts:
+            if part.is_primary:
+                digest.add(part.spec.name, part.spec.shape, part.box, taken[part.key])
+        return "", digest.sums
+
+    def _check_digest(self, digest: RoundDigest, answer: Answer) -> None:
+        """Compare what the processes of the job have downloaded with the journal."""
         if digest.hex() != answer.digest:
             raise UserError(
                 f"the values of round {answer.newest} have the digest {digest.hex()} instead of {answer.digest}; the "

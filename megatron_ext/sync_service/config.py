@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
-from megatron_ext.sync_service.round import Policy
+from megatron_ext.sync_service.members import Policy
 
 __all__ = ["NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_ext.sync_service.client import SyncClient
     from megatron_ext.sync_service.slices import Slices
 
-__all__ = ["SyncServiceFeature"]
+__all__ = ["SyncServiceFeature", "agreed"]
 
 _FORMAT = 1
 _STATE = "sync_service"
@@ -249,7 +249,7 @@ def _join(context: ModelContext, index: int | None) -> _Peer:
         index=config.sync_service_index if index is None else index,
         peers=config.sync_service_peers,
         codec=config.sync_service_codec,
-        agreed=_agreed(context.args),
+        agreed=agreed(context.args),
         streams=config.sync_service_streams,
         round_seconds=config.sync_service_round_seconds,
     )
@@ -257,8 +257,8 @@ def _join(context: ModelContext, index: int | None) -> _Peer:
     return _Peer(client=client, slices=slices, values=values, interval=config.sync_service_interval)
 
 
-def _agreed(args: Any) -> dict[str, str]:
-    """Return what the peers have to agree on beside the tensors: intervals, and the order of the samples."""
+def agreed(args: Any) -> dict[str, str]:
+    """Return what the peers have to agree on beside the tensors: the interval, and the order of the samples."""
     samples = args.train_samples or args.train_iters * args.global_batch_size
     return {
         "--sync-service-interval": str(args.sync_service_interval),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.frames import Frame, cut
 from megatron_ext.sync_service.parts import Part, Values
 
@@ -36,6 +37,22 @@ class Outgoing:
         if self._codec != "fp32":
             self._anchors = {part.key: values[part.key].clone() for part in self._parts}
 
+    def check(self, number: int, index: int, values: Values) -> None:
+        """Check that values are there for what a peer of this index sends to a round, in the shapes of the parts.
+
+        Raises:
+            UserError: one is missing or of another kind.
+        """
+        for part in self._parts_of(number, index):
+            value = values.get(part.key)
+            if value is None:
+                raise UserError(f"tensor {part.key!r} of the catalog is not among the values")
+            if tuple(value.shape) != part.box.shape or value.dtype != torch.float32 or value.device.type != "cpu":
+                raise UserError(
+                    f"tensor {part.key!r} is {value.dtype} of shape {tuple(value.shape)} on {value.device}; it must "
+                    f"be torch.float32 of shape {part.box.shape} on the CPU"
+                )
+
     def jobs(self, number: int, index: int, call_bytes: int) -> Iterator[list[Piece]]:
         """Yield what goes into one call each.
 
@@ -46,9 +63,7 @@ class Outgoing:
         """
         job: list[Piece] = []
         size = 0
-        for part in self._parts:
-            if number > 0 and not part.spec.is_trained_by(index):
-                continue
+        for part in self._parts_of(number, index):
             for offset, count in cut(part.box.numel, self._frame_bytes):
                 job.append((part, offset, count))
                 size += 4 * count
@@ -77,9 +92,7 @@ class Outgoing:
         if self._codec == "fp32":
             return
         kept = dict(self.residuals)
-        for part in self._parts:
-            if not part.spec.is_trained_by(index):
-                continue
+        for part in self._parts_of(number, index):
             residual = torch.empty(part.box.numel)
             for offset, count in cut(part.box.numel, self._frame_bytes):
                 at = slice(offset, offset + count)
@@ -87,6 +100,10 @@ class Outgoing:
                 residual[at] = self._wanted(part.key, at, values) - sent
             kept[part.key] = residual
         self.residuals = kept
+
+    def _parts_of(self, number: int, index: int) -> list[Part]:
+        """Return what is sent to a round: at the start everything, later what the peer trains."""
+        return [part for part in self._parts if number == 0 or part.spec.is_trained_by(index)]
 
     def _frame(self, number: int, piece: Piece, values: Values) -> Frame:
         part, offset, count = piece

@@ -21,9 +21,11 @@ from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Linear
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.frames import whole_box
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.snapshot import RoundDigest, Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.spool import Contribution
 
 __all__ = ["Contributor", "DamagedContribution", "Outcome", "Reduction"]
@@ -153,7 +155,7 @@ class Reduction:
             digest = RoundDigest()
             for spec in self._catalog:
                 values, kept = self._reduced(spec, contributors, outcome)
-                digest.add(spec.name, values)
+                digest.add(spec.name, spec.shape, whole_box(spec.shape), values)
                 writer.write(spec.name, values)
                 for state, tensor in kept.items():
                     writer.write(state_name(state, spec.name), tensor)

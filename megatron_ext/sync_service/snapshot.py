@@ -7,7 +7,6 @@ name only when it is whole and on the disk, and never changes afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from megatron_ext.sync_service.catalog import RESERVED, Catalog
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.journal import sync_folder
 
-__all__ = ["RoundDigest", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
+__all__ = ["Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -35,22 +34,6 @@ def snapshot_name(number: int) -> str:
 def state_name(state: str, name: str) -> str:
     """Return under which name a tensor's state of the outer optimizer is kept."""
     return f"{RESERVED}{state}:{name}"
-
-
-class RoundDigest:
-    """SHA-256 over the names and the values' SHA-256 of all tensors, in the order of the catalog."""
-
-    def __init__(self) -> None:
-        self._total = hashlib.sha256()
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        """Add the next tensor, fp32 on the CPU."""
-        one = hashlib.sha256(memoryview(values.detach().contiguous().view(-1).numpy()).cast("B"))
-        self._total.update(name.encode() + b"\0" + one.digest())
-
-    def hex(self) -> str:
-        """Return the digest of what was added."""
-        return self._total.hexdigest()
 
 
 class SnapshotWriter:
