@@ -102,7 +102,7 @@ class Run:
             self._check_draining(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
-            check_alone(self.config.peers, config, catalog)
+            check_alone(self.config, config, catalog)
             if self._state.config is not None:
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog)
             event = self._state.check_joining(peer, instance, index)
