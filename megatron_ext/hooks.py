@@ -23,10 +23,25 @@ __all__ = [
     "Hooks",
     "LoadContext",
     "LogContext",
+    "ModelContext",
     "SaveContext",
     "StepContext",
     "TrainContext",
 ]
+
+
+@dataclass(kw_only=True)
+class ModelContext:
+    """Model and optimizer as Megatron has built them."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    model: list[Any]
+    """The model chunks, wrapped in DDP."""
+
+    optimizer: Any
+    """The `MegatronOptimizer`; None when there is nothing to train."""
 
 
 @dataclass(kw_only=True)
@@ -176,8 +191,15 @@ class Feature:
         """Return into how many workers the data-parallel dimension is cut (1 = not at all)."""
         return 1
 
+    def data_part(self, args: Any) -> tuple[int, int]:
+        """Return (index, count): which part of the training samples is this job's, of how many."""
+        return 0, 1
+
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Model-parallel groups exist; `groups` describes the workers."""
+
+    def on_model_built(self, context: ModelContext) -> None:
+        """Model and optimizer exist, a checkpoint was loaded if there was one; the data are not there yet."""
 
     def on_train_start(self, context: TrainContext) -> None:
         """Model and optimizer exist, a checkpoint was loaded if there was one, no step was made yet."""
@@ -251,6 +273,10 @@ class Hooks:
     def worker_count(self, args: Any) -> int:
         """Return the largest worker count that an active feature asks for."""
         return max([feature.worker_count(args) for feature in self.active], default=1)
+
+    def data_part(self, args: Any) -> tuple[int, int]:
+        """Return (index, count) of the active feature that cuts the training samples, (0, 1) if none does."""
+        return max((feature.data_part(args) for feature in self.active), key=lambda part: part[1], default=(0, 1))
 
     def may_exit(self, iteration: int) -> bool:
         """Return whether every active feature lets the run end at `iteration`."""

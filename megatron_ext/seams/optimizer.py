@@ -31,6 +31,9 @@ class Value:
     member: int
     """Index of its optimizer in `InnerValues.members`."""
 
+    start: int
+    """Where in the flattened model parameter `tensor` begins."""
+
 
 class InnerValues:
     """The values of one rank, in an order that is the same on all ranks with the same shard."""
@@ -56,7 +59,7 @@ class InnerValues:
             if shard.main is not None:
                 whole = not is_distributed(self.members[shard.member])
                 tensor = shard.main.view(shard.entry.parameter.shape) if whole else shard.main
-                self.values.append(Value(tensor=tensor, entry=shard.entry, member=shard.member))
+                self.values.append(Value(tensor=tensor, entry=shard.entry, member=shard.member, start=shard.start))
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -8,17 +8,30 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.hooks import EvaluationContext, StepContext, TrainContext, hooks
+from megatron_ext.hooks import EvaluationContext, ModelContext, StepContext, TrainContext, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import current_groups
 
-__all__ = ["patches"]
+__all__ = ["loop_patches", "model_patches", "patches"]
 
 _MODULE = "megatron.training.training"
 
 
-def patches() -> list[Patch]:
-    """Return the patches of this seam."""
+def model_patches() -> list[Patch]:
+    """Return the patch for features that need the model before the data."""
+    return [
+        Patch(
+            name="training/model",
+            target=f"{_MODULE}:setup_model_and_optimizer",
+            wrap=_wrap_setup,
+            parameters=("model_type",),
+            reason="tell features of model and optimizer before the data are built",
+        )
+    ]
+
+
+def loop_patches() -> list[Patch]:
+    """Return the patches that tell features of the loop and its steps, and change nothing."""
     return [
         Patch(
             name="training/train",
@@ -34,6 +47,13 @@ def patches() -> list[Patch]:
             parameters=("iteration",),
             reason="tell features about every step; outer rounds run after the inner optimizer's step",
         ),
+    ]
+
+
+def patches() -> list[Patch]:
+    """Return the patches of the loop of a job with workers."""
+    return [
+        *loop_patches(),
         Patch(
             name="training/evaluate",
             target=f"{_MODULE}:evaluate",
@@ -57,6 +77,18 @@ def patches() -> list[Patch]:
             reason="timers with a barrier must not make workers wait for each other at every step",
         ),
     ]
+
+
+def _wrap_setup(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        built = original(*args, **kwargs)
+        hooks.fire("on_model_built", ModelContext(args=get_args(), model=built[0], optimizer=built[1]))
+        return built
+
+    return setup_model_and_optimizer
 
 
 def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,65 +3,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
-from megatron_ext.sync_service.frames import Frame, whole_box
+from megatron_ext.sync_service.frames import Box, Frame
+from megatron_ext.sync_service.parts import Part
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["download"]
 
+_Place = tuple[str, Box]
+"""A tensor's name and a box of it."""
+
 
 def download(
-    connection: Connection, pool: ThreadPoolExecutor, caller: Any, catalog: Catalog, number: int, streams: int
+    connection: Connection, pool: ThreadPoolExecutor, caller: Any, parts: Sequence[Part], number: int, streams: int
 ) -> dict[str, torch.Tensor]:
-    """Return all values of a round.
+    """Return the values that a round has for parts.
 
     Args:
         connection: to the server.
         pool: has a thread per stream.
         caller: the peer, as a message of the protocol.
-        catalog: the tensors.
+        parts: what is wanted; parts with the same elements share the memory of their values.
         number: the round.
-        streams: how many parts of about the same size are taken at once.
+        streams: how many shares of about the same size are taken at once.
 
     Raises:
         UserError: the server refuses, or is away for too long.
     """
-    values = {spec.name: torch.empty(spec.shape) for spec in catalog}
-    parts: list[list[TensorSpec]] = [[] for _ in range(streams)]
+    values = {(part.spec.name, part.box): torch.empty(part.box.shape) for part in parts}
+    shares: list[list[_Place]] = [[] for _ in range(streams)]
     sizes = [0] * streams
-    for spec in sorted(catalog, key=lambda spec: -spec.numel):
+    for place in sorted(values, key=lambda place: -place[1].numel):
         smallest = sizes.index(min(sizes))
-        parts[smallest].append(spec)
-        sizes[smallest] += spec.numel
+        shares[smallest].append(place)
+        sizes[smallest] += place[1].numel
 
-    def take(specs: list[TensorSpec]) -> None:
-        slices = [pb2.Slice(name=spec.name) for spec in specs]
+    def take(share: list[_Place]) -> None:
+        slices = [pb2.Slice(name=name, start=box.start, shape=box.shape) for name, box in share]
         request = pb2.DownloadRequest(caller=caller, round=number, slices=slices)
-        connection.again("Download", lambda: _receive(connection, request, specs, values))
+        connection.again("Download", lambda: _receive(connection, request, {place: values[place] for place in share}))
 
-    list(pool.map(take, [part for part in parts if part]))
-    return values
+    list(pool.map(take, [share for share in shares if share]))
+    return {part.key: values[part.spec.name, part.box] for part in parts}
 
 
-def _receive(connection: Connection, request: Any, specs: list[TensorSpec], values: dict[str, torch.Tensor]) -> None:
-    """Fill the values of tensors with what one stream brings."""
-    boxes = {spec.name: whole_box(spec.shape) for spec in specs}
-    arrived = dict.fromkeys(boxes, 0)
+def _receive(connection: Connection, request: Any, values: dict[_Place, torch.Tensor]) -> None:
+    """Fill boxes with what one stream brings."""
+    arrived = dict.fromkeys(values, 0)
     for batch in connection.stream("Download", request):
         for message in batch.frames:
             frame = _checked(message)
-            if boxes.get(frame.name) != frame.box or frame.offset != arrived[frame.name]:
+            place = (frame.name, frame.box)
+            if place not in values or frame.offset != arrived[place]:
                 raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
-            values[frame.name].view(-1)[frame.offset : frame.offset + frame.count] = frame.values()
-            arrived[frame.name] += frame.count
-    if any(count != boxes[name].numel for name, count in arrived.items()):
+            values[place].view(-1)[frame.offset : frame.offset + frame.count] = frame.values()
+            arrived[place] += frame.count
+    if any(count != values[place].numel() for place, count in arrived.items()):
         raise DamagedOnTheWay("the download ended too early")
 
 

@@ -22,11 +22,13 @@ from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Linear
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.frames import whole_box
 from megatron_ext.sync_service.guards import Guards, Judged, judged_as
 from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.snapshot import RoundDigest, Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.spool import Contribution
 
 __all__ = ["Contributor", "DamagedContribution", "Outcome", "Reduction"]
@@ -183,7 +185,7 @@ class Reduction:
             for spec in self._catalog:
                 values, kept = self._reduced(spec, contributors, outcome)
                 if self._merge is None:
-                    digest.add(spec.name, values)
+                    digest.add(spec.name, spec.shape, whole_box(spec.shape), values)
                 writer.write(spec.name, values)
                 for state, tensor in kept.items():
                     writer.write(state_name(state, spec.name), tensor)
@@ -193,7 +195,7 @@ class Reduction:
                 self._merge.run(writer, self._failpoints)
                 outcome.merged = self._merge.alpha
                 for spec in self._catalog:
-                    digest.add(spec.name, writer.read(spec.name))
+                    digest.add(spec.name, spec.shape, whole_box(spec.shape), writer.read(spec.name))
             writer.sync()
         except BaseException:
             writer.abandon()

@@ -11,7 +11,7 @@ from megatron_ext.local_sgd.options import flag_of
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.spes import MergeConfig
-from megatron_ext.sync_service.round import Policy
+from megatron_ext.sync_service.members import Policy
 
 __all__ = ["RunConfig"]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
@@ -184,16 +185,16 @@ def _catalog(messages: Any) -> Catalog:
 
 def _frames(snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Frame]:
     """Yield the frames of a box of a tensor; of the whole tensor when the box is empty."""
-    if not start and not shape:
-        box = whole_box(spec.shape)
-        for offset, count in cut(box.numel, FRAME_BYTES):
-            values = snapshot.read(spec.name, offset, count)
-            yield Frame.make(spec.name, spec.shape, box, offset, values)
-        return
-    box = Box(start, shape)
-    fits = len(start) == len(shape) == len(spec.shape)
-    if not fits or any(n < 1 or a + n > size for a, n, size in zip(start, shape, spec.shape, strict=True)):
+    box = Box(start, shape) if start or shape else whole_box(spec.shape)
+    fits = len(box.start) == len(box.shape) == len(spec.shape)
+    if not fits or any(n < 1 or a + n > size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)):
         raise Refusal("invalid", f"the box {start} + {shape} is not in the shape {spec.shape} of tensor {spec.name!r}")
+    first = flat_offset(spec.shape, box.start, box.shape)
+    if first is not None:
+        # A box without gaps is read frame by frame.
+        for offset, count in cut(box.numel, FRAME_BYTES):
+            yield Frame.make(spec.name, spec.shape, box, offset, snapshot.read(spec.name, first + offset, count))
+        return
     values = snapshot.read_box(spec.name, box)
     for offset, count in cut(box.numel, FRAME_BYTES):
         yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count])

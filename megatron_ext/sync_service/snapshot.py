@@ -7,8 +7,8 @@ name only when it is whole and on the disk, and never changes afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from megatron_ext.sync_service.catalog import RESERVED, Catalog
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.journal import sync_folder
 
-__all__ = ["RoundDigest", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
+__all__ = ["Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -34,21 +34,6 @@ def snapshot_name(number: int) -> str:
 def state_name(state: str, name: str) -> str:
     """Return under which name a tensor's state of the outer optimizer is kept."""
     return f"{RESERVED}{state}:{name}"
-
-
-class RoundDigest:
-    """SHA-256 over the names and the values' SHA-256 of all tensors, in the order of the catalog."""
-
-    def __init__(self) -> None:
-        self._total = hashlib.sha256()
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        """Add the next tensor, fp32 on the CPU."""
-        self._total.update(name.encode() + b"\0" + hashlib.sha256(_bytes_of(values)).digest())
-
-    def hex(self) -> str:
-        """Return the digest of what was added."""
-        return self._total.hexdigest()
 
 
 class SnapshotWriter:
@@ -183,8 +168,12 @@ class Snapshot:
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor: fp32, 1-D, in row-major order."""
-        whole = self.read(name).view(tuple(self._entries[name]["shape"]))
-        return whole[box.slices].contiguous().view(-1)
+        shape = self._entries[name]["shape"]
+        if not shape:
+            return self.read(name)
+        row = math.prod(shape[1:])
+        rows = self.read(name, box.start[0] * row, box.shape[0] * row).view(box.shape[0], *shape[1:])
+        return rows[(slice(None), *box.slices[1:])].contiguous().view(-1)
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

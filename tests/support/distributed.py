@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ EXIT_SECONDS = 5.0
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 CONTEXT = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 
 
 class RankFailure(Exception):
@@ -148,7 +150,10 @@ def _run(call: Callable[[], Any], world_size: int, timeout: float, grace: float)
 
 
 def _run_once(payload: bytes, world_size: int, timeout: float, grace: float) -> list[RankExit]:
-    warm_up()
+    # Several threads may each run their ranks; starting the server changes the environment for a moment.
+    with _starting:
+        warm_up()
+        environment = {**SINGLE_THREADED, **os.environ}
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         port = free_port()
         jobs = [
@@ -158,7 +163,7 @@ def _run_once(payload: bytes, world_size: int, timeout: float, grace: float) -> 
                 master_port=port,
                 directory=Path(directory),
                 payload=payload,
-                environment={**SINGLE_THREADED, **os.environ},
+                environment=environment,
             )
             for rank in range(world_size)
         ]

@@ -13,7 +13,8 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.client import ClientConfig, RoundOutcome, SyncClient
 from megatron_ext.sync_service.connection import ConnectionConfig
-from megatron_ext.sync_service.snapshot import RoundDigest
+from megatron_ext.sync_service.digest import RoundDigest
+from megatron_ext.sync_service.frames import whole_box
 
 SHAPES = {
     "embedding": (40, 16),
@@ -40,7 +41,7 @@ def digest(values: dict[str, torch.Tensor]) -> str:
     """Return the digest that the server has of the same values."""
     total = RoundDigest()
     for name, value in values.items():
-        total.add(name, value)
+        total.add(name, tuple(value.shape), whole_box(tuple(value.shape)), value)
     return total.hex()
 
 
