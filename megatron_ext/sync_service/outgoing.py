@@ -101,6 +101,29 @@ class Outgoing:
             kept[part.key] = residual
         self.residuals = kept
 
+    def owned(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
+        """Return what a round that counts this contribution has for the parts that this peer alone trains.
+
+        To be called before `counted`. A merge or a guard may have made something else of them.
+
+        Args:
+            number: the round, above 0.
+            index: of the peer.
+            values: what was uploaded.
+        """
+        found = {}
+        for part in self._parts_of(number, index):
+            if part.spec.owners != (index,) or part.key not in values:
+                continue
+            if self._codec == "fp32":
+                found[part.key] = values[part.key]
+                continue
+            decoded = torch.empty(part.box.numel)
+            for offset, count in cut(part.box.numel, self._frame_bytes):
+                decoded[offset : offset + count] = self._frame(number, (part, offset, count), values).values()
+            found[part.key] = torch.sub(self._anchors[part.key].view(-1), decoded, out=decoded).view(part.box.shape)
+        return found
+
     def _parts_of(self, number: int, index: int) -> list[Part]:
         """Return what is sent to a round: at the start everything, later what the peer trains."""
         return [part for part in self._parts if number == 0 or part.spec.is_trained_by(index)]

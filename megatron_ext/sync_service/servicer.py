@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -116,15 +117,20 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
             snapshot, catalog = self._run(caller.run).snapshot(caller.peer, caller.instance, request.round)
             batch: list[Any] = []
             size = 0
-            for wanted in request.slices:
-                for frame in _frames(snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)):
+            unchanged: list[int] = []
+            for place, wanted in enumerate(request.slices):
+                where = snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)
+                if wanted.expected and wanted.expected == _digest(_frames(*where)):
+                    unchanged.append(place)
+                    continue
+                for frame in _frames(*where):
                     batch.append(frame.to_message())
                     size += len(frame.payload)
                     if size >= FRAME_BYTES:
                         yield pb2.FrameBatch(frames=batch)
                         batch, size = [], 0
-            if batch:
-                yield pb2.FrameBatch(frames=batch)
+            if batch or unchanged:
+                yield pb2.FrameBatch(frames=batch, unchanged=unchanged)
 
     def Leave(self, request: Any, context: Any) -> Any:
         """End a membership."""
@@ -181,6 +187,14 @@ def _catalog(messages: Any) -> Catalog:
         TensorSpec(name=spec.name, shape=tuple(spec.shape), unit=spec.unit, owners=tuple(spec.owners))
         for spec in messages
     )
+
+
+def _digest(frames: Iterator[Frame]) -> bytes:
+    """Return the SHA-256 of the values of a box, of which these are the frames."""
+    found = hashlib.sha256()
+    for frame in frames:
+        found.update(frame.payload)
+    return found.digest()
 
 
 def _frames(snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Frame]:

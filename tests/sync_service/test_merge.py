@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging experts at the server: after the mean, at its steps alone, and whole or not at all."""
+"""Merging experts at the server: after the mean, at its steps alone, whole or not at all; and sending them back."""
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,11 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.spes import Ownership, merge_experts
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.client import SyncClient
+from megatron_ext.sync_service.connection import DamagedOnTheWay
+from megatron_ext.sync_service.download import download
+from megatron_ext.sync_service.parts import whole_parts
+from megatron_ext.sync_service.protocol import pb2
 from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
@@ -64,10 +71,14 @@ def expected(rounds: int) -> list[Values]:
     return found
 
 
-def run_rounds(service: Service, rounds: int) -> list[Values]:
-    """Return the values of the rounds that two peers make."""
-    with service.client("p0", CATALOG) as first, service.client("p1", CATALOG) as second:
+def run_rounds(
+    service: Service, rounds: int, codec: str = "fp32", received: list[tuple[str, int, str]] | None = None
+) -> list[Values]:
+    """Return the values of the rounds that two peers make; adds (peer, round, tensor) for every frame that they get."""
+    with service.client("p0", CATALOG, codec=codec) as first, service.client("p1", CATALOG, codec=codec) as second:
         clients = (first, second)
+        for client in clients if received is not None else ():
+            client._connection.stream = watched(client, client._connection.stream, received)
         found = [client.start(start_values()) for client in clients][:1]
         for number in range(1, rounds + 1):
             sent = [trained(found[-1], client.index, number) for client in clients]
@@ -77,6 +88,56 @@ def run_rounds(service: Service, rounds: int) -> list[Values]:
             assert all(torch.equal(taken[0][name], taken[1][name]) for name in taken[0])
             found.append(taken[0])
     return found
+
+
+def watched(client: SyncClient, stream: Callable[..., Any], received: list[tuple[str, int, str]]) -> Callable[..., Any]:
+    def messages(method: str, request: Any) -> Iterator[Any]:
+        for batch in stream(method, request):
+            received.extend((client.config.peer, request.round, frame.name) for frame in batch.frames)
+            yield batch
+
+    return messages
+
+
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_a_peers_own_experts_are_not_sent_back_unless_they_were_merged(make_service: MakeService, codec: str):
+    service = make_service(**MERGING)
+    service.start()
+    received: list[tuple[str, int, str]] = []
+    run_rounds(service, 2, codec, received)
+    everything = set(shapes())
+    for peer in range(2):
+        own = {name for name in everything if OWNERSHIP.owners_of(name) == (peer,)}
+        names = [{name for who, number, name in received if (who, number) == (f"p{peer}", at)} for at in range(3)]
+        assert own and names == [everything, everything - own, everything]
+
+
+def test_own_experts_come_back_where_the_round_made_something_else_of_them(make_service: MakeService):
+    service = make_service(peers=1, max_norm=1.0)
+    service.start()
+    start = start_values()
+    catalog = Catalog(TensorSpec(name=name, shape=shape, owners=(0,)) for name, shape in shapes().items())
+    with service.client("p0", catalog) as client:
+        client.start(start)
+        near = {name: value + 1e-4 for name, value in start.items()}
+        far = {name: value + 1.0 for name, value in start.items()}
+        for sent, wanted in ((near, near), (far, near)):
+            found = client.sync(sent).values
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_damaged():
+    class Lying:
+        def again(self, what: str, once: Callable[[], Any]) -> Any:
+            return once()
+
+        def stream(self, method: str, request: Any) -> Iterator[Any]:
+            yield pb2.FrameBatch(unchanged=[self.place])
+
+    parts, connection = whole_parts(Catalog([TensorSpec(name="w", shape=(3,))])), Lying()
+    for connection.place, expected in ((0, None), (1, {"w": torch.zeros(3)})):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(DamagedOnTheWay, match="said to be as expected, and was not"):
+            download(connection, pool, pb2.Caller(), parts, 1, 1, expected)
 
 
 def test_experts_are_merged_after_the_mean_at_the_steps_of_the_schedule(make_service: MakeService):
