@@ -15,6 +15,7 @@ from megatron_ext.sync_service.client import ClientConfig, RoundOutcome, SyncCli
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.frames import whole_box
+from megatron_ext.sync_service.protocol import pb2
 
 SHAPES = {
     "embedding": (40, 16),
@@ -100,8 +101,11 @@ def _interval(client: SyncClient, values: dict[str, torch.Tensor], job: dict[str
 
 def _die(client: SyncClient, number: int, values: dict[str, torch.Tensor], place: str) -> None:
     if place == "during_upload":
-        jobs = list(client._outgoing.jobs(number, client.index, 16384))
-        client._upload_job(number, jobs[0], values)
+        (first, *_) = client._outgoing.jobs(number, client.index, 16384)
+        (frames, *_) = client._outgoing.batches(number, first, values)
+        messages = [frame.to_message() for frame in frames]
+        request = pb2.UploadRequest(caller=client._membership.caller, round=number, frames=messages)
+        client._connection.call("Upload", lambda: iter([request]))
     elif place == "after_upload":
         client.upload(number, values)
     os.kill(os.getpid(), signal.SIGKILL)
