@@ -35,10 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for and report."""
     options = parser().parse_args(arguments)
     shapes = spes_peers.model(1e6 * options.millions, options.layers, options.hidden, options.experts)
-    print(
-        f"{options.experts} experts, {numel(shapes) / 1e6:.1f} M parameters ({4 * numel(shapes) / 2**20:.0f} MiB fp32), "
-        f"{100 * shared(shapes):.0f} % shared; {options.rounds} rounds\n"
-    )
+    size = f"{numel(shapes) / 1e6:.1f} M parameters ({4 * numel(shapes) / 2**20:.0f} MiB in fp32)"
+    print(f"{options.experts} experts, {size}, {100 * shared(shapes):.0f} % shared; {options.rounds} rounds\n")
     cases: list[Case] = []
     with tempfile.TemporaryDirectory(prefix="spes_round.", dir=options.dir) as name:
         folder = Path(name)

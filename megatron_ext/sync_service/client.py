@@ -312,7 +312,8 @@ class SyncClient:
         digest, caller = RoundDigest(), self._membership.caller
         try:
             streams = self.config.streams
-            taken.update(download(self._connection, self._pool, caller, self.parts, number, streams, expected))
+            before = self._outgoing.anchors if number == self.round + 1 else None
+            taken.update(download(self._connection, self._pool, caller, self.parts, number, streams, expected, before))
         except UserError as error:
             return str(error), digest.sums
         for part in self.parts:

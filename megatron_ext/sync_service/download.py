@@ -30,6 +30,7 @@ def download(
     number: int,
     streams: int,
     expected: Values | None = None,
+    before: Values | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the values that a round has for parts.
 
@@ -42,11 +43,13 @@ def download(
         streams: how many shares of about the same size are taken at once.
         expected: values that the round should have for some parts, by their keys. The server sends them only where they
             are others.
+        before: values of the round before for all parts, by their keys; updates of them are then taken as well.
 
     Raises:
         UserError: the server refuses, or is away for too long.
     """
     values = {(part.spec.name, part.box): torch.empty(part.box.shape) for part in parts}
+    base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
     known = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
     shares: list[list[_Place]] = [[] for _ in range(streams)]
     sizes = [0] * streams
@@ -60,18 +63,23 @@ def download(
             pb2.Slice(name=name, start=box.start, shape=box.shape, expected=_digest(known.get((name, box))))
             for name, box in share
         ]
-        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices)
+        since = number - 1 if base else None
+        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices, since=since)
         wanted = {place: values[place] for place in share}
-        connection.again("Download", lambda: _receive(connection, request, wanted, known))
+        connection.again("Download", lambda: _receive(connection, request, wanted, known, base))
 
     list(pool.map(take, [share for share in shares if share]))
     return {part.key: values[part.spec.name, part.box] for part in parts}
 
 
 def _receive(
-    connection: Connection, request: Any, values: dict[_Place, torch.Tensor], known: Mapping[_Place, torch.Tensor]
+    connection: Connection,
+    request: Any,
+    values: dict[_Place, torch.Tensor],
+    known: Mapping[_Place, torch.Tensor],
+    base: Mapping[_Place, torch.Tensor],
 ) -> None:
-    """Fill boxes with what one stream brings, and with what it says to be as expected."""
+    """Fill boxes with what one stream brings, adds to values of the round before, or says to be as expected."""
     arrived = dict.fromkeys(values, 0)
     places = list(values)
     for batch in connection.stream("Download", request):
@@ -85,7 +93,13 @@ def _receive(
             place = (frame.name, frame.box)
             if place not in values or frame.offset != arrived[place]:
                 raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
-            values[place].view(-1)[frame.offset : frame.offset + frame.count] = frame.values()
+            at = slice(frame.offset, frame.offset + frame.count)
+            if frame.codec == "fp32":
+                values[place].view(-1)[at] = frame.values()
+            elif place in base:
+                torch.add(base[place].view(-1)[at], frame.values(), out=values[place].view(-1)[at])
+            else:
+                raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")
             arrived[place] += frame.count
     if any(count != values[place].numel() for place, count in arrived.items()):
         raise DamagedOnTheWay("the download ended too early")

@@ -49,6 +49,11 @@ class Merge:
             return None
         return cls(config=config, alpha=alpha, layers=layers_of(catalog))
 
+    @property
+    def names(self) -> frozenset[str]:
+        """What the merge changes."""
+        return frozenset(name for layer in self.layers for names in layer.tensors.values() for name in names)
+
     def run(self, snapshot: SnapshotWriter, failpoints: Failpoints) -> None:
         """Merge the values that a snapshot holds, in their place.
 

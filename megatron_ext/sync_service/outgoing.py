@@ -27,6 +27,7 @@ class Outgoing:
     def __init__(self, parts: Sequence[Part], codec: str, frame_bytes: int) -> None:
         """Take what the process holds, the codec's name and the bytes of a frame."""
         self.residuals: dict[str, torch.Tensor] = {}
+        self._all_parts = tuple(parts)
         self._parts = [part for part in parts if part.is_primary]
         self._codec = codec
         self._frame_bytes = frame_bytes
@@ -35,7 +36,12 @@ class Outgoing:
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
         if self._codec != "fp32":
-            self._anchors = {part.key: values[part.key].clone() for part in self._parts}
+            self._anchors = {part.key: values[part.key].clone() for part in self._all_parts}
+
+    @property
+    def anchors(self) -> Values:
+        """The values of the round that the interval began with, by the parts' keys; none with fp32."""
+        return self._anchors
 
     def check(self, number: int, index: int, values: Values) -> None:
         """Check that values are there for what a peer of this index sends to a round, in the shapes of the parts.

@@ -30,6 +30,7 @@ from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.spool import Contribution
+from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
 __all__ = ["Contributor", "DamagedContribution", "Outcome", "Reduction"]
 
@@ -90,7 +91,7 @@ class Reduction:
         catalog: Catalog,
         optimizer: OuterOptimizerConfig,
         *,
-        absolute: bool,
+        codec: str,
         max_norm: float | None,
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
@@ -103,7 +104,7 @@ class Reduction:
         Args:
             catalog: the tensors.
             optimizer: the outer optimizer.
-            absolute: whether contributions are values instead of pseudo-gradients.
+            codec: of the contributions: values with fp32, else pseudo-gradients.
             max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
@@ -113,7 +114,8 @@ class Reduction:
         """
         self._catalog = catalog
         self._config = optimizer
-        self._absolute = absolute or before is None
+        self._absolute = codec == "fp32" or before is None
+        self._codec = codec
         self._max_norm = max_norm
         self._before = before
         self._scalars = dict(outer_scalars)
@@ -121,6 +123,7 @@ class Reduction:
         # The start is one peer's values, about which there is nothing to decide.
         self._guards = guards if before is not None else None
         self._merge = merge
+        self._merged = frozenset[str]() if merge is None else merge.names
         self._coefficients: dict[Judged, float] = {}
         # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
         tried = build_outer_optimizer(optimizer, [torch.zeros(2)])
@@ -178,7 +181,11 @@ class Reduction:
         learned = {} if self._guards is None else {"guards": self._guards.state}
         if self._guards is not None and self._guards.clips:
             self._coefficients = self._clip_coefficients(contributors, outcome, self._guards)
-        writer = SnapshotWriter(path, self._catalog, states, {"format": "pt", "round": path.stem, **learned})
+        metadata = {"format": "pt", "round": path.stem, **learned}
+        if self._absolute:
+            writer = SnapshotWriter(path, self._catalog, states, metadata)
+        else:
+            writer = SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, [UPDATE])
         outcome.outer_scalars = dict(self._scalars)
         try:
             digest = RoundDigest()
@@ -244,19 +251,37 @@ class Reduction:
         accepted = [contributors[place] for place in verdict.accepted]
         if self._before is None:
             return self._values(spec, accepted[0]), {}
-        if spec.owners:
+        if not spec.owners:
+            return self._stepped(spec, accepted, verdict, outcome)
+        if self._absolute:
             return (_mean(partial(self._values, spec), accepted, verdict) if accepted else self._anchor(spec)), {}
-        return self._stepped(spec, accepted, verdict, outcome)
+        return self._of_owners(spec, accepted, verdict)
+
+    def _of_owners(
+        self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return what peers hold of a tensor with owners after their pseudo-gradients, and the update."""
+        anchor = self._anchor(spec)
+        if not accepted:
+            published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
+        elif spec.name in self._merged or len(accepted) > 1:
+            # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
+            published = full(_mean(partial(self._values, spec), accepted, verdict))
+        else:
+            published = publish_exactly(self._codec, anchor, self._gradient(spec, accepted[0]).neg_())
+        return published.values, {UPDATE: published.update}
 
     def _stepped(
         self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict, outcome: Outcome
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
         anchor = self._anchor(spec)
+        if not self._absolute and self._before is not None and state_name(RESIDUAL, spec.name) in self._before:
+            anchor += self._before.read(state_name(RESIDUAL, spec.name))
         optimizer = build_outer_optimizer(self._config, [anchor])
         if self._before is not None and not self._is_fresh:
-            kept = {name: state_name(name, spec.name) for name in self._states}
-            found = {name: [self._before.read(key)] for name, key in kept.items() if key in self._before}
+            keys = {name: state_name(name, spec.name) for name in self._states}
+            found = {name: [self._before.read(key)] for name, key in keys.items() if key in self._before}
             optimizer.load(found, self._scalars)
         coefficient = self._coefficients.get(judged_as(spec), 1.0)
         if accepted and self._config.outer_optimizer == "none" and self._absolute and coefficient == 1:
@@ -268,7 +293,11 @@ class Reduction:
             outcome.outer_scalars = optimizer.scalar_state()
         states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
         zeros = {name: torch.zeros(spec.numel) for name in self._states}
-        return anchor, {**zeros, **states}
+        kept = {**zeros, **states}
+        if self._absolute:
+            return anchor, kept
+        published = full(anchor) if spec.name in self._merged else publish(self._codec, self._anchor(spec), anchor)
+        return published.values, {**kept, RESIDUAL: published.residual, UPDATE: published.update}
 
     def _verdict(self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome) -> Verdict:
         """Return who counts in a tensor, by the place among the contributors, and with which weight."""

@@ -120,7 +120,7 @@ class RoundMaker:
         reduction = Reduction(
             store.catalog,
             self._config.outer,
-            absolute=store.agreed["codec"] == "fp32",
+            codec=store.agreed["codec"],
             max_norm=self._config.max_norm,
             before=store.snapshots[number - 1] if number > 0 else None,
             outer_scalars=store.state.outer_scalars,

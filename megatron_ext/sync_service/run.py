@@ -194,6 +194,11 @@ class Run:
                 raise Refusal("not_found", "no round has been committed yet")
             return newest, self._state.result(number)
 
+    @property
+    def codec(self) -> str:
+        """In which contributions and updates travel."""
+        return self._store.agreed["codec"]
+
     def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
         """Return the values of a committed round, for a peer that goes on from them.
 

@@ -39,7 +39,14 @@ def state_name(state: str, name: str) -> str:
 class SnapshotWriter:
     """Writes a snapshot; tensors come in any order, each once."""
 
-    def __init__(self, path: Path, catalog: Catalog, states: Sequence[str], metadata: dict[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        catalog: Catalog,
+        states: Sequence[str],
+        metadata: dict[str, str],
+        states_of_all: Sequence[str] = (),
+    ) -> None:
         """Begin the file beside its final place.
 
         Args:
@@ -47,12 +54,14 @@ class SnapshotWriter:
             catalog: the tensors.
             states: names of the outer optimizer's states, each of the shape of its tensor.
             metadata: goes into the head of the file.
+            states_of_all: names of states that tensors with owners have as well.
         """
         self._path = path
         self._partial = path.with_suffix(".partial")
         names = [(spec.name, spec) for spec in catalog]
         # A peer that trains a tensor alone moves it by itself: there is no outer step, and no state of one.
         names += [(state_name(state, s.name), s) for state in states for s in catalog if not s.owners]
+        names += [(state_name(state, s.name), s) for state in states_of_all for s in catalog]
         head: dict[str, object] = {"__metadata__": metadata}
         self._missing = {name for name, _ in names}
         self._places: dict[str, tuple[int, int]] = {}

@@ -22,6 +22,8 @@ from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 Values = dict[str, torch.Tensor]
+Received = tuple[str, int, str, str]
+"""Peer, round, tensor and codec of a frame."""
 EXPERTS, LAYERS = 6, 2
 OWNERSHIP = Ownership.contiguous(2, EXPERTS)
 MERGING = {"sync_steps": 10, "merge_interval": 20, "merge_alpha_start": 0.5, "merge_decay_steps": 100, "merge_topk": 2}
@@ -72,9 +74,9 @@ def expected(rounds: int) -> list[Values]:
 
 
 def run_rounds(
-    service: Service, rounds: int, codec: str = "fp32", received: list[tuple[str, int, str]] | None = None
+    service: Service, rounds: int, codec: str = "fp32", received: list[Received] | None = None
 ) -> list[Values]:
-    """Return the values of the rounds that two peers make; adds (peer, round, tensor) for every frame that they get."""
+    """Return the values of the rounds that two peers make; adds every frame that they get to `received`."""
     with service.client("p0", CATALOG, codec=codec) as first, service.client("p1", CATALOG, codec=codec) as second:
         clients = (first, second)
         for client in clients if received is not None else ():
@@ -90,10 +92,10 @@ def run_rounds(
     return found
 
 
-def watched(client: SyncClient, stream: Callable[..., Any], received: list[tuple[str, int, str]]) -> Callable[..., Any]:
+def watched(client: SyncClient, stream: Callable[..., Any], received: list[Received]) -> Callable[..., Any]:
     def messages(method: str, request: Any) -> Iterator[Any]:
         for batch in stream(method, request):
-            received.extend((client.config.peer, request.round, frame.name) for frame in batch.frames)
+            received.extend((client.config.peer, request.round, frame.name, frame.codec) for frame in batch.frames)
             yield batch
 
     return messages
@@ -103,13 +105,18 @@ def watched(client: SyncClient, stream: Callable[..., Any], received: list[tuple
 def test_a_peers_own_experts_are_not_sent_back_unless_they_were_merged(make_service: MakeService, codec: str):
     service = make_service(**MERGING)
     service.start()
-    received: list[tuple[str, int, str]] = []
+    received: list[Received] = []
     run_rounds(service, 2, codec, received)
     everything = set(shapes())
+    experts = {name for name in everything if ".experts." in name}
     for peer in range(2):
         own = {name for name in everything if OWNERSHIP.owners_of(name) == (peer,)}
-        names = [{name for who, number, name in received if (who, number) == (f"p{peer}", at)} for at in range(3)]
+        found = [[entry for entry in received if entry[:2] == (f"p{peer}", at)] for at in range(3)]
+        names = [{name for *_, name, _ in entries} for entries in found]
         assert own and names == [everything, everything - own, everything]
+        # The rest as updates in the run's codec; what was merged is sent as it is.
+        assert {used for *_, used in found[0]} == {"fp32"} and {used for *_, used in found[1]} == {codec}
+        assert {name for *_, name, used in found[2] if used == "fp32"} == (everything if codec == "fp32" else experts)
 
 
 def test_own_experts_come_back_where_the_round_made_something_else_of_them(make_service: MakeService):
