@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The configuration of a SPES peer: the README's keys, and errors that name key and fix."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.spes import Ownership, SpesConfig, read_spes_config
+from megatron_ext.sync_service.config import read_config
 
 README = """\
 using_spes: true
@@ -36,6 +39,20 @@ def test_the_readmes_keys_are_read(file: Path):
         server_addr="127.0.0.1:50051",
     )
     assert found.ownership(4, 8) == Ownership.contiguous(4, 8)
+
+
+def test_the_shipped_files_belong_together():
+    configs = Path(__file__).resolve().parents[2] / "configs"
+    run = read_config(configs / "spes_server.yaml")["runs"]["spes"]
+    peer = read_spes_config(configs / "spes_peer.yaml")
+    assert run.problems() == [] and (run.peers, run.sync_steps) == (peer.num_peers, peer.sync_steps)
+    assert peer.ownership(run.peers, 8) == Ownership.contiguous(4, 8)
+    text = (configs / "spes_peer.yaml").read_text()
+    for key in ("experts_per_peer", "expert_owners"):
+        (line,) = re.findall(rf"# {key}: (\[.*\])", text)
+        given = {key: tuple(tuple(e) if isinstance(e, list) else (e,) for e in json.loads(line))}
+        given = given if key == "expert_owners" else {key: tuple(json.loads(line))}
+        assert len(SpesConfig(using_spes=True, **given).ownership(4, 8).owners) == 8
 
 
 @pytest.mark.parametrize(
