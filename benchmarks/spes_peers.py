@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,7 @@ class Job:
     """Of the server's process."""
 
     codec: str
-    """Of the uploads."""
+    """Of what travels; the run is called after it."""
 
     rounds: int
     """Measured rounds."""
@@ -113,11 +113,13 @@ def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
 
 
 @contextmanager
-def server_of(folder: Path, peers: int) -> Iterator[Server]:
+def server_of(folder: Path, peers: int, runs: Sequence[str]) -> Iterator[Server]:
     """Run a server until the end of the block."""
     config = folder / "server.yaml"
     config.write_text(
-        json.dumps({"dir": str(folder / "state"), "bind": "127.0.0.1:0", "runs": {"spes": {"peers": peers}}})
+        json.dumps(
+            {"dir": str(folder / "state"), "bind": "127.0.0.1:0", "runs": {run: {"peers": peers} for run in runs}}
+        )
     )
     code = "import sys; from megatron_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
     log = folder / "server.log"
@@ -181,7 +183,7 @@ def peer_rounds(job: Job) -> Measured:
     relay = ByteRelay(int(job.address.rpartition(":")[2])) if job.counts_bytes and rank == 0 else None
     config = ClientConfig(
         connection=ConnectionConfig(server=relay.address if relay else job.address),
-        run="spes",
+        run=job.codec,
         peer=f"peer-{rank}",
         index=rank,
         codec=job.codec,

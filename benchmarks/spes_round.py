@@ -14,13 +14,14 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks import spes_peers
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
-from benchmarks.spes_peers import Job, Measured, Shapes
+from benchmarks.spes_peers import Job, Measured, Server, Shapes
 from tests.support.distributed import run_ranks
 
 PEAK_GOAL = 3.0
@@ -86,13 +87,17 @@ def _rounds(folder: Path, shapes: Shapes, options: argparse.Namespace) -> list[C
     cases, rows = [], []
     throughput_of = 4 if 4 in options.peers else max(options.peers)
     for peers in options.peers:
-        found = _run(folder / f"p{peers}", shapes, peers, "fp32", options, is_paired=peers == throughput_of)
+        own = folder / f"p{peers}"
+        own.mkdir()
+        with spes_peers.server_of(own, peers, ["fp32"]) as server, ExitStack() as stack:
+            bare = stack.enter_context(spes_peers.start_bare()) if peers == throughput_of else ""
+            found = _run(_job(shapes, server, "fp32", options, bare=bare), peers)
         seconds, cpu = statistics.median(found.seconds), statistics.median(found.server_cpu)
         peak = max(found.server_peak) / (4 * numel(shapes))
         bare = statistics.median(found.bare_seconds) if found.bare_seconds else None
         rows.append((str(peers), f"{seconds:.2f}", f"{cpu:.2f}", f"{peak:.2f}", "-" if bare is None else f"{bare:.2f}"))
         cases.append(_case(f"peak_over_model_p{peers}", peak, PEAK_GOAL))
-        if bare is not None:
+        if found.bare_seconds:
             fractions = [a / b for a, b in zip(found.bare_seconds, found.seconds, strict=True)]
             cases.append(
                 _case("grpc_throughput_fraction", statistics.median(fractions), THROUGHPUT_GOAL, direction="higher")
@@ -108,10 +113,13 @@ def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
     shapes = spes_peers.model(1e6 * options.bytes_millions, options.layers, options.hidden, options.experts)
     peers = 4 if 4 in options.peers else max(options.peers)
     cases = []
-    for codec, goal in BYTES_GOALS.items():
-        found = _run(folder / codec, shapes, peers, codec, options, counts_bytes=True)
-        fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))
-        cases.append(_case(f"bytes_{BYTES_NAMES.get(codec, codec)}", fraction, goal))
+    own = folder / "bytes"
+    own.mkdir()
+    with spes_peers.server_of(own, peers, list(BYTES_GOALS)) as server:
+        for codec, goal in BYTES_GOALS.items():
+            found = _run(_job(shapes, server, codec, options, counts_bytes=True), peers)
+            fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))
+            cases.append(_case(f"bytes_{BYTES_NAMES.get(codec, codec)}", fraction, goal))
     return cases
 
 
@@ -127,31 +135,31 @@ def _merge(folder: Path, options: argparse.Namespace) -> list[Case]:
     return [_case("merge_memory_fraction", grown / broadcast, MERGE_GOAL)]
 
 
-def _run(
-    folder: Path,
+def _job(
     shapes: Shapes,
-    peers: int,
+    server: Server,
     codec: str,
     options: argparse.Namespace,
     *,
-    is_paired: bool = False,
+    bare: str = "",
     counts_bytes: bool = False,
-) -> Measured:
+) -> Job:
+    return Job(
+        shapes=shapes,
+        experts=options.experts,
+        address=server.address,
+        pid=server.pid,
+        codec=codec,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        bare=bare,
+        counts_bytes=counts_bytes,
+    )
+
+
+def _run(job: Job, peers: int) -> Measured:
     """Return what the first peer measured."""
-    folder.mkdir()
-    with spes_peers.server_of(folder, peers) as server, spes_peers.start_bare() as bare:
-        job = Job(
-            shapes=shapes,
-            experts=options.experts,
-            address=server.address,
-            pid=server.pid,
-            codec=codec,
-            rounds=options.rounds,
-            warmup=options.warmup,
-            bare=bare if is_paired else "",
-            counts_bytes=counts_bytes,
-        )
-        found: Measured = run_ranks(spes_peers.peer_rounds, peers, job, timeout=900)[0]
+    found: Measured = run_ranks(spes_peers.peer_rounds, peers, job, timeout=900)[0]
     return found
 
 

@@ -142,8 +142,9 @@ def test_a_bad_catalog_is_refused(specs: list[TensorSpec], problem: str):
         Catalog(specs)
 
 
-def test_the_shipped_configuration_is_good():
-    (path,) = (REPOSITORY / "configs").glob("*.yaml")
+@pytest.mark.parametrize("name", ["sync_server_toy.yaml", "spes_server.yaml"])
+def test_the_shipped_configurations_are_good(name: str):
+    path = REPOSITORY / "configs" / name
     ServerConfig(**read_config(path)).check()
     assert path.name in (REPOSITORY / "configs" / "README.md").read_text()
 
