@@ -222,11 +222,14 @@ class SyncClient:
             UserError: as for `sync`.
         """
         answer = self._await(number, values)
+        expected: dict[str, torch.Tensor] = {}
         if answer.contributed and self._sent == number:
+            if answer.newest == number > 0:
+                expected = self._outgoing.owned(number, self.index, values)
             self._outgoing.counted(number, self.index, values)
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
-        adopted = self._adopt(answer)
+        adopted = self._adopt(answer, expected)
         return RoundOutcome(
             number=self.round,
             values=adopted,
@@ -274,12 +277,17 @@ class SyncClient:
             if answer.wants_upload:
                 self.upload(number, values)
 
-    def _adopt(self, answer: Answer) -> dict[str, torch.Tensor]:
-        """Download the newest round that an answer speaks of, and go on from it."""
+    def _adopt(self, answer: Answer, expected: Values | None = None) -> dict[str, torch.Tensor]:
+        """Download the newest round that an answer speaks of, and go on from it.
+
+        Args:
+            answer: of the server.
+            expected: what some parts should be in that round, which are then not sent.
+        """
         taken: dict[str, torch.Tensor] = {}
         for _ in range(3):
             number = answer.newest
-            results = self._job.on_all(partial(self._take, number, taken))
+            results = self._job.on_all(partial(self._take, number, taken, expected))
             failed = [text for text, _ in results if text]
             if failed:
                 # Rounds went on meanwhile, and this one is no longer kept.
@@ -294,14 +302,18 @@ class SyncClient:
             return taken
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")
 
-    def _take(self, number: int, taken: dict[str, torch.Tensor]) -> tuple[str, tuple[int, int]]:
+    def _take(
+        self, number: int, taken: dict[str, torch.Tensor], expected: Values | None
+    ) -> tuple[str, tuple[int, int]]:
         """Download a round; return why that failed, which may be mended by taking another one, and the digest's sums.
 
         Over all processes of the job, every element is in the sums once.
         """
         digest, caller = RoundDigest(), self._membership.caller
         try:
-            taken.update(download(self._connection, self._pool, caller, self.parts, number, self.config.streams))
+            streams = self.config.streams
+            before = self._outgoing.anchors if number == self.round + 1 else None
+            taken.update(download(self._connection, self._pool, caller, self.parts, number, streams, expected, before))
         except UserError as error:
             return str(error), digest.sums
         for part in self.parts:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
 from megatron_ext.sync_service.frames import Box, Frame
-from megatron_ext.sync_service.parts import Part
+from megatron_ext.sync_service.parts import Part, Values
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 
@@ -22,7 +23,14 @@ _Place = tuple[str, Box]
 
 
 def download(
-    connection: Connection, pool: ThreadPoolExecutor, caller: Any, parts: Sequence[Part], number: int, streams: int
+    connection: Connection,
+    pool: ThreadPoolExecutor,
+    caller: Any,
+    parts: Sequence[Part],
+    number: int,
+    streams: int,
+    expected: Values | None = None,
+    before: Values | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the values that a round has for parts.
 
@@ -33,11 +41,16 @@ def download(
         parts: what is wanted; parts with the same elements share the memory of their values.
         number: the round.
         streams: how many shares of about the same size are taken at once.
+        expected: values that the round should have for some parts, by their keys. The server sends them only where they
+            are others.
+        before: values of the round before for all parts, by their keys; updates of them are then taken as well.
 
     Raises:
         UserError: the server refuses, or is away for too long.
     """
     values = {(part.spec.name, part.box): torch.empty(part.box.shape) for part in parts}
+    base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
+    known = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
     shares: list[list[_Place]] = [[] for _ in range(streams)]
     sizes = [0] * streams
     for place in sorted(values, key=lambda place: -place[1].numel):
@@ -46,27 +59,56 @@ def download(
         sizes[smallest] += place[1].numel
 
     def take(share: list[_Place]) -> None:
-        slices = [pb2.Slice(name=name, start=box.start, shape=box.shape) for name, box in share]
-        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices)
-        connection.again("Download", lambda: _receive(connection, request, {place: values[place] for place in share}))
+        slices = [
+            pb2.Slice(name=name, start=box.start, shape=box.shape, expected=_digest(known.get((name, box))))
+            for name, box in share
+        ]
+        since = number - 1 if base else None
+        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices, since=since)
+        wanted = {place: values[place] for place in share}
+        connection.again("Download", lambda: _receive(connection, request, wanted, known, base))
 
     list(pool.map(take, [share for share in shares if share]))
     return {part.key: values[part.spec.name, part.box] for part in parts}
 
 
-def _receive(connection: Connection, request: Any, values: dict[_Place, torch.Tensor]) -> None:
-    """Fill boxes with what one stream brings."""
+def _receive(
+    connection: Connection,
+    request: Any,
+    values: dict[_Place, torch.Tensor],
+    known: Mapping[_Place, torch.Tensor],
+    base: Mapping[_Place, torch.Tensor],
+) -> None:
+    """Fill boxes with what one stream brings, adds to values of the round before, or says to be as expected."""
     arrived = dict.fromkeys(values, 0)
+    places = list(values)
     for batch in connection.stream("Download", request):
+        for index in batch.unchanged:
+            if index >= len(places) or places[index] not in known:
+                raise DamagedOnTheWay(f"slice {index} is said to be as expected, and was not")
+            values[places[index]].copy_(known[places[index]].view(places[index][1].shape))
+            arrived[places[index]] = values[places[index]].numel()
         for message in batch.frames:
             frame = _checked(message)
             place = (frame.name, frame.box)
             if place not in values or frame.offset != arrived[place]:
                 raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
-            values[place].view(-1)[frame.offset : frame.offset + frame.count] = frame.values()
+            at = slice(frame.offset, frame.offset + frame.count)
+            if frame.codec == "fp32":
+                values[place].view(-1)[at] = frame.values()
+            elif place in base:
+                torch.add(base[place].view(-1)[at], frame.values(), out=values[place].view(-1)[at])
+            else:
+                raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")
             arrived[place] += frame.count
     if any(count != values[place].numel() for place, count in arrived.items()):
         raise DamagedOnTheWay("the download ended too early")
+
+
+def _digest(values: torch.Tensor | None) -> bytes:
+    if values is None:
+        return b""
+    return hashlib.sha256(memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")).digest()
 
 
 def _checked(message: Any) -> Frame:

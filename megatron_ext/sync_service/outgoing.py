@@ -27,6 +27,7 @@ class Outgoing:
     def __init__(self, parts: Sequence[Part], codec: str, frame_bytes: int) -> None:
         """Take what the process holds, the codec's name and the bytes of a frame."""
         self.residuals: dict[str, torch.Tensor] = {}
+        self._all_parts = tuple(parts)
         self._parts = [part for part in parts if part.is_primary]
         self._codec = codec
         self._frame_bytes = frame_bytes
@@ -35,7 +36,12 @@ class Outgoing:
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
         if self._codec != "fp32":
-            self._anchors = {part.key: values[part.key].clone() for part in self._parts}
+            self._anchors = {part.key: values[part.key].clone() for part in self._all_parts}
+
+    @property
+    def anchors(self) -> Values:
+        """The values of the round that the interval began with, by the parts' keys; none with fp32."""
+        return self._anchors
 
     def check(self, number: int, index: int, values: Values) -> None:
         """Check that values are there for what a peer of this index sends to a round, in the shapes of the parts.
@@ -100,6 +106,29 @@ class Outgoing:
                 residual[at] = self._wanted(part.key, at, values) - sent
             kept[part.key] = residual
         self.residuals = kept
+
+    def owned(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
+        """Return what a round that counts this contribution has for the parts that this peer alone trains.
+
+        To be called before `counted`. A merge or a guard may have made something else of them.
+
+        Args:
+            number: the round, above 0.
+            index: of the peer.
+            values: what was uploaded.
+        """
+        found = {}
+        for part in self._parts_of(number, index):
+            if part.spec.owners != (index,) or part.key not in values:
+                continue
+            if self._codec == "fp32":
+                found[part.key] = values[part.key]
+                continue
+            decoded = torch.empty(part.box.numel)
+            for offset, count in cut(part.box.numel, self._frame_bytes):
+                decoded[offset : offset + count] = self._frame(number, (part, offset, count), values).values()
+            found[part.key] = torch.sub(self._anchors[part.key].view(-1), decoded, out=decoded).view(part.box.shape)
+        return found
 
     def _parts_of(self, number: int, index: int) -> list[Part]:
         """Return what is sent to a round: at the start everything, later what the peer trains."""

@@ -99,7 +99,7 @@ class Run:
             self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
-            check_alone(self.config.peers, config, catalog)
+            check_alone(self.config, config, catalog)
             if self._state.config is not None:
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog)
             event = self._state.check_joining(peer, instance, index)
@@ -193,6 +193,11 @@ class Run:
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
             return newest, self._state.result(number)
+
+    @property
+    def codec(self) -> str:
+        """In which contributions and updates travel."""
+        return self._store.agreed["codec"]
 
     def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
         """Return the values of a committed round, for a peer that goes on from them.
