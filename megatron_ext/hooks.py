@@ -223,6 +223,9 @@ class Feature:
     def on_log(self, context: LogContext) -> None:
         """The training log accumulates, and perhaps prints."""
 
+    def before_save(self) -> None:
+        """A checkpoint's state dict is about to be generated for writing."""
+
     def on_save(self, context: SaveContext) -> None:
         """A checkpoint's state dict was generated."""
 

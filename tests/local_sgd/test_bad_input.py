@@ -11,7 +11,15 @@ from tests.support.pretrain import run_failing_pretrain
     ("options", "said"),
     [
         ({"local_sgd_workers": 3}, ["--local-sgd-workers 3 does not divide the data-parallel size 2"]),
-        ({"local_sgd_workers": 1, "outer_optimizer_lr": 0.5}, ["--local-sgd-workers 1", "no effect"]),
+        (
+            {
+                "local_sgd_workers": 1,
+                "outer_optimizer_lr": 0.5,
+                "local_sgd_codec": "int8",
+                "local_sgd_sync_interval": 9,
+            },
+            ["so --outer-optimizer-lr, --local-sgd-codec would have no effect"],
+        ),
         (
             {"train_iters": None, "train_samples": 20, "local_sgd_warmup_steps": 5},
             ["--local-sgd-warmup-steps 5 leaves no local step before --train-samples 20"],
@@ -57,6 +65,7 @@ from tests.support.pretrain import run_failing_pretrain
                 "local_sgd_fragments": 3,
                 "local_sgd_fragment_sync_delay": 4,
                 "local_sgd_fragment_update_alpha": 1.5,
+                "local_sgd_sync_in_forward": True,
                 "local_sgd_sync_interval": 4,
                 "outer_optimizer": "adam",
                 "outer_optimizer_lr": 0.1,
@@ -66,6 +75,7 @@ from tests.support.pretrain import run_failing_pretrain
                 "--local-sgd-fragments above 1 steps fragments apart",
                 "--local-sgd-fragment-sync-delay is 4; it must be 0 or more, and below --local-sgd-sync-interval 4",
                 "--local-sgd-fragment-update-alpha is 1.5",
+                "--local-sgd-sync-in-forward is not combined with the --local-sgd-fragment options",
             ],
         ),
         (

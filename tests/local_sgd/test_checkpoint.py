@@ -26,6 +26,7 @@ PENALTY = {
     "local_sgd_pseudo_grad_sparsification": "random",
     "local_sgd_pseudo_grad_density": 0.5,
 }
+EAGER = {"local_sgd_eager_updates": True, "local_sgd_evaluation": "workers"}
 PAIRS = {"local_sgd_pseudo_grad_reducer": "pairwise", "local_sgd_evaluation": "workers"}
 # At iteration 4 the first fragment's second round is on its way, at 6 the second one's.
 STREAMING = {
@@ -53,6 +54,7 @@ STREAMING = {
         pytest.param("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, id="sharded codec"),
         pytest.param("pp2", "bf16-distopt-overlap", 2, (4, 6), STREAMING, id="streaming"),
         pytest.param("dp2", "bf16-distopt", 2, APART_AND_SYNCED, PAIRS, id="pairs"),
+        pytest.param("single", "bf16", 2, APART_AND_SYNCED, EAGER, id="eager"),
     ],
 )
 def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
