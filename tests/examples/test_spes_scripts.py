@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from tests.examples.test_launch_scripts import RECORD_ARGUMENTS, Desk, desk, split_at_script  # noqa: F401  # a fixture
-from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.distributed import REPOSITORY, free_port, run_ranks
 from tests.sync_service.service import until
 
 FOLDER = REPOSITORY / "examples/spes"
 SERVER = FOLDER / "run_parameter_server.sh"
 NODE = FOLDER / "run_single_node.sh"
+CLUSTER = FOLDER / "run_cluster.sh"
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.rglob("*.sh")), ids=lambda path: path.name)
@@ -103,3 +104,38 @@ def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:  # no
         started.process.terminate()
         assert started.finish()[0] == 0
     assert '"peers":2' in (state / "runs/spes/journal.jsonl").read_text().replace(" ", "")
+
+
+def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk) -> None:  # noqa: F811  # the fixture
+    state, port = desk.folder / "state", free_port()
+    # Training takes until the server is there.
+    waits = 'if [[ -n ${WAITS:-} ]]; then until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done; fi'
+    desk.command("torchrun", f"{RECORD_ARGUMENTS}\n{waits}")
+    environment = {
+        "BACKEND": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "NPROC_PER_NODE": "2",
+        "WORLD_SIZE": "9",
+        "PORT": str(port),
+        "INSECURE": "1",
+        "STATE_DIR": str(state),
+        "OUTPUT": str(desk.folder),
+    }
+    for rank in (1, 0):
+        recorded = desk.folder / f"arguments{rank}"
+        own = {"RANK": str(rank), "RECORDED_ARGUMENTS": str(recorded), **({"WAITS": "1"} if rank == 0 else {})}
+        code, output = desk.run(CLUSTER, **environment, **own)
+        assert code == 0, output
+        launch, training = split_at_script(recorded.read_text().splitlines())
+        assert launch["--nproc_per_node"] == "2"
+        wanted = ["--sync-service-index", str(rank), "--sync-service", f"127.0.0.1:{port}"]
+        assert wanted == training[training.index("--sync-service-index") :][:4]
+        assert training[-1] == "--sync-service-insecure"
+        assert (f"listening at 0.0.0.0:{port}" in output) == (rank == 0), output
+    for missing, sentence in (
+        ("RANK", "RANK is not set"),
+        ("MASTER_ADDR", "MASTER_ADDR is not"),
+        ("INSECURE", "or INSECU"),
+    ):
+        code, output = desk.run(CLUSTER, **{**environment, "RANK": "1", missing: ""})
+        assert code == 1 and sentence in output
