@@ -83,7 +83,10 @@ class SpesFeature(Feature):
 
     def on_save(self, context: SaveContext) -> None:
         """Let the optimizer's state hold the experts that it trains, in a checkpoint and in the request of a read."""
-        if context.optimizer is not None and "optimizer" in context.state:
+        ownership = ownership_of(context.args)
+        assert ownership is not None
+        has_all = len(ownership.owned_by(context.args.sync_service_index)) == ownership.experts
+        if context.optimizer is not None and "optimizer" in context.state and not has_all:
             unstack_experts(context.state["optimizer"])
 
     def on_train_start(self, context: TrainContext) -> None:
