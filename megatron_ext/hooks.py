@@ -14,19 +14,48 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_ext.patching import Patch
     from megatron_ext.seams.process_groups import WorkerGroups
 
 __all__ = [
+    "ChunksContext",
     "EvaluationContext",
     "Feature",
     "Hooks",
     "LoadContext",
     "LogContext",
+    "ModelContext",
     "SaveContext",
     "StepContext",
     "TrainContext",
 ]
+
+
+@dataclass(kw_only=True)
+class ChunksContext:
+    """A rank's model chunks, on their device and in their precision, not yet wrapped in DDP."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    chunks: list[Any]
+    """The model chunks."""
+
+
+@dataclass(kw_only=True)
+class ModelContext:
+    """Model and optimizer as Megatron has built them."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    model: list[Any]
+    """The model chunks, wrapped in DDP."""
+
+    optimizer: Any
+    """The `MegatronOptimizer`; None when there is nothing to train."""
 
 
 @dataclass(kw_only=True)
@@ -157,6 +186,13 @@ class Feature:
         """Return whether the parsed arguments ask for the ability."""
         return False
 
+    def complete_arguments(self, args: Any) -> None:
+        """Fill in arguments that a file of the user's gives; called before any feature validates them.
+
+        Raises:
+            UserError: the file cannot be used.
+        """
+
     def validate(self, args: Any) -> list[str]:
         """Return every problem of the arguments, one sentence each: the field, and what to change.
 
@@ -176,8 +212,22 @@ class Feature:
         """Return into how many workers the data-parallel dimension is cut (1 = not at all)."""
         return 1
 
+    def data_part(self, args: Any) -> tuple[int, int]:
+        """Return (index, count): which part of the training samples is this job's, of how many."""
+        return 0, 1
+
+    def expert_weights(self, experts: int) -> Tensor | None:
+        """Return the factors of the experts' token counts in load-balancing losses, fp32, (experts,); None for none."""
+        return None
+
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Model-parallel groups exist; `groups` describes the workers."""
+
+    def on_chunks_built(self, context: ChunksContext) -> None:
+        """Model chunks exist; what is frozen now gets neither a gradient buffer nor an optimizer state."""
+
+    def on_model_built(self, context: ModelContext) -> None:
+        """Model and optimizer exist, a checkpoint was loaded if there was one; the data are not there yet."""
 
     def on_train_start(self, context: TrainContext) -> None:
         """Model and optimizer exist, a checkpoint was loaded if there was one, no step was made yet."""
@@ -254,6 +304,15 @@ class Hooks:
     def worker_count(self, args: Any) -> int:
         """Return the largest worker count that an active feature asks for."""
         return max([feature.worker_count(args) for feature in self.active], default=1)
+
+    def data_part(self, args: Any) -> tuple[int, int]:
+        """Return (index, count) of the active feature that cuts the training samples, (0, 1) if none does."""
+        return max((feature.data_part(args) for feature in self.active), key=lambda part: part[1], default=(0, 1))
+
+    def expert_weights(self, experts: int) -> Tensor | None:
+        """Return the weights of the active feature that has some, None if none has."""
+        found = (feature.expert_weights(experts) for feature in self.active)
+        return next((weights for weights in found if weights is not None), None)
 
     def may_exit(self, iteration: int) -> bool:
         """Return whether every active feature lets the run end at `iteration`."""

@@ -71,6 +71,11 @@ def _add_start(actions: Any) -> None:
     run.add_argument("--outer-optimizer", metavar="NAME", help="none (default, FedAvg), sgd (DiLoCo), adam, ...")
     run.add_argument("--outer-optimizer-lr", type=float, metavar="X", help="default: 0.7 for sgd")
     run.add_argument("--outer-optimizer-momentum", type=float, metavar="X", help="of sgd (default: 0.9)")
+    run.add_argument("--sync-steps", type=int, metavar="H", help="steps between two rounds; merging needs them")
+    run.add_argument("--merge-interval", type=int, metavar="M", help="steps between two merges of experts (SPES)")
+    run.add_argument("--merge-alpha-start", type=float, metavar="X", help="how much experts merge at first (0.01)")
+    run.add_argument("--merge-decay-steps", type=int, metavar="T", help="steps in which that goes down to 0 (10000)")
+    run.add_argument("--merge-topk", type=int, metavar="K", help="from how many experts each takes over (4)")
     # For tests: dies at a place of the code as if the power had gone.
     start.add_argument("--failpoint", action="append", default=[], help=argparse.SUPPRESS)
     start.set_defaults(func=run_start)

@@ -52,7 +52,7 @@ def patches() -> list[Patch]:
             name="checkpoint/fp32-shards",
             target="megatron.core.optimizer.distrib_optimizer:"
             "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
-            wrap=lambda original: torch.no_grad()(original),
+            wrap=_wrap_load_shards,
             parameters=("state_dict",),
             rebind=False,
             reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
@@ -127,6 +127,11 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_base_checkpoint
+
+
+def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped: Callable[..., Any] = torch.no_grad()(original)
+    return wrapped
 
 
 def _last_line(error: BaseException) -> str:

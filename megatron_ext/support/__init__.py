@@ -18,11 +18,12 @@ from megatron_ext.support.data_parallel import DATA_PARALLEL
 from megatron_ext.support.optimizers import OPTIMIZERS
 from megatron_ext.support.row import ABILITIES, Row
 from megatron_ext.support.run_control import RUN_CONTROL
+from megatron_ext.support.sync_service import SYNC_SERVICE
 
 __all__ = ["ABILITIES", "ROWS", "Row", "markdown", "refusals"]
 
 ROWS: tuple[Row, ...] = tuple(
-    row for part in (DATA_PARALLEL, OPTIMIZERS, CHECKPOINTS, RUN_CONTROL) for rows in part for row in rows
+    row for part in (DATA_PARALLEL, OPTIMIZERS, CHECKPOINTS, RUN_CONTROL, SYNC_SERVICE) for rows in part for row in rows
 )
 """The table."""
 

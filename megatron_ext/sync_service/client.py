@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer's side of the sync service, for plain tensors.
+"""A peer's side of the sync service.
 
 client = SyncClient(ClientConfig(connection=..., run="demo", peer="peer-0"), values)
 values = client.start(values)              # everybody begins with the same values
@@ -7,92 +7,39 @@ for every interval:
     ...                                    # train
     values = client.sync(values).values    # all peers' values, made one
 client.leave()
+
+A peer may be a job of several processes that each hold parts of the tensors. Then all of them call all methods
+together, with the values of their parts: each moves its own, and the first one speaks for the job.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from functools import partial
+from typing import Self
 
 import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import NAME
-from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.client_config import ClientConfig
+from megatron_ext.sync_service.connection import Connection
+from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.download import download
-from megatron_ext.sync_service.frames import CODECS
-from megatron_ext.sync_service.outgoing import Outgoing, Part, Values
-from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
+from megatron_ext.sync_service.job import Job, OneProcess
+from megatron_ext.sync_service.membership import Answer, Membership
+from megatron_ext.sync_service.outgoing import Outgoing
+from megatron_ext.sync_service.parts import Part, Values, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.snapshot import RoundDigest
+from megatron_ext.sync_service.upload import upload
 
 __all__ = ["ClientConfig", "RoundOutcome", "SyncClient", "Values"]
 
 log = logging.getLogger(__name__)
-
-_POLL_SECONDS = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientConfig:
-    """One peer of one run."""
-
-    connection: ConnectionConfig
-    """Where the server is."""
-
-    run: str
-    """The run id."""
-
-    peer: str
-    """This peer's name, which is its own for the whole run."""
-
-    index: int | None = None
-    """Its place among the peers; the lowest free one unless given."""
-
-    peers: int | None = None
-    """How many peers there are; the server refuses another number than its own."""
-
-    codec: str = "fp32"
-    """How contributions travel: fp32, bf16, fp16, int8 or int4. All but fp32 lose something, which this peer sends
-    along with its next contribution (error feedback). Must be the same for all peers."""
-
-    agreed: Mapping[str, str] = field(default_factory=dict)
-    """Whatever else must be the same for all peers, by the name of the field."""
-
-    streams: int = 4
-    """Parallel streams of an upload or download."""
-
-    frame_bytes: int = 1 << 20
-    """Bytes of a frame."""
-
-    call_bytes: int = 32 << 20
-    """Bytes of an upload call: what is sent again when one fails."""
-
-    round_seconds: float = 3600.0
-    """How long a round is awaited before this peer gives up."""
-
-    def check(self) -> None:
-        """Check the values.
-
-        Raises:
-            UserError: one cannot be used.
-        """
-        if not NAME.fullmatch(self.peer):
-            raise UserError(f"peer is {self.peer!r}; use up to 64 letters, digits, '.', '_' and '-'")
-        if self.codec not in CODECS:
-            raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
-        if "codec" in self.agreed:
-            raise UserError("agreed has a field 'codec', which is sent anyway; drop it")
-        if not 4096 <= self.frame_bytes <= 4 << 20:
-            raise UserError(f"frame_bytes is {self.frame_bytes}; it must be 4096 to {4 << 20}")
-        if self.streams < 1 or self.call_bytes < self.frame_bytes:
-            raise UserError("streams must be 1 or more, and call_bytes at least frame_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +50,7 @@ class RoundOutcome:
     """The newest committed round: the one that was asked for, or a later one."""
 
     values: dict[str, torch.Tensor]
-    """Its values."""
+    """Its values: of every tensor by name, or of this process's parts by their keys."""
 
     contributed: bool
     """Whether this peer's contribution counted in the round it was made for."""
@@ -116,14 +63,24 @@ class RoundOutcome:
 
 
 class SyncClient:
-    """A peer. Not for several threads at once."""
+    """A peer, or one process of it. Not for several threads at once."""
 
-    def __init__(self, config: ClientConfig, catalog: Catalog | Values) -> None:
+    def __init__(
+        self,
+        config: ClientConfig,
+        catalog: Catalog | Values,
+        *,
+        job: Job | None = None,
+        parts: Sequence[Part] | None = None,
+    ) -> None:
         """Prepare; nothing is sent before `register`.
 
         Args:
             config: of the peer.
             catalog: the tensors that the peers have in common, or values to take it from.
+            job: the processes of the peer; this one alone unless given.
+            parts: what this process holds: every tensor as a whole, which it is called after, unless given. Of all
+                primary parts of a job every element of every tensor is in one.
 
         Raises:
             UserError: the configuration or the catalog cannot be used.
@@ -134,14 +91,16 @@ class SyncClient:
         except Refusal as refusal:
             raise UserError(f"catalog: {refusal}") from refusal
         self.config = config
+        self.parts = whole_parts(self.catalog) if parts is None else tuple(parts)
+        self._job = OneProcess() if job is None else job
         self.index = -1
         self.peers = 0
         self.round = -1
         self.uploaded = False
         self._sent = -1
-        self._outgoing = Outgoing(self.catalog, config.codec, config.frame_bytes)
-        self._caller = pb2.Caller(run=config.run, peer=config.peer, instance=uuid.uuid4().hex)
-        self._connection = Connection(config.connection)
+        self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
+        self._job.on_all(self._connect)
+        self._membership = Membership(config, self._connection, self._job)
         self._pool = ThreadPoolExecutor(config.streams)
 
     def __enter__(self) -> Self:
@@ -155,6 +114,10 @@ class SyncClient:
         self._pool.shutdown()
         self._connection.close()
 
+    def rest(self) -> None:
+        """Close the connection until the next call."""
+        self._connection.close()
+
     def register(self) -> int:
         """Become a member of the run.
 
@@ -165,23 +128,9 @@ class SyncClient:
         Raises:
             UserError: the server refuses, naming what does not fit.
         """
-        config = self.config
-        reply = self._connection.call(
-            "Register",
-            pb2.RegisterRequest(
-                caller=self._caller,
-                protocol=PROTOCOL_VERSION,
-                config={**config.agreed, "codec": config.codec},
-                catalog=[
-                    pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit, owners=spec.owners)
-                    for spec in self.catalog
-                ],
-                index=config.index,
-                peers=config.peers,
-            ),
-        )
-        self.index, self.peers, self.uploaded = reply.index, reply.peers, reply.uploaded
-        return int(reply.open_round)
+        registered = self._membership.register(self.catalog)
+        self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
+        return registered.open_round
 
     def start(self, values: Values) -> dict[str, torch.Tensor]:
         """Register, and return the values that everybody goes on from.
@@ -195,14 +144,43 @@ class SyncClient:
         Raises:
             UserError: the server refuses, or nobody publishes.
         """
-        self._check_values(values, everything=True)
         open_round = self.register()
         was_uploaded = self.uploaded
-        reply = self._await(0, values)
-        adopted = self._adopt(reply)
+        adopted = self._adopt(self._await(0, values))
         # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
         self.uploaded = was_uploaded and open_round == self.round + 1
         return adopted
+
+    def resume(self, number: int) -> dict[str, torch.Tensor] | None:
+        """Register, and go on in the middle of the interval after a round whose values this peer has taken before.
+
+        Args:
+            number: the round.
+
+        Returns:
+            The values of the newest round if that is a later one: the interval was lost. None if it is this one.
+
+        Raises:
+            UserError: the server refuses, or knows nothing of the round yet.
+        """
+        open_round = self.register()
+        if open_round <= number:
+            newest = open_round - 1 if open_round else "none"
+            raise UserError(
+                f"this peer goes on from round {number}, but the newest one of run {self.config.run!r} on the server "
+                f"is {newest}: the server has lost rounds, or is another one; restore its folder, or begin a run under "
+                "another name"
+            )
+        if open_round > number + 1:
+            log.warning("round %d is over; this peer goes on from the newest one", number + 1)
+            return self._adopt(self._await(number + 1, {}))
+        was_uploaded, lossy = self.uploaded, self.config.codec != "fp32"
+        if lossy:
+            taken = self._adopt(self._await(number, {}))
+            if self.round != number:
+                return taken
+        self.round, self.uploaded = number, was_uploaded
+        return None
 
     def sync(self, values: Values) -> RoundOutcome:
         """Make a round: upload, wait for the others, download.
@@ -227,11 +205,8 @@ class SyncClient:
         Raises:
             UserError: as for `sync`.
         """
-        self._check_values(values, everything=number == 0)
-        jobs = list(self._outgoing.jobs(number, self.index, self.config.call_bytes))
-        closed = any(self._pool.map(lambda job: self._upload_job(number, job, values), jobs))
-        if not closed:
-            closed = bool(self._connection.call("Commit", pb2.CommitRequest(caller=self._caller, round=number)).closed)
+        closed = any(self._job.on_all(lambda: self._upload(number, values)))
+        closed = closed or self._membership.commit(number)
         self.uploaded = not closed
         self._sent = number
         return not closed
@@ -246,23 +221,26 @@ class SyncClient:
         Raises:
             UserError: as for `sync`.
         """
-        reply = self._await(number, values)
-        if reply.contributed and self._sent == number:
+        answer = self._await(number, values)
+        expected: dict[str, torch.Tensor] = {}
+        if answer.contributed and self._sent == number:
+            if answer.newest == number > 0:
+                expected = self._outgoing.owned(number, self.index, values)
             self._outgoing.counted(number, self.index, values)
-        elif not reply.contributed:
-            log.warning("round %d did not count this peer's contribution: %s", number, reply.message or "it was late")
-        adopted = self._adopt(reply)
+        elif not answer.contributed:
+            log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
+        adopted = self._adopt(answer, expected)
         return RoundOutcome(
             number=self.round,
             values=adopted,
-            contributed=reply.contributed,
-            contributors=tuple(reply.contributors),
-            message=reply.message,
+            contributed=answer.contributed,
+            contributors=answer.contributors,
+            message=answer.message,
         )
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What this peer's contributions have lost so far, by tensor, 1-D; belongs into its checkpoints."""
+        """What this process's contributions have lost so far, by part, 1-D; belongs into the peer's checkpoints."""
         return self._outgoing.residuals
 
     @residuals.setter
@@ -271,75 +249,82 @@ class SyncClient:
 
     def leave(self) -> None:
         """End the membership; what was committed counts."""
-        self._connection.call("Leave", pb2.LeaveRequest(caller=self._caller))
+        self._membership.leave()
 
-    # -----------------------------------------------------------------------------------------------------------
-    # Up
-    # -----------------------------------------------------------------------------------------------------------
+    def _connect(self) -> None:
+        self._connection = Connection(self.config.connection)
 
-    def _upload_job(self, number: int, job: list[Part], values: Values) -> bool:
-        def requests() -> Iterator[Any]:
-            for frames in self._outgoing.batches(number, job, values):
-                messages = [frame.to_message() for frame in frames]
-                yield pb2.UploadRequest(caller=self._caller, round=number, frames=messages)
+    def _upload(self, number: int, values: Values) -> bool:
+        """Upload this process's share; return whether the round was closed before."""
+        return upload(
+            self._connection,
+            self._pool,
+            self._membership.caller,
+            self._outgoing,
+            number,
+            values,
+            index=self.index,
+            call_bytes=self.config.call_bytes,
+        )
 
-        return bool(self._connection.call("Upload", requests).closed)
-
-    def _check_values(self, values: Values, *, everything: bool) -> None:
-        for spec in self.catalog:
-            if not everything and not spec.is_trained_by(self.index):
-                continue
-            value = values.get(spec.name)
-            if value is None:
-                raise UserError(f"tensor {spec.name!r} of the catalog is not among the values")
-            if tuple(value.shape) != spec.shape or value.dtype != torch.float32 or value.device.type != "cpu":
-                raise UserError(
-                    f"tensor {spec.name!r} is {value.dtype} of shape {tuple(value.shape)} on {value.device}; it must "
-                    f"be torch.float32 of shape {spec.shape} on the CPU"
-                )
-
-    # -----------------------------------------------------------------------------------------------------------
-    # Down
-    # -----------------------------------------------------------------------------------------------------------
-
-    def _await(self, number: int, values: Values) -> Any:
+    def _await(self, number: int, values: Values) -> Answer:
         """Return the answer that a round is committed, after doing what is wanted for it."""
         end = time.monotonic() + self.config.round_seconds
         while True:
-            request = pb2.AwaitRequest(caller=self._caller, round=number, uploaded=self.uploaded, seconds=_POLL_SECONDS)
-            reply = self._connection.call("Await", request, seconds=_POLL_SECONDS + 30)
-            if reply.state == pb2.AwaitReply.COMMITTED:
-                return reply
-            if reply.state in (pb2.AwaitReply.PUBLISH, pb2.AwaitReply.UPLOAD):
+            answer = self._membership.ask(number, uploaded=self.uploaded, end=end)
+            if answer.is_committed:
+                return answer
+            if answer.wants_upload:
                 self.upload(number, values)
-            elif time.monotonic() > end:
-                raise UserError(
-                    f"round {number} has not come in {self.config.round_seconds:.0f} s: {reply.message}; bring the "
-                    "missing peers back, or lower the run's quorum and restart the server"
-                )
 
-    def _adopt(self, reply: Any) -> dict[str, torch.Tensor]:
-        """Download the newest round that an answer speaks of, and go on from it."""
+    def _adopt(self, answer: Answer, expected: Values | None = None) -> dict[str, torch.Tensor]:
+        """Download the newest round that an answer speaks of, and go on from it.
+
+        Args:
+            answer: of the server.
+            expected: what some parts should be in that round, which are then not sent.
+        """
+        taken: dict[str, torch.Tensor] = {}
         for _ in range(3):
-            number = reply.newest_round
-            try:
-                values = download(self._connection, self._pool, self._caller, self.catalog, number, self.config.streams)
-            except UserError as error:
+            number = answer.newest
+            results = self._job.on_all(partial(self._take, number, taken, expected))
+            failed = [text for text, _ in results if text]
+            if failed:
                 # Rounds went on meanwhile, and this one is no longer kept.
-                reply = self._await(number, {})
-                if reply.newest_round == number:
-                    raise
-                log.warning("round %d: %s; taking round %d", number, error, reply.newest_round)
+                answer = self._await(number, {})
+                if answer.newest == number:
+                    raise UserError(failed[0])
+                log.warning("round %d: %s; taking round %d", number, failed[0], answer.newest)
                 continue
-            digest = RoundDigest()
-            for spec in self.catalog:
-                digest.add(spec.name, values[spec.name])
-            if digest.hex() != reply.digest:
-                raise UserError(
-                    f"the values of round {number} have the digest {digest.hex()} instead of {reply.digest}; the "
-                    "snapshot on the server is damaged: restore it from a copy"
-                )
-            self.round, self.uploaded = int(number), False
-            self._outgoing.go_on_from(values)
-            return values
+            self._check_digest(RoundDigest(sums for _, sums in results), answer)
+            self.round, self.uploaded = number, False
+            self._outgoing.go_on_from(taken)
+            return taken
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")
+
+    def _take(
+        self, number: int, taken: dict[str, torch.Tensor], expected: Values | None
+    ) -> tuple[str, tuple[int, int]]:
+        """Download a round; return why that failed, which may be mended by taking another one, and the digest's sums.
+
+        Over all processes of the job, every element is in the sums once.
+        """
+        digest, caller = RoundDigest(), self._membership.caller
+        try:
+            streams = self.config.streams
+            before = self._outgoing.anchors if number == self.round + 1 else None
+            taken.update(download(self._connection, self._pool, caller, self.parts, number, streams, expected, before))
+        except UserError as error:
+            return str(error), digest.sums
+        for part in self.parts:
+            if part.is_primary:
+                digest.add(part.spec.name, part.spec.shape, part.box, taken[part.key])
+        return "", digest.sums
+
+    def _check_digest(self, digest: RoundDigest, answer: Answer) -> None:
+        """Compare what the processes of the job have downloaded with the journal."""
+        if digest.hex() != answer.digest:
+            raise UserError(
+                f"the values of round {answer.newest} have the digest {digest.hex()} instead of {answer.digest}; the "
+                "snapshot on the server is damaged: restore it from a copy"
+            )

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of the server and of its runs, and reading it from YAML."""
+"""Configuration of the server, and reading it and its runs from YAML."""
 
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,72 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError, combine
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
-from megatron_ext.sync_service.round import Policy
+from megatron_ext.sync_service.run_config import RunConfig
 
 __all__ = ["NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """Names of runs and peers: they become names of files."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """One run: how many peers meet, when a round closes, and what is done with their values."""
-
-    peers: int
-    """Places for peers. Peers cut the data into so many parts, so that it stays the same for the whole run."""
-
-    quorum: int | None = None
-    """Uploads without which no round closes; all peers unless given."""
-
-    grace_seconds: float = 60.0
-    """How long a round stays open for slow peers after the quorum is reached."""
-
-    max_norm: float | None = None
-    """A contribution whose pseudo-gradient has a larger L2 norm does not count; no limit unless given."""
-
-    outer_optimizer: str = "none"
-    """'none' for the mean of the peers' values (FedAvg), or what `--outer-optimizer` takes: 'sgd' is DiLoCo's."""
-
-    outer_optimizer_lr: float | None = None
-    """Outer learning rate: 0.7 for sgd unless given; the others need one of their own."""
-
-    outer_optimizer_momentum: float = 0.9
-    """Momentum of the outer sgd."""
-
-    outer_optimizer_nesterov: bool = True
-    """Nesterov momentum in the outer sgd."""
-
-    @property
-    def policy(self) -> Policy:
-        """When a round closes."""
-        quorum = self.peers if self.quorum is None else self.quorum
-        return Policy(peers=self.peers, quorum=quorum, grace_seconds=self.grace_seconds)
-
-    @property
-    def outer(self) -> OuterOptimizerConfig:
-        """The outer optimizer."""
-        return OuterOptimizerConfig(
-            outer_optimizer=self.outer_optimizer,
-            outer_optimizer_lr=self.outer_optimizer_lr,
-            outer_optimizer_momentum=self.outer_optimizer_momentum,
-            outer_optimizer_nesterov=self.outer_optimizer_nesterov,
-        )
-
-    def problems(self) -> list[str]:
-        """Return what is wrong with the values, one sentence each."""
-        found = []
-        for name, allowed, rule in (
-            ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),
-            ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
-            ("grace_seconds", 0 <= self.grace_seconds < math.inf, "it must be a number of seconds, 0 or more"),
-            ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
-        ):
-            if not allowed:
-                found.append(f"{name} is {getattr(self, name)}; {rule}")
-        return found + outer_optimizer_problems(self.outer)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -91,12 +92,19 @@ class Connection:
             raise UserError("tls_cert and tls_key belong together, and need tls_ca; give all three or only tls_ca")
         token = read_token(config.token_file)
         self._metadata = () if token is None else ((TOKEN_KEY, f"Bearer {token}"),)
-        self._channel = self._open()
-        self._stub = pb2_grpc.SyncServiceStub(self._channel)
+        self._lock = threading.Lock()
+        self._channel: Any = None
+        self._stub: Any = None
 
     def close(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+        """Close the channel; the next call opens another one.
+
+        A process without an open channel can be forked, as data loaders and writers of checkpoints do.
+        """
+        with self._lock:
+            if self._channel is not None:
+                self._channel.close()
+            self._channel = self._stub = None
 
     def call(self, method: str, request: Any, *, seconds: float | None = None) -> Any:
         """Return the answer to a call.
@@ -112,7 +120,7 @@ class Connection:
 
         def once() -> Any:
             sent = request() if callable(request) else request
-            return getattr(self._stub, method)(
+            return getattr(self._methods(), method)(
                 sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
             )
 
@@ -120,7 +128,7 @@ class Connection:
 
     def stream(self, method: str, request: Any) -> Any:
         """Return an iterator over the messages of one try of a call."""
-        return getattr(self._stub, method)(request, timeout=self.config.call_seconds, metadata=self._metadata)
+        return getattr(self._methods(), method)(request, timeout=self.config.call_seconds, metadata=self._metadata)
 
     def again(self, what: str, once: Callable[[], _T]) -> _T:
         """Return what a function returns, calling it again while the server is away.
@@ -154,6 +162,13 @@ class Connection:
             # Peers that lost the server at the same moment shall not come back at the same moment.
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _methods(self) -> Any:
+        with self._lock:
+            if self._stub is None:
+                self._channel = self._open()
+                self._stub = pb2_grpc.SyncServiceStub(self._channel)
+            return self._stub
 
     def _open(self) -> Any:
         config = self.config

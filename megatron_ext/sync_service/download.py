@@ -3,66 +3,112 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
-from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
-from megatron_ext.sync_service.frames import Frame, whole_box
+from megatron_ext.sync_service.frames import Box, Frame
+from megatron_ext.sync_service.parts import Part, Values
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["download"]
 
+_Place = tuple[str, Box]
+"""A tensor's name and a box of it."""
+
 
 def download(
-    connection: Connection, pool: ThreadPoolExecutor, caller: Any, catalog: Catalog, number: int, streams: int
+    connection: Connection,
+    pool: ThreadPoolExecutor,
+    caller: Any,
+    parts: Sequence[Part],
+    number: int,
+    streams: int,
+    expected: Values | None = None,
+    before: Values | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return all values of a round.
+    """Return the values that a round has for parts.
 
     Args:
         connection: to the server.
         pool: has a thread per stream.
         caller: the peer, as a message of the protocol.
-        catalog: the tensors.
+        parts: what is wanted; parts with the same elements share the memory of their values.
         number: the round.
-        streams: how many parts of about the same size are taken at once.
+        streams: how many shares of about the same size are taken at once.
+        expected: values that the round should have for some parts, by their keys. The server sends them only where they
+            are others.
+        before: values of the round before for all parts, by their keys; updates of them are then taken as well.
 
     Raises:
         UserError: the server refuses, or is away for too long.
     """
-    values = {spec.name: torch.empty(spec.shape) for spec in catalog}
-    parts: list[list[TensorSpec]] = [[] for _ in range(streams)]
+    values = {(part.spec.name, part.box): torch.empty(part.box.shape) for part in parts}
+    base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
+    known = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
+    shares: list[list[_Place]] = [[] for _ in range(streams)]
     sizes = [0] * streams
-    for spec in sorted(catalog, key=lambda spec: -spec.numel):
+    for place in sorted(values, key=lambda place: -place[1].numel):
         smallest = sizes.index(min(sizes))
-        parts[smallest].append(spec)
-        sizes[smallest] += spec.numel
+        shares[smallest].append(place)
+        sizes[smallest] += place[1].numel
 
-    def take(specs: list[TensorSpec]) -> None:
-        slices = [pb2.Slice(name=spec.name) for spec in specs]
-        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices)
-        connection.again("Download", lambda: _receive(connection, request, specs, values))
+    def take(share: list[_Place]) -> None:
+        slices = [
+            pb2.Slice(name=name, start=box.start, shape=box.shape, expected=_digest(known.get((name, box))))
+            for name, box in share
+        ]
+        since = number - 1 if base else None
+        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices, since=since)
+        wanted = {place: values[place] for place in share}
+        connection.again("Download", lambda: _receive(connection, request, wanted, known, base))
 
-    list(pool.map(take, [part for part in parts if part]))
-    return values
+    list(pool.map(take, [share for share in shares if share]))
+    return {part.key: values[part.spec.name, part.box] for part in parts}
 
 
-def _receive(connection: Connection, request: Any, specs: list[TensorSpec], values: dict[str, torch.Tensor]) -> None:
-    """Fill the values of tensors with what one stream brings."""
-    boxes = {spec.name: whole_box(spec.shape) for spec in specs}
-    arrived = dict.fromkeys(boxes, 0)
+def _receive(
+    connection: Connection,
+    request: Any,
+    values: dict[_Place, torch.Tensor],
+    known: Mapping[_Place, torch.Tensor],
+    base: Mapping[_Place, torch.Tensor],
+) -> None:
+    """Fill boxes with what one stream brings, adds to values of the round before, or says to be as expected."""
+    arrived = dict.fromkeys(values, 0)
+    places = list(values)
     for batch in connection.stream("Download", request):
+        for index in batch.unchanged:
+            if index >= len(places) or places[index] not in known:
+                raise DamagedOnTheWay(f"slice {index} is said to be as expected, and was not")
+            values[places[index]].copy_(known[places[index]].view(places[index][1].shape))
+            arrived[places[index]] = values[places[index]].numel()
         for message in batch.frames:
             frame = _checked(message)
-            if boxes.get(frame.name) != frame.box or frame.offset != arrived[frame.name]:
+            place = (frame.name, frame.box)
+            if place not in values or frame.offset != arrived[place]:
                 raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
-            values[frame.name].view(-1)[frame.offset : frame.offset + frame.count] = frame.values()
-            arrived[frame.name] += frame.count
-    if any(count != boxes[name].numel for name, count in arrived.items()):
+            at = slice(frame.offset, frame.offset + frame.count)
+            if frame.codec == "fp32":
+                values[place].view(-1)[at] = frame.values()
+            elif place in base:
+                torch.add(base[place].view(-1)[at], frame.values(), out=values[place].view(-1)[at])
+            else:
+                raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")
+            arrived[place] += frame.count
+    if any(count != values[place].numel() for place, count in arrived.items()):
         raise DamagedOnTheWay("the download ended too early")
+
+
+def _digest(values: torch.Tensor | None) -> bytes:
+    if values is None:
+        return b""
+    return hashlib.sha256(memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")).digest()
 
 
 def _checked(message: Any) -> Frame:

@@ -21,6 +21,7 @@ FAILPOINTS = (
     "upload_journaled",
     "round_closed",
     "tensor_reduced",
+    "layer_merged",
     "snapshot_written",
     "snapshot_renamed",
     "round_committed",

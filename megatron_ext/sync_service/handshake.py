@@ -5,28 +5,51 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.frames import codec_of
+from megatron_ext.sync_service.merge import layers_of
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["check_against", "check_alone"]
+__all__ = ["INTERVAL", "check_against", "check_alone"]
+
+INTERVAL = "--sync-service-interval"
+"""The field by which a peer says how many steps it makes between two rounds."""
 
 
-def check_alone(peers: int, config: Mapping[str, str], catalog: Catalog) -> None:
+def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> None:
     """Check what a peer brings by itself.
 
     Args:
-        peers: number of places of the run.
+        run: the run.
         config: what must be the same for all peers, by the field's name.
         catalog: the tensors.
 
     Raises:
-        Refusal: the codec is unknown, or an owner is none of the peers.
+        Refusal: the codec is unknown, an owner is none of the peers, the steps between two rounds are not the run's, or
+            there are no experts to merge.
     """
     codec_of(config.get("codec", ""))
     for spec in catalog:
-        if spec.owners and spec.owners[-1] >= peers:
-            raise Refusal("invalid", f"tensor {spec.name!r} has the owner {spec.owners[-1]}; there are {peers} peers")
+        if spec.owners and spec.owners[-1] >= run.peers:
+            raise Refusal(
+                "invalid", f"tensor {spec.name!r} has the owner {spec.owners[-1]}; there are {run.peers} peers"
+            )
+    steps = config.get(INTERVAL)
+    if run.sync_steps is not None and steps not in (None, str(run.sync_steps)):
+        raise Refusal("state", f"{INTERVAL} is {steps} at the peer, and sync_steps {run.sync_steps} in the run")
+    if run.merging is not None:
+        try:
+            layers = layers_of(catalog)
+        except UserError as error:
+            raise Refusal("invalid", f"merge_interval is {run.merge_interval} in the run: {error}") from error
+        if not layers:
+            raise Refusal(
+                "invalid",
+                f"merge_interval is {run.merge_interval} in the run, but the catalog has no experts (tensors such as "
+                "decoder.layers.0.mlp.experts.0.linear_fc1.weight); drop merge_interval",
+            )
 
 
 def check_against(

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer sends of its values: frames, and what lossy ones have lost (error feedback)."""
+"""What a process sends of its values: frames, and what lossy ones have lost (error feedback)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.frames import Frame, cut, whole_box
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.frames import Frame, cut
+from megatron_ext.sync_service.parts import Part, Values
 
-__all__ = ["Outgoing", "Part", "Values"]
+__all__ = ["Outgoing", "Piece"]
 
-Values = Mapping[str, torch.Tensor]
-"""Tensors by their global name: fp32, on the CPU."""
-
-Part = tuple[TensorSpec, int, int]
-"""(tensor, first element, count) of one frame."""
+Piece = tuple[Part, int, int]
+"""(part, first element of its box, count) of one frame."""
 
 
 class Outgoing:
@@ -26,10 +24,11 @@ class Outgoing:
     bytes per value, with the values of the last round.
     """
 
-    def __init__(self, catalog: Catalog, codec: str, frame_bytes: int) -> None:
-        """Take the tensors, the codec's name and the bytes of a frame."""
+    def __init__(self, parts: Sequence[Part], codec: str, frame_bytes: int) -> None:
+        """Take what the process holds, the codec's name and the bytes of a frame."""
         self.residuals: dict[str, torch.Tensor] = {}
-        self._catalog = catalog
+        self._all_parts = tuple(parts)
+        self._parts = [part for part in parts if part.is_primary]
         self._codec = codec
         self._frame_bytes = frame_bytes
         self._anchors: dict[str, torch.Tensor] = {}
@@ -37,9 +36,30 @@ class Outgoing:
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
         if self._codec != "fp32":
-            self._anchors = {name: value.clone() for name, value in values.items()}
+            self._anchors = {part.key: values[part.key].clone() for part in self._all_parts}
 
-    def jobs(self, number: int, index: int, call_bytes: int) -> Iterator[list[Part]]:
+    @property
+    def anchors(self) -> Values:
+        """The values of the round that the interval began with, by the parts' keys; none with fp32."""
+        return self._anchors
+
+    def check(self, number: int, index: int, values: Values) -> None:
+        """Check that values are there for what a peer of this index sends to a round, in the shapes of the parts.
+
+        Raises:
+            UserError: one is missing or of another kind.
+        """
+        for part in self._parts_of(number, index):
+            value = values.get(part.key)
+            if value is None:
+                raise UserError(f"tensor {part.key!r} of the catalog is not among the values")
+            if tuple(value.shape) != part.box.shape or value.dtype != torch.float32 or value.device.type != "cpu":
+                raise UserError(
+                    f"tensor {part.key!r} is {value.dtype} of shape {tuple(value.shape)} on {value.device}; it must "
+                    f"be torch.float32 of shape {part.box.shape} on the CPU"
+                )
+
+    def jobs(self, number: int, index: int, call_bytes: int) -> Iterator[list[Piece]]:
         """Yield what goes into one call each.
 
         Args:
@@ -47,13 +67,11 @@ class Outgoing:
             index: of the peer.
             call_bytes: of a call, were its frames coded as fp32.
         """
-        job: list[Part] = []
+        job: list[Piece] = []
         size = 0
-        for spec in self._catalog:
-            if number > 0 and not spec.is_trained_by(index):
-                continue
-            for offset, count in cut(spec.numel, self._frame_bytes):
-                job.append((spec, offset, count))
+        for part in self._parts_of(number, index):
+            for offset, count in cut(part.box.numel, self._frame_bytes):
+                job.append((part, offset, count))
                 size += 4 * count
                 if size >= call_bytes:
                     yield job
@@ -61,12 +79,12 @@ class Outgoing:
         if job:
             yield job
 
-    def batches(self, number: int, job: list[Part], values: Values) -> Iterator[list[Frame]]:
+    def batches(self, number: int, job: list[Piece], values: Values) -> Iterator[list[Frame]]:
         """Yield the frames of a job, as many at a time as fill a message."""
         frames: list[Frame] = []
         size = 0
-        for part in job:
-            frame = self._frame(number, part, values)
+        for piece in job:
+            frame = self._frame(number, piece, values)
             frames.append(frame)
             size += len(frame.payload)
             if size >= self._frame_bytes:
@@ -80,27 +98,52 @@ class Outgoing:
         if self._codec == "fp32":
             return
         kept = dict(self.residuals)
-        for spec in self._catalog:
-            if not spec.is_trained_by(index):
-                continue
-            residual = torch.empty(spec.numel)
-            for offset, count in cut(spec.numel, self._frame_bytes):
-                part = slice(offset, offset + count)
-                sent = self._frame(number, (spec, offset, count), values).values()
-                residual[part] = self._wanted(spec.name, part, values) - sent
-            kept[spec.name] = residual
+        for part in self._parts_of(number, index):
+            residual = torch.empty(part.box.numel)
+            for offset, count in cut(part.box.numel, self._frame_bytes):
+                at = slice(offset, offset + count)
+                sent = self._frame(number, (part, offset, count), values).values()
+                residual[at] = self._wanted(part.key, at, values) - sent
+            kept[part.key] = residual
         self.residuals = kept
 
-    def _frame(self, number: int, part: Part, values: Values) -> Frame:
-        spec, offset, count = part
+    def owned(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
+        """Return what a round that counts this contribution has for the parts that this peer alone trains.
+
+        To be called before `counted`. A merge or a guard may have made something else of them.
+
+        Args:
+            number: the round, above 0.
+            index: of the peer.
+            values: what was uploaded.
+        """
+        found = {}
+        for part in self._parts_of(number, index):
+            if part.spec.owners != (index,) or part.key not in values:
+                continue
+            if self._codec == "fp32":
+                found[part.key] = values[part.key]
+                continue
+            decoded = torch.empty(part.box.numel)
+            for offset, count in cut(part.box.numel, self._frame_bytes):
+                decoded[offset : offset + count] = self._frame(number, (part, offset, count), values).values()
+            found[part.key] = torch.sub(self._anchors[part.key].view(-1), decoded, out=decoded).view(part.box.shape)
+        return found
+
+    def _parts_of(self, number: int, index: int) -> list[Part]:
+        """Return what is sent to a round: at the start everything, later what the peer trains."""
+        return [part for part in self._parts if number == 0 or part.spec.is_trained_by(index)]
+
+    def _frame(self, number: int, piece: Piece, values: Values) -> Frame:
+        part, offset, count = piece
         at = slice(offset, offset + count)
         if number == 0 or self._codec == "fp32":
-            value, codec = values[spec.name].detach().reshape(-1)[at], "fp32"
+            value, codec = values[part.key].detach().reshape(-1)[at], "fp32"
         else:
-            value, codec = self._wanted(spec.name, at, values), self._codec
-        return Frame.make(spec.name, spec.shape, whole_box(spec.shape), offset, value, codec)
+            value, codec = self._wanted(part.key, at, values), self._codec
+        return Frame.make(part.spec.name, part.spec.shape, part.box, offset, value, codec)
 
-    def _wanted(self, name: str, at: slice, values: Values) -> torch.Tensor:
+    def _wanted(self, key: str, at: slice, values: Values) -> torch.Tensor:
         """Return what should arrive: the pseudo-gradient and what earlier ones have lost."""
-        gradient = self._anchors[name].view(-1)[at] - values[name].detach().reshape(-1)[at]
-        return gradient.add_(self.residuals[name][at]) if name in self.residuals else gradient
+        gradient = self._anchors[key].view(-1)[at] - values[key].detach().reshape(-1)[at]
+        return gradient.add_(self.residuals[key][at]) if key in self.residuals else gradient

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round does to the values: contributions are judged, reduced and stepped by, tensor after tensor.
+"""What a round does to the values: contributions are judged, reduced and stepped by, tensor after tensor; then experts
+may be merged.
 
 Everything is read from the disk and written to it, so that memory holds a few tensors whatever the number of peers, and
 a round that fails halfway has changed nothing. Peers come in the order of their indices: who uploaded first changes no
@@ -21,10 +22,15 @@ from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Linear
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.frames import whole_box
+from megatron_ext.sync_service.guards import Guards, Judged, judged_as
+from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.snapshot import RoundDigest, Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.spool import Contribution
+from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
 __all__ = ["Contributor", "DamagedContribution", "Outcome", "Reduction"]
 
@@ -70,6 +76,12 @@ class Outcome:
     rejected: dict[str, str] = field(default_factory=dict)
     """By peer, why its contribution did not count."""
 
+    excluded: dict[str, list[str]] = field(default_factory=dict)
+    """By peer, the units in which the guards have left it out."""
+
+    merged: float = 0.0
+    """How much experts took over from each other; 0 where nothing was merged."""
+
 
 class Reduction:
     """One round's work."""
@@ -79,30 +91,40 @@ class Reduction:
         catalog: Catalog,
         optimizer: OuterOptimizerConfig,
         *,
-        absolute: bool,
+        codec: str,
         max_norm: float | None,
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
         failpoints: Failpoints,
+        guards: Guards | None = None,
+        merge: Merge | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             catalog: the tensors.
             optimizer: the outer optimizer.
-            absolute: whether contributions are values instead of pseudo-gradients.
+            codec: of the contributions: values with fp32, else pseudo-gradients.
             max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             failpoints: where to die in tests.
+            guards: decide who counts in which unit; None for everybody whose contribution is sound.
+            merge: what is done to the experts at the end; None for nothing.
         """
         self._catalog = catalog
         self._config = optimizer
-        self._absolute = absolute or before is None
+        self._absolute = codec == "fp32" or before is None
+        self._codec = codec
         self._max_norm = max_norm
         self._before = before
         self._scalars = dict(outer_scalars)
         self._failpoints = failpoints
+        # The start is one peer's values, about which there is nothing to decide.
+        self._guards = guards if before is not None else None
+        self._merge = merge
+        self._merged = frozenset[str]() if merge is None else merge.names
+        self._coefficients: dict[Judged, float] = {}
         # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
         tried = build_outer_optimizer(optimizer, [torch.zeros(2)])
         tried.step(0, slice(0, 2), torch.ones(2))
@@ -119,16 +141,25 @@ class Reduction:
             DamagedContribution: one cannot be read.
         """
         outcome = Outcome()
+        sound: dict[int, dict[Judged, float]] = {}
         for contributor in contributors:
-            norm, broken = self._norm(contributor)
+            squares, broken = self._squares(contributor)
             if broken is not None:
                 outcome.rejected[contributor.peer] = f"tensor {broken!r} holds values that are not finite"
                 continue
-            outcome.norms[contributor.peer] = norm
+            norm = outcome.norms[contributor.peer] = math.sqrt(sum(squares.values()))
             if self._max_norm is not None and self._before is not None and norm > self._max_norm:
                 outcome.rejected[contributor.peer] = (
                     f"the norm of its pseudo-gradient is {norm:.6g}; max_norm is {self._max_norm:.6g}"
                 )
+                continue
+            sound[contributor.index] = squares
+        if self._guards is not None:
+            self._guards.decide(sound)
+            for contributor in contributors:
+                units = self._units_without(contributor, self._guards)
+                if units and contributor.peer not in outcome.rejected:
+                    outcome.excluded[contributor.peer] = units
         return outcome
 
     def write(self, path: Path, contributors: list[Contributor], outcome: Outcome) -> SnapshotWriter:
@@ -147,18 +178,31 @@ class Reduction:
             OSError: the snapshot cannot be written; nothing of it is left.
         """
         states = self._states if self._before is not None else []
-        writer = SnapshotWriter(path, self._catalog, states, {"format": "pt", "round": path.stem})
+        learned = {} if self._guards is None else {"guards": self._guards.state}
+        if self._guards is not None and self._guards.clips:
+            self._coefficients = self._clip_coefficients(contributors, outcome, self._guards)
+        metadata = {"format": "pt", "round": path.stem, **learned}
+        if self._absolute:
+            writer = SnapshotWriter(path, self._catalog, states, metadata)
+        else:
+            writer = SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, [UPDATE])
         outcome.outer_scalars = dict(self._scalars)
         try:
             digest = RoundDigest()
             for spec in self._catalog:
                 values, kept = self._reduced(spec, contributors, outcome)
-                digest.add(spec.name, values)
+                if self._merge is None:
+                    digest.add(spec.name, spec.shape, whole_box(spec.shape), values)
                 writer.write(spec.name, values)
                 for state, tensor in kept.items():
                     writer.write(state_name(state, spec.name), tensor)
                 del values, kept  # they may be a contribution's memory
                 self._failpoints.hit("tensor_reduced")
+            if self._merge is not None:
+                self._merge.run(writer, self._failpoints)
+                outcome.merged = self._merge.alpha
+                for spec in self._catalog:
+                    digest.add(spec.name, spec.shape, whole_box(spec.shape), writer.read(spec.name))
             writer.sync()
         except BaseException:
             writer.abandon()
@@ -166,17 +210,38 @@ class Reduction:
         outcome.digest = digest.hex()
         return writer
 
-    def _norm(self, contributor: Contributor) -> tuple[float, str | None]:
-        """Return the norm of a contribution, and the first tensor of it that is not finite."""
-        squares = 0.0
+    def _squares(self, contributor: Contributor) -> tuple[dict[Judged, float], str | None]:
+        """Return the squared norms of a contribution, and the first tensor of it that is not finite."""
+        squares: dict[Judged, float] = {}
         for spec in self._catalog:
             if self._before is not None and not spec.is_trained_by(contributor.index):
                 continue
             norm = float(torch.linalg.vector_norm(self._gradient(spec, contributor), dtype=torch.float64))
             if not math.isfinite(norm):
-                return math.inf, spec.name
-            squares += norm * norm
-        return math.sqrt(squares), None
+                return {}, spec.name
+            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + norm * norm
+        return squares, None
+
+    def _units_without(self, contributor: Contributor, guards: Guards) -> list[str]:
+        """Return the units in which a peer does not count."""
+        trained = (spec for spec in self._catalog if spec.is_trained_by(contributor.index))
+        found = {judged_as(spec): None for spec in trained if guards.excluded(spec, contributor.index)}
+        return [f"{unit} (its own experts)" if is_owned else unit for unit, is_owned in found]
+
+    def _clip_coefficients(
+        self, contributors: list[Contributor], outcome: Outcome, guards: Guards
+    ) -> dict[Judged, float]:
+        """Return by what to multiply the common pseudo-gradients of the units that all peers train."""
+        squares: dict[Judged, float] = {}
+        for spec in self._catalog:
+            verdict = self._verdict(spec, contributors, outcome)
+            if spec.owners or not verdict.accepted:
+                continue
+            accepted = [contributors[place] for place in verdict.accepted]
+            common = _mean(partial(self._gradient, spec), accepted, verdict)
+            norm = float(torch.linalg.vector_norm(common, dtype=torch.float64))
+            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + norm * norm
+        return {key: guards.coefficient(square) for key, square in squares.items()}
 
     def _reduced(
         self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome
@@ -186,29 +251,53 @@ class Reduction:
         accepted = [contributors[place] for place in verdict.accepted]
         if self._before is None:
             return self._values(spec, accepted[0]), {}
-        if spec.owners:
+        if not spec.owners:
+            return self._stepped(spec, accepted, verdict, outcome)
+        if self._absolute:
             return (_mean(partial(self._values, spec), accepted, verdict) if accepted else self._anchor(spec)), {}
-        return self._stepped(spec, accepted, verdict, outcome)
+        return self._of_owners(spec, accepted, verdict)
+
+    def _of_owners(
+        self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return what peers hold of a tensor with owners after their pseudo-gradients, and the update."""
+        anchor = self._anchor(spec)
+        if not accepted:
+            published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
+        elif spec.name in self._merged or len(accepted) > 1:
+            # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
+            published = full(_mean(partial(self._values, spec), accepted, verdict))
+        else:
+            published = publish_exactly(self._codec, anchor, self._gradient(spec, accepted[0]).neg_())
+        return published.values, {UPDATE: published.update}
 
     def _stepped(
         self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict, outcome: Outcome
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
         anchor = self._anchor(spec)
+        if not self._absolute and self._before is not None and state_name(RESIDUAL, spec.name) in self._before:
+            anchor += self._before.read(state_name(RESIDUAL, spec.name))
         optimizer = build_outer_optimizer(self._config, [anchor])
         if self._before is not None and not self._is_fresh:
-            kept = {name: state_name(name, spec.name) for name in self._states}
-            found = {name: [self._before.read(key)] for name, key in kept.items() if key in self._before}
+            keys = {name: state_name(name, spec.name) for name in self._states}
+            found = {name: [self._before.read(key)] for name, key in keys.items() if key in self._before}
             optimizer.load(found, self._scalars)
-        if accepted and self._config.outer_optimizer == "none" and self._absolute:
+        coefficient = self._coefficients.get(judged_as(spec), 1.0)
+        if accepted and self._config.outer_optimizer == "none" and self._absolute and coefficient == 1:
             # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
             anchor = _mean(partial(self._values, spec), accepted, verdict)
         elif accepted:
-            optimizer.step(0, slice(0, spec.numel), _mean(partial(self._gradient, spec), accepted, verdict))
+            gradient = _mean(partial(self._gradient, spec), accepted, verdict)
+            optimizer.step(0, slice(0, spec.numel), gradient.mul_(coefficient) if coefficient != 1 else gradient)
             outcome.outer_scalars = optimizer.scalar_state()
         states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
         zeros = {name: torch.zeros(spec.numel) for name in self._states}
-        return anchor, {**zeros, **states}
+        kept = {**zeros, **states}
+        if self._absolute:
+            return anchor, kept
+        published = full(anchor) if spec.name in self._merged else publish(self._codec, self._anchor(spec), anchor)
+        return published.values, {**kept, RESIDUAL: published.residual, UPDATE: published.update}
 
     def _verdict(self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome) -> Verdict:
         """Return who counts in a tensor, by the place among the contributors, and with which weight."""
@@ -218,6 +307,8 @@ class Reduction:
             if contributor.peer not in outcome.rejected
             and (self._before is None or spec.is_trained_by(contributor.index))
         )
+        if self._guards is not None:
+            return self._guards.verdict(spec, [(place, contributors[place].index) for place in accepted])
         return Verdict(accepted=accepted, weights=(1.0,) * len(accepted))
 
     def _anchor(self, spec: TensorSpec) -> torch.Tensor:

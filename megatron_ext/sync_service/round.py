@@ -11,67 +11,16 @@ their upload, or a grace window after a quorum of them has. Only who was in when
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.sync_service.journal import Event
+from megatron_ext.sync_service.members import Member, Policy, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["KEPT_RESULTS", "Member", "Policy", "RoundResult", "RunState"]
+__all__ = ["KEPT_RESULTS", "RunState"]
 
 KEPT_RESULTS = 16
 """How many rounds back a peer can ask what became of its contribution."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Policy:
-    """When a round closes."""
-
-    peers: int
-    """Places for peers; the data are cut into so many parts."""
-
-    quorum: int
-    """Uploads without which no round closes."""
-
-    grace_seconds: float
-    """How long a round stays open after the quorum is reached."""
-
-
-@dataclass(kw_only=True)
-class Member:
-    """A peer that belongs to the run."""
-
-    name: str
-    """Its name."""
-
-    index: int
-    """Its place, which decides its part of the data and its turn in sums."""
-
-    instance: str
-    """Which process speaks for it."""
-
-    awaited: bool = True
-    """Whether a round stays open for it. A peer that missed a round is awaited again when it takes a round's values."""
-
-    missed: int = 0
-    """Rounds since it last contributed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundResult:
-    """What became of a round."""
-
-    number: int
-    """The round."""
-
-    digest: str
-    """Of the new values."""
-
-    contributors: tuple[str, ...]
-    """Who counted, in the order of their indices."""
-
-    rejected: dict[str, str]
-    """Who was in and did not count, with the reason."""
 
 
 class RunState:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.reduction import Contributor, DamagedContribution, Outcome, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.store import RunStore
@@ -119,11 +120,13 @@ class RoundMaker:
         reduction = Reduction(
             store.catalog,
             self._config.outer,
-            absolute=store.agreed["codec"] == "fp32",
+            codec=store.agreed["codec"],
             max_norm=self._config.max_norm,
             before=store.snapshots[number - 1] if number > 0 else None,
             outer_scalars=store.state.outer_scalars,
             failpoints=self._failpoints,
+            guards=store.guards(),
+            merge=Merge.of_round(self._config.merging, store.catalog, number * (self._config.sync_steps or 0)),
         )
         outcome = reduction.judge(contributors)
         if number == 0 and outcome.rejected:
@@ -147,6 +150,8 @@ class RoundMaker:
             "digest": outcome.digest,
             "contributors": [c.peer for c in contributors if c.peer not in outcome.rejected],
             "rejected": outcome.rejected,
+            **({"excluded": outcome.excluded} if outcome.excluded else {}),
+            **({"merged": outcome.merged} if outcome.merged else {}),
             "norms": {peer: norm for peer, norm in outcome.norms.items() if math.isfinite(norm)},
             "bytes": sum(contributor.contribution.nbytes for contributor in contributors),
             "outer_scalars": outcome.outer_scalars,

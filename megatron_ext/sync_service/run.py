@@ -11,20 +11,19 @@ from typing import Any, Literal
 
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.handshake import check_against, check_alone
+from megatron_ext.sync_service.members import Member, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.round import Member, RoundResult
 from megatron_ext.sync_service.round_maker import RoundMaker
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.spool import Contribution, Discarded
+from megatron_ext.sync_service.status import status_of
 from megatron_ext.sync_service.store import RunStore
 
 __all__ = ["Answer", "Run"]
-
-LINGER_SECONDS = 30.0
-"""How long a drained server waits for peers to fetch the last round."""
 
 Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
 """What is to be done by a peer that awaits a round, and why."""
@@ -61,9 +60,7 @@ class Run:
         self._failpoints = failpoints
         self._changed = threading.Condition()
         self._stopping = False
-        self._last_round: int | None = None
-        self._drained_since: float | None = None
-        self._fetched: dict[str, int] = {}
+        self._draining = Draining()
         self._store = RunStore(name, config, folder, keep_snapshots)
         self._state = self._store.state
         self._maker = RoundMaker(config, self._store, self._changed, failpoints, on_fatal)
@@ -99,10 +96,10 @@ class Run:
             Refusal: it does not fit the run.
         """
         with self._changed:
-            self._check_draining(self._state.open_round)
+            self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
-            check_alone(self.config.peers, config, catalog)
+            check_alone(self.config, config, catalog)
             if self._state.config is not None:
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog)
             event = self._state.check_joining(peer, instance, index)
@@ -197,6 +194,11 @@ class Run:
                 raise Refusal("not_found", "no round has been committed yet")
             return newest, self._state.result(number)
 
+    @property
+    def codec(self) -> str:
+        """In which contributions and updates travel."""
+        return self._store.agreed["codec"]
+
     def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
         """Return the values of a committed round, for a peer that goes on from them.
 
@@ -210,7 +212,7 @@ class Run:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
                 raise Refusal("not_found", f"the values of round {number} are not here; {held}")
             self._state.adopted(peer, number)
-            self._fetched[peer] = number
+            self._draining.fetched(peer, number)
             self._changed.notify_all()
             return self._store.snapshots[number], self._store.catalog
 
@@ -246,50 +248,19 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return what people want to know, as plain data."""
         with self._changed:
-            newest = self._state.newest
-            members = sorted(self._state.members.values(), key=lambda member: member.index)
-            spooled = self._store.spool.nbytes
-            return {
-                "run": self.name,
-                "open_round": self._state.open_round,
-                "waiting_for": self._state.waiting_for(),
-                "problem": self._maker.problem,
-                "quorum": self.config.policy.quorum,
-                "places": self.config.peers,
-                "model_bytes": self._store.catalog.nbytes if self._state.config is not None else 0,
-                "newest_round": None if newest is None else newest.number,
-                "digest": None if newest is None else newest.digest,
-                "contributors": [] if newest is None else list(newest.contributors),
-                "rejected": {} if newest is None else newest.rejected,
-                "peers": [
-                    {
-                        "peer": member.name,
-                        "index": member.index,
-                        "uploaded": member.name in self._state.uploaded,
-                        "bytes_uploaded": spooled.get(member.name, 0),
-                        "awaited": member.awaited,
-                        "missed": member.missed,
-                    }
-                    for member in members
-                ],
-            }
+            return status_of(self.name, self.config, self._store, self._maker.problem)
 
     def drain(self) -> None:
         """Take no new members, and begin no round after the one for which contributions are there."""
         with self._changed:
             under_way = self._state.uploaded or self._state.closing is not None
-            self._last_round = self._state.open_round if under_way else self._state.open_round - 1
+            self._draining.begin(self._state.open_round if under_way else self._state.open_round - 1)
 
     @property
     def is_drained(self) -> bool:
         """Whether nothing is lost for anyone when the server ends now."""
         with self._changed:
-            if self._last_round is None or self._state.open_round <= self._last_round:
-                return False
-            if self._drained_since is None:
-                self._drained_since = time.monotonic()
-            has_fetched = [self._fetched.get(peer) == self._last_round for peer in self._state.members]
-            return all(has_fetched) or time.monotonic() - self._drained_since > LINGER_SECONDS
+            return self._draining.is_over(self._state.open_round, self._state.members)
 
     def stop(self) -> None:
         """End the thread, and let everybody who waits go."""
@@ -309,12 +280,8 @@ class Run:
             self._state.check_caller(peer, instance)
             if not self._state.accepts(peer, number):
                 return None
-            self._check_draining(number)
+            self._draining.check(number)
             return self._store.contribution(peer)
-
-    def _check_draining(self, number: int) -> None:
-        if self._last_round is not None and number > self._last_round:
-            raise Refusal("later", "the server is being drained; try again when it is back")
 
     def _counts(self, peer: str, number: int) -> bool:
         """Whether a peer's contribution was in when a round closed."""

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.run import Run
-from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.snapshot import Snapshot, state_name
+from megatron_ext.sync_service.updates import UPDATE, has_update
 from megatron_ext.version import __version__
 
 __all__ = ["Servicer"]
@@ -112,18 +115,25 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
         """Send values."""
         with _refusing(context):
             caller = request.caller
-            snapshot, catalog = self._run(caller.run).snapshot(caller.peer, caller.instance, request.round)
+            run = self._run(caller.run)
+            snapshot, catalog = run.snapshot(caller.peer, caller.instance, request.round)
+            codec = run.codec if request.HasField("since") and request.since + 1 == request.round else "fp32"
             batch: list[Any] = []
             size = 0
-            for wanted in request.slices:
-                for frame in _frames(snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)):
+            unchanged: list[int] = []
+            for place, wanted in enumerate(request.slices):
+                where = snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)
+                if wanted.expected and wanted.expected == _digest(_frames(*where)):
+                    unchanged.append(place)
+                    continue
+                for frame in _frames(*where, codec):
                     batch.append(frame.to_message())
                     size += len(frame.payload)
                     if size >= FRAME_BYTES:
                         yield pb2.FrameBatch(frames=batch)
                         batch, size = [], 0
-            if batch:
-                yield pb2.FrameBatch(frames=batch)
+            if batch or unchanged:
+                yield pb2.FrameBatch(frames=batch, unchanged=unchanged)
 
     def Leave(self, request: Any, context: Any) -> Any:
         """End a membership."""
@@ -182,18 +192,35 @@ def _catalog(messages: Any) -> Catalog:
     )
 
 
-def _frames(snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[Frame]:
-    """Yield the frames of a box of a tensor; of the whole tensor when the box is empty."""
-    if not start and not shape:
-        box = whole_box(spec.shape)
-        for offset, count in cut(box.numel, FRAME_BYTES):
-            values = snapshot.read(spec.name, offset, count)
-            yield Frame.make(spec.name, spec.shape, box, offset, values)
-        return
-    box = Box(start, shape)
-    fits = len(start) == len(shape) == len(spec.shape)
-    if not fits or any(n < 1 or a + n > size for a, n, size in zip(start, shape, spec.shape, strict=True)):
+def _digest(frames: Iterator[Frame]) -> bytes:
+    """Return the SHA-256 of the values of a box, of which these are the frames."""
+    found = hashlib.sha256()
+    for frame in frames:
+        found.update(frame.payload)
+    return found.digest()
+
+
+def _frames(
+    snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...], codec: str = "fp32"
+) -> Iterator[Frame]:
+    """Yield the frames of a box of a tensor; of the whole tensor when the box is empty.
+
+    With a lossy codec they are of its update, where there is one for this box, else of its values.
+    """
+    box = Box(start, shape) if start or shape else whole_box(spec.shape)
+    fits = len(box.start) == len(box.shape) == len(spec.shape)
+    if not fits or any(n < 1 or a + n > size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)):
         raise Refusal("invalid", f"the box {start} + {shape} is not in the shape {spec.shape} of tensor {spec.name!r}")
-    values = snapshot.read_box(spec.name, box)
+    first = flat_offset(spec.shape, box.start, box.shape)
+    if codec != "fp32" and not has_update(snapshot, spec.name, codec, first, box, spec.numel):
+        codec = "fp32"
+    source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)
+    if first is not None:
+        # A box without gaps is read frame by frame.
+        for offset, count in cut(box.numel, FRAME_BYTES):
+            values = snapshot.read(source, first + offset, count)
+            yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
+        return
+    values = snapshot.read_box(source, box)
     for offset, count in cut(box.numel, FRAME_BYTES):
-        yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count])
+        yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count], codec)

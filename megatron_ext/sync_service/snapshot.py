@@ -7,8 +7,8 @@ name only when it is whole and on the disk, and never changes afterwards.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from megatron_ext.sync_service.catalog import RESERVED, Catalog
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.journal import sync_folder
 
-__all__ = ["RoundDigest", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
+__all__ = ["Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -36,26 +36,17 @@ def state_name(state: str, name: str) -> str:
     return f"{RESERVED}{state}:{name}"
 
 
-class RoundDigest:
-    """SHA-256 over the names and the values' SHA-256 of all tensors, in the order of the catalog."""
-
-    def __init__(self) -> None:
-        self._total = hashlib.sha256()
-
-    def add(self, name: str, values: torch.Tensor) -> None:
-        """Add the next tensor, fp32 on the CPU."""
-        one = hashlib.sha256(memoryview(values.detach().contiguous().view(-1).numpy()).cast("B"))
-        self._total.update(name.encode() + b"\0" + one.digest())
-
-    def hex(self) -> str:
-        """Return the digest of what was added."""
-        return self._total.hexdigest()
-
-
 class SnapshotWriter:
     """Writes a snapshot; tensors come in any order, each once."""
 
-    def __init__(self, path: Path, catalog: Catalog, states: Sequence[str], metadata: dict[str, str]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        catalog: Catalog,
+        states: Sequence[str],
+        metadata: dict[str, str],
+        states_of_all: Sequence[str] = (),
+    ) -> None:
         """Begin the file beside its final place.
 
         Args:
@@ -63,13 +54,16 @@ class SnapshotWriter:
             catalog: the tensors.
             states: names of the outer optimizer's states, each of the shape of its tensor.
             metadata: goes into the head of the file.
+            states_of_all: names of states that tensors with owners have as well.
         """
         self._path = path
         self._partial = path.with_suffix(".partial")
         names = [(spec.name, spec) for spec in catalog]
         # A peer that trains a tensor alone moves it by itself: there is no outer step, and no state of one.
         names += [(state_name(state, s.name), s) for state in states for s in catalog if not s.owners]
+        names += [(state_name(state, s.name), s) for state in states_of_all for s in catalog]
         head: dict[str, object] = {"__metadata__": metadata}
+        self._missing = {name for name, _ in names}
         self._places: dict[str, tuple[int, int]] = {}
         position = 0
         for name, spec in names:
@@ -80,7 +74,7 @@ class SnapshotWriter:
         text = json.dumps(head).encode()
         text += b" " * (-len(text) % 8)
         self._begin = _LENGTH.size + len(text)
-        self._file = self._partial.open("wb", buffering=0)
+        self._file = self._partial.open("w+b", buffering=0)
         self._put(0, _LENGTH.pack(len(text)) + text)
 
     def write(self, name: str, values: torch.Tensor) -> None:
@@ -89,16 +83,35 @@ class SnapshotWriter:
         Raises:
             OSError: it could not be written.
         """
-        position, end = self._places.pop(name)
-        data = memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")
+        position, end = self._places[name]
+        data = _bytes_of(values)
         if len(data) != end - position:
             raise ValueError(f"{name} has {len(data)} bytes instead of {end - position}")
+        self._missing.remove(name)
         self._put(self._begin + position, data)
+
+    def read(self, name: str, offset: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return elements of a tensor that was written, as `Snapshot.read` does."""
+        start, end = self._places[name]
+        count = (end - start) // 4 - offset if count is None else count
+        return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self._partial}: {name!r}")
+
+    def overwrite(self, name: str, offset: int, values: torch.Tensor) -> None:
+        """Write elements of a tensor again, fp32 on the CPU.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        start, end = self._places[name]
+        data = _bytes_of(values)
+        if start + 4 * offset + len(data) > end:
+            raise ValueError(f"{name} ends before element {offset + values.numel()}")
+        self._put(self._begin + start + 4 * offset, data)
 
     def sync(self) -> None:
         """Make what was written durable, still beside its final place."""
-        if self._places:
-            raise ValueError(f"tensor {next(iter(self._places))!r} was not written")
+        if self._missing:
+            raise ValueError(f"tensor {min(self._missing)!r} was not written")
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -134,6 +147,7 @@ class Snapshot:
             if length > path.stat().st_size:
                 raise ValueError("its head is longer than the file")
             head = json.loads(self._file.read(length))
+            self.metadata: dict[str, str] = head.get("__metadata__", {})
             self._entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
             self._begin = _LENGTH.size + length
             size = self._begin + max(entry["data_offsets"][1] for entry in self._entries.values())
@@ -158,17 +172,30 @@ class Snapshot:
             count: how many; all that follow when None.
         """
         start, end = self._entries[name]["data_offsets"]
-        position = self._begin + start + 4 * offset
-        data = bytearray(end - start - 4 * offset if count is None else 4 * count)
-        view, done = memoryview(data), 0
-        while done < len(data):
-            got = os.preadv(self._file.fileno(), [view[done:]], position + done)
-            if got == 0:
-                raise OSError(f"{self.path}: ends in the middle of {name!r}")
-            done += got
-        return torch.frombuffer(data, dtype=torch.float32)
+        count = (end - start) // 4 - offset if count is None else count
+        return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}")
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor: fp32, 1-D, in row-major order."""
-        whole = self.read(name).view(tuple(self._entries[name]["shape"]))
-        return whole[box.slices].contiguous().view(-1)
+        shape = self._entries[name]["shape"]
+        if not shape:
+            return self.read(name)
+        row = math.prod(shape[1:])
+        rows = self.read(name, box.start[0] * row, box.shape[0] * row).view(box.shape[0], *shape[1:])
+        return rows[(slice(None), *box.slices[1:])].contiguous().view(-1)
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    return memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")
+
+
+def _read(handle: int, position: int, count: int, what: str) -> torch.Tensor:
+    """Return fp32 values of a file, 1-D, in memory of their own."""
+    data = bytearray(4 * count)
+    view, done = memoryview(data), 0
+    while done < len(data):
+        got = os.preadv(handle, [view[done:]], position + done)
+        if got == 0:
+            raise OSError(f"{what}: the file ends in the middle")
+        done += got
+    return torch.frombuffer(data, dtype=torch.float32)

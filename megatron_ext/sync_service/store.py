@@ -18,6 +18,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.journal import Event, Journal, sync_folder
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
@@ -44,6 +45,7 @@ class RunStore:
             UserError: the state is damaged or was made with another configuration.
         """
         self._name = name
+        self._config = config
         self._keep = keep_snapshots
         self._folder = folder / "snapshots"
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,11 @@ class RunStore:
         self._catalog = Catalog.from_json(self.state.catalog) if self.state.config is not None else None
         self.snapshots: dict[int, Snapshot] = {}
         self._recover_snapshots()
+        try:
+            # What the guards have learned must fit, which nobody wants to hear only when the next round is made.
+            self.guards()
+        except UserError as error:
+            raise UserError(f"run {name}: {error}") from None
         self.spool = Spool(folder / "spool")
         self._recover_spool()
         self.record(
@@ -85,6 +92,18 @@ class RunStore:
         """What is the same for all peers of the run, whose first one has registered."""
         assert self.state.config is not None
         return self.state.config
+
+    def guards(self) -> Guards | None:
+        """Return what decides over the peers of the open round, with what was learned so far; None without guards.
+
+        Raises:
+            UserError: it was learned with another configuration.
+        """
+        if self._config.penalty is None or self._catalog is None:
+            return None
+        newest = self.snapshots.get(self.state.open_round - 1)
+        state = None if newest is None else newest.metadata.get("guards")
+        return Guards(self._config.penalty, self._catalog, self._config.peers, state)
 
     def record(self, event: Event) -> None:
         """Let an event happen: on the disk first, then here.

@@ -12,6 +12,7 @@ import pickle
 import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,6 +36,7 @@ EXIT_SECONDS = 5.0
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 CONTEXT = multiprocessing.get_context("forkserver")
+_starting = threading.Lock()
 
 
 class RankFailure(Exception):
@@ -141,7 +143,10 @@ def _server_environment() -> Iterator[None]:
 
 def _run(call: Callable[[], Any], world_size: int, timeout: float, grace: float) -> list[RankExit]:
     payload = pickle.dumps(call)
-    warm_up()
+    # Several threads may each run their ranks; starting the server changes the environment for a moment.
+    with _starting:
+        warm_up()
+        environment = {**SINGLE_THREADED, **os.environ}
     # As under torchrun the ranks find a store that listens already: one that had to wait for rank 0 would sleep first.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
@@ -152,7 +157,7 @@ def _run(call: Callable[[], Any], world_size: int, timeout: float, grace: float)
                 master_port=store.port,
                 directory=Path(directory),
                 payload=payload,
-                environment={**SINGLE_THREADED, **os.environ},
+                environment=environment,
             )
             for rank in range(world_size)
         ]

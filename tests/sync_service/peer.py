@@ -13,7 +13,9 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.client import ClientConfig, RoundOutcome, SyncClient
 from megatron_ext.sync_service.connection import ConnectionConfig
-from megatron_ext.sync_service.snapshot import RoundDigest
+from megatron_ext.sync_service.digest import RoundDigest
+from megatron_ext.sync_service.frames import whole_box
+from megatron_ext.sync_service.protocol import pb2
 
 SHAPES = {
     "embedding": (40, 16),
@@ -40,7 +42,7 @@ def digest(values: dict[str, torch.Tensor]) -> str:
     """Return the digest that the server has of the same values."""
     total = RoundDigest()
     for name, value in values.items():
-        total.add(name, value)
+        total.add(name, tuple(value.shape), whole_box(tuple(value.shape)), value)
     return total.hex()
 
 
@@ -99,8 +101,11 @@ def _interval(client: SyncClient, values: dict[str, torch.Tensor], job: dict[str
 
 def _die(client: SyncClient, number: int, values: dict[str, torch.Tensor], place: str) -> None:
     if place == "during_upload":
-        jobs = list(client._outgoing.jobs(number, client.index, 16384))
-        client._upload_job(number, jobs[0], values)
+        (first, *_) = client._outgoing.jobs(number, client.index, 16384)
+        (frames, *_) = client._outgoing.batches(number, first, values)
+        messages = [frame.to_message() for frame in frames]
+        request = pb2.UploadRequest(caller=client._membership.caller, round=number, frames=messages)
+        client._connection.call("Upload", lambda: iter([request]))
     elif place == "after_upload":
         client.upload(number, values)
     os.kill(os.getpid(), signal.SIGKILL)

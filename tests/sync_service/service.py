@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client import ClientConfig, SyncClient, Values
 from megatron_ext.sync_service.connection import ConnectionConfig
+from megatron_ext.sync_service.parts import Part
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
@@ -154,7 +155,9 @@ class Service:
         """Return the events of one kind."""
         return [event for event in self.journal() if event["event"] == kind]
 
-    def client(self, name: str, values: Catalog | Values, **options: Any) -> SyncClient:
+    def client(
+        self, name: str, values: Catalog | Values, *, parts: Sequence[Part] | None = None, **options: Any
+    ) -> SyncClient:
         """Return a client in this process."""
         connection = ConnectionConfig(server=self.address, patience_seconds=20, **options.pop("connection", {}))
         options = {
@@ -164,7 +167,7 @@ class Service:
             "round_seconds": 60,
             **options,
         }
-        return SyncClient(ClientConfig(connection=connection, peer=name, **options), values)
+        return SyncClient(ClientConfig(connection=connection, peer=name, **options), values, parts=parts)
 
     def stop(self) -> None:
         """End everything."""

@@ -67,7 +67,7 @@ def test_a_peer_of_another_release_is_refused(make_service: MakeService):
     service = make_service()
     service.start()
     with service.client("p0", START) as client:
-        request = pb2.RegisterRequest(caller=client._caller, protocol=99)
+        request = pb2.RegisterRequest(caller=client._membership.caller, protocol=99)
         with pytest.raises(UserError, match=r"speaks protocol 1, the peer 99; install the same release"):
             client._connection.call("Register", request)
 

@@ -31,6 +31,15 @@ RUN = {"r": RunConfig(peers=2)}
         ("runs: {r: {peers: 2, max_norm: -1}}", "run r: max_norm is -1; it must be above 0"),
         ("runs: {r: {peers: 2, outer_optimizer: lion}}", "outer-optimizer 'lion' is not known"),
         ("runs: {../r: {peers: 2}}", "'../r' cannot be the name of a run"),
+        ("runs: {r: {peers: 2, merge_interval: 500}}", "run r: merge_interval needs sync_steps, the steps between two"),
+        (
+            "runs: {r: {peers: 2, merge_topk: 2}}",
+            "run r: merge_topk has no effect without merge_interval; add it or drop",
+        ),
+        ("runs: {r: {peers: 2, sync_steps: 1, merge_interval: 0}}", "run r: merge_interval is 0; it must be 1 or more"),
+        ("runs: {r: {peers: 2, sync_steps: 0}}", "run r: sync_steps is 0; it must be 1 or more"),
+        ("runs: {r: {peers: 2, ewma_alpha: 0.1}}", "run r: ewma_alpha has no effect without skip_anomaly"),
+        ("runs: {r: {peers: 2, clip_pseudo_grad: -1}}", "run r: clip_pseudo_grad is -1; it must be above 0"),
         ("runs: [r]", "runs must be a mapping"),
         ("bind: 5001\nruns: {r: {peers: 2}}", "bind is 5001; it must be of type str"),
         ("bind: 127.0.0.1\nruns: {r: {peers: 2}}", "bind is '127.0.0.1'; give ADDRESS:PORT"),
@@ -133,8 +142,9 @@ def test_a_bad_catalog_is_refused(specs: list[TensorSpec], problem: str):
         Catalog(specs)
 
 
-def test_the_shipped_configuration_is_good():
-    (path,) = (REPOSITORY / "configs").glob("*.yaml")
+@pytest.mark.parametrize("name", ["sync_server_toy.yaml", "spes_server.yaml"])
+def test_the_shipped_configurations_are_good(name: str):
+    path = REPOSITORY / "configs" / name
     ServerConfig(**read_config(path)).check()
     assert path.name in (REPOSITORY / "configs" / "README.md").read_text()
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.sync_service.members import Policy
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.round import Policy, RunState
+from megatron_ext.sync_service.round import RunState
 
 
 class Machine:

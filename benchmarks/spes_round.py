@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One SPES round of separate processes at a sync service: seconds, bytes, and the server's processor time and memory.
+
+    python -m benchmarks.spes_round [--json FILE]
+
+README.md tells what is compared with what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
+
+from benchmarks import spes_peers
+from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.spes_peers import Job, Measured, Server, Shapes
+from tests.support.distributed import run_ranks
+
+PEAK_GOAL = 3.0
+BYTES_GOALS = {"fp32": None, "bf16": 0.36, "int8": 0.18, "int4": 0.095}
+BYTES_NAMES = {"int4": "4bit"}
+THROUGHPUT_GOAL = 0.5
+MERGE_GOAL = 0.1
+MERGE_EXPERTS = 32
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what was asked for and report."""
+    options = parser().parse_args(arguments)
+    shapes = spes_peers.model(1e6 * options.millions, options.layers, options.hidden, options.experts)
+    size = f"{numel(shapes) / 1e6:.1f} M parameters ({4 * numel(shapes) / 2**20:.0f} MiB in fp32)"
+    print(f"{options.experts} experts, {size}, {100 * shared(shapes):.0f} % shared; {options.rounds} rounds\n")
+    cases: list[Case] = []
+    with tempfile.TemporaryDirectory(prefix="spes_round.", dir=options.dir) as name:
+        folder = Path(name)
+        if "rounds" in options.parts:
+            cases += _rounds(folder, shapes, options)
+        if "bytes" in options.parts:
+            cases += _bytes(folder, options)
+        if "merge" in options.parts:
+            cases += _merge(folder, options)
+    report(cases, options.json)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark's options."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("rounds", "bytes", "merge")
+    found.add_argument("--parts", choices=parts, nargs="+", default=parts, help="what to measure (all)")
+    found.add_argument("--peers", type=at_least(1), nargs="+", default=[2, 4, 8], help="numbers of peers (2 4 8)")
+    found.add_argument("--millions", type=float, default=63.0, help="parameters of the rounds' model (63)")
+    found.add_argument("--bytes-millions", type=float, default=16.0, help="of the model whose bytes are counted (16)")
+    found.add_argument("--layers", type=at_least(1), default=8, help="its layers (8)")
+    found.add_argument("--hidden", type=at_least(1), default=512, help="its hidden size (512)")
+    found.add_argument("--experts", type=at_least(1), default=16, help="its experts per layer (16)")
+    found.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds (3)")
+    found.add_argument("--warmup", type=at_least(0), default=1, help="rounds before those, not counted (1)")
+    found.add_argument(
+        "--merge-width", type=at_least(1), default=512, help="width of the experts that are merged (512)"
+    )
+    found.add_argument("--dir", type=Path, help="where the server keeps its state meanwhile (the system's)")
+    add_report_option(found)
+    return found
+
+
+def numel(shapes: Shapes) -> int:
+    """Return the number of elements of tensors of these shapes."""
+    return sum(math.prod(shape) for shape in shapes.values())
+
+
+def shared(shapes: Shapes) -> float:
+    """Return which part of a model all peers train."""
+    return numel({name: shape for name, shape in shapes.items() if ".experts." not in name}) / numel(shapes)
+
+
+def _rounds(folder: Path, shapes: Shapes, options: argparse.Namespace) -> list[Case]:
+    """Return the cases of rounds in fp32, for every number of peers."""
+    cases, rows = [], []
+    throughput_of = 4 if 4 in options.peers else max(options.peers)
+    for peers in options.peers:
+        own = folder / f"p{peers}"
+        own.mkdir()
+        with spes_peers.server_of(own, peers, ["fp32"]) as server, ExitStack() as stack:
+            bare = stack.enter_context(spes_peers.start_bare()) if peers == throughput_of else ""
+            found = _run(_job(shapes, server, "fp32", options, bare=bare), peers)
+        seconds, cpu = statistics.median(found.seconds), statistics.median(found.server_cpu)
+        peak = max(found.server_peak) / (4 * numel(shapes))
+        bare = statistics.median(found.bare_seconds) if found.bare_seconds else None
+        rows.append((str(peers), f"{seconds:.2f}", f"{cpu:.2f}", f"{peak:.2f}", "-" if bare is None else f"{bare:.2f}"))
+        cases.append(_case(f"peak_over_model_p{peers}", peak, PEAK_GOAL))
+        if found.bare_seconds:
+            fractions = [a / b for a, b in zip(found.bare_seconds, found.seconds, strict=True)]
+            cases.append(
+                _case("grpc_throughput_fraction", statistics.median(fractions), THROUGHPUT_GOAL, direction="higher")
+            )
+        cases.append(_case(f"round_seconds_p{peers}", seconds, None, unit="seconds"))
+    print_table(("peers", "round s", "server's CPU s", "server's peak / model", "bare streams s"), rows)
+    print()
+    return cases
+
+
+def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
+    """Return the cases of a peer's bytes, up and down, against the whole model in fp32 both ways."""
+    shapes = spes_peers.model(1e6 * options.bytes_millions, options.layers, options.hidden, options.experts)
+    peers = 4 if 4 in options.peers else max(options.peers)
+    cases = []
+    own = folder / "bytes"
+    own.mkdir()
+    with spes_peers.server_of(own, peers, list(BYTES_GOALS)) as server:
+        for codec, goal in BYTES_GOALS.items():
+            found = _run(_job(shapes, server, codec, options, counts_bytes=True), peers)
+            fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))
+            cases.append(_case(f"bytes_{BYTES_NAMES.get(codec, codec)}", fraction, goal))
+    return cases
+
+
+def _merge(folder: Path, options: argparse.Namespace) -> list[Case]:
+    """Return the case of the memory that merging a layer takes, against all differences of its experts at once."""
+    (grown,) = run_ranks(
+        spes_peers.merge_bytes, 1, folder, MERGE_EXPERTS, options.merge_width, options.hidden, timeout=300
+    )
+    broadcast = 4 * MERGE_EXPERTS**2 * options.merge_width * options.hidden
+    print(
+        f"merging {MERGE_EXPERTS} experts takes {grown / 2**20:.1f} MiB, all pairs at once {broadcast / 2**20:.0f} MiB"
+    )
+    return [_case("merge_memory_fraction", grown / broadcast, MERGE_GOAL)]
+
+
+def _job(
+    shapes: Shapes,
+    server: Server,
+    codec: str,
+    options: argparse.Namespace,
+    *,
+    bare: str = "",
+    counts_bytes: bool = False,
+) -> Job:
+    return Job(
+        shapes=shapes,
+        experts=options.experts,
+        address=server.address,
+        pid=server.pid,
+        codec=codec,
+        rounds=options.rounds,
+        warmup=options.warmup,
+        bare=bare,
+        counts_bytes=counts_bytes,
+    )
+
+
+def _run(job: Job, peers: int) -> Measured:
+    """Return what the first peer measured."""
+    found: Measured = run_ranks(spes_peers.peer_rounds, peers, job, timeout=900)[0]
+    return found
+
+
+def _case(name: str, value: float, goal: float | None, *, unit: str = "ratio", direction: str = "lower") -> Case:
+    return Case(case=name, value=value, unit=unit, goal=goal, direction="higher" if direction == "higher" else "lower")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

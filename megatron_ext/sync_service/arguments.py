@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of a job that is a peer: the fields' docstrings are the help texts of the command line."""
+
+# Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megatron_ext.local_sgd.options import FromArgs
+from megatron_ext.support import refusals
+from megatron_ext.sync_service.config import NAME, is_loopback
+
+__all__ = ["SyncServiceConfig", "argument_problems", "notices"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncServiceConfig(FromArgs):
+    """This job is a peer: it trains apart from other jobs and meets them every few steps at a sync service."""
+
+    sync_service: str | None = None
+    """HOST:PORT of a sync service (megatron-ext server start). This job then is one of its run's peers, which train on
+    parts of the samples of their own and meet in rounds; they may have different parallel layouts."""
+
+    sync_service_run: str | None = None
+    """Name of the run at the server."""
+
+    sync_service_peer: str | None = None
+    """This job's name, its own among the peers; kept when the job is started again."""
+
+    sync_service_peers: int | None = None
+    """How many peers the run has; the samples are cut into so many parts. The server's own number."""
+
+    sync_service_interval: int | None = None
+    """Interval H: completed steps between two rounds."""
+
+    sync_service_index: int | None = None
+    """Which part of the samples is this peer's, from 0; the lowest free one unless given."""
+
+    sync_service_codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
+    """How contributions travel. All but fp32 lose something, which is sent along with the next contribution; what is
+    still to be sent is not saved, so that they are refused with --save."""
+
+    sync_service_token_file: str | None = None
+    """File with the server's token, on every node."""
+
+    sync_service_tls_ca: str | None = None
+    """PEM file with the authority that has signed the server's certificate, on every node; switches TLS on."""
+
+    sync_service_tls_cert: str | None = None
+    """PEM file with this job's own certificate, where the server asks for one."""
+
+    sync_service_tls_key: str | None = None
+    """PEM file with its key."""
+
+    sync_service_insecure: bool = False
+    """Talk to a server on another machine without TLS."""
+
+    sync_service_streams: int = 4
+    """Parallel streams of an upload or download, per rank."""
+
+    sync_service_round_seconds: float = 3600.0
+    """How long a round is awaited before this job gives up."""
+
+    sync_service_patience_seconds: float = 300.0
+    """How long a call is tried again while the server is away."""
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the values, one sentence each."""
+        if self.sync_service is None:
+            given = [flag for flag, value in self.by_flag().items() if value != SyncServiceConfig().by_flag()[flag]]
+            return [f"{flag} has no effect without --sync-service; add it or drop the option" for flag in given]
+        needed = ("--sync-service-run", "--sync-service-peer", "--sync-service-peers", "--sync-service-interval")
+        found = [f"--sync-service needs {flag}; add it" for flag in needed if self.by_flag()[flag] is None]
+        host = self.sync_service.rpartition(":")[0]
+        if not host or not self.sync_service.rpartition(":")[2].isdigit():
+            found.append(f"--sync-service is {self.sync_service!r}; give HOST:PORT")
+        elif self.sync_service_tls_ca is None and not is_loopback(host) and not self.sync_service_insecure:
+            found.append(
+                f"--sync-service {self.sync_service} is on another machine, and without --sync-service-tls-ca "
+                "everything goes there in the open; give it, or say --sync-service-insecure"
+            )
+        for flag in ("--sync-service-run", "--sync-service-peer"):
+            name = self.by_flag()[flag]
+            if name is not None and not NAME.fullmatch(name):
+                found.append(f"{flag} is {name!r}; use up to 64 letters, digits, '.', '_' and '-'")
+        for flag in ("--sync-service-peers", "--sync-service-interval", "--sync-service-streams"):
+            number = self.by_flag()[flag]
+            if number is not None and number < 1:
+                found.append(f"{flag} is {number}; it must be 1 or more")
+        if self.sync_service_index is not None and not 0 <= self.sync_service_index < (self.sync_service_peers or 1):
+            found.append(
+                f"--sync-service-index is {self.sync_service_index}; it must be 0 to --sync-service-peers minus 1"
+            )
+        for flag in ("--sync-service-round-seconds", "--sync-service-patience-seconds"):
+            if not self.by_flag()[flag] > 0:
+                found.append(f"{flag} is {self.by_flag()[flag]}; it must be above 0")
+        return found
+
+
+def argument_problems(args: Any, feature: str) -> list[str]:
+    """Return what is wrong, one sentence each.
+
+    Args:
+        args: Megatron's argument namespace.
+        feature: the name of the sync service in the support table.
+    """
+    config = SyncServiceConfig.from_args(args)
+    problems = config.problems()
+    if config.sync_service is None:
+        return problems
+    if importlib.util.find_spec("grpc") is None:
+        problems.append(
+            "--sync-service needs the packages grpcio and protobuf; install them with: pip install 'megatron-ext[spes]'"
+        )
+    if args.use_local_sgd:
+        problems.append(
+            f"--use-local-sgd (--local-sgd-workers {args.local_sgd_workers}) and --sync-service cannot be combined "
+            "yet: a job has workers inside it or is a peer; drop one of them"
+        )
+    if config.sync_service_codec != "fp32" and args.save:
+        problems.append(
+            f"--sync-service-codec {config.sync_service_codec} with --save: what the codec still owes the other peers "
+            "has no place in checkpoints yet; use fp32, or do not save"
+        )
+    return problems + refusals(args, feature)
+
+
+def notices(args: Any) -> list[str]:
+    """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
+    config = SyncServiceConfig.from_args(args)
+    interval = config.sync_service_interval or 1
+    lines = [
+        f"sync service: peer {config.sync_service_peer!r} of run {config.sync_service_run!r} at {config.sync_service}, "
+        f"one of {config.sync_service_peers}, a round every {interval} steps, codec {config.sync_service_codec}"
+    ]
+    if args.train_iters is not None and args.train_iters % interval:
+        lines.append(
+            f"sync service: --train-iters {args.train_iters} ends {args.train_iters % interval} steps after a round; "
+            "the peers end with weights of their own"
+        )
+    return lines

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a peer's client."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.config import NAME
+from megatron_ext.sync_service.connection import ConnectionConfig
+from megatron_ext.sync_service.frames import CODECS
+
+__all__ = ["ClientConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientConfig:
+    """One peer of one run."""
+
+    connection: ConnectionConfig
+    """Where the server is."""
+
+    run: str
+    """The run id."""
+
+    peer: str
+    """This peer's name, which is its own for the whole run."""
+
+    index: int | None = None
+    """Its place among the peers; the lowest free one unless given."""
+
+    peers: int | None = None
+    """How many peers there are; the server refuses another number than its own."""
+
+    codec: str = "fp32"
+    """How contributions travel: fp32, bf16, fp16, int8 or int4. All but fp32 lose something, which this peer sends
+    along with its next contribution (error feedback). Must be the same for all peers."""
+
+    agreed: Mapping[str, str] = field(default_factory=dict)
+    """Whatever else must be the same for all peers, by the name of the field."""
+
+    streams: int = 4
+    """Parallel streams of an upload or download."""
+
+    frame_bytes: int = 1 << 20
+    """Bytes of a frame."""
+
+    call_bytes: int = 32 << 20
+    """Bytes of an upload call: what is sent again when one fails."""
+
+    round_seconds: float = 3600.0
+    """How long a round is awaited before this peer gives up."""
+
+    def check(self) -> None:
+        """Check the values.
+
+        Raises:
+            UserError: one cannot be used.
+        """
+        if not NAME.fullmatch(self.peer):
+            raise UserError(f"peer is {self.peer!r}; use up to 64 letters, digits, '.', '_' and '-'")
+        if self.codec not in CODECS:
+            raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
+        if "codec" in self.agreed:
+            raise UserError("agreed has a field 'codec', which is sent anyway; drop it")
+        if not 4096 <= self.frame_bytes <= 4 << 20:
+            raise UserError(f"frame_bytes is {self.frame_bytes}; it must be 4096 to {4 << 20}")
+        if self.streams < 1 or self.call_bytes < self.frame_bytes:
+            raise UserError("streams must be 1 or more, and call_bytes at least frame_bytes")

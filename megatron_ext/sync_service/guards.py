@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EDiT's pseudo-gradient penalty (arXiv 2412.07210) at the server: which peers count in which unit, and how much.
+
+It is that of local SGD, with peers in the place of workers. What all peers train of a unit is judged by itself, and so
+is what only its owners train: a peer's experts say nothing about its share of the attention.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+
+__all__ = ["Guards", "Judged"]
+
+Judged = tuple[str, bool]
+"""What is judged as one: a unit, or a tensor without one, and whether only its owners train it."""
+
+_DTYPES = {"float64": torch.float64, "int64": torch.int64}
+
+
+def judged_as(spec: TensorSpec) -> Judged:
+    """Return what a tensor is judged with."""
+    return spec.unit or spec.name, bool(spec.owners)
+
+
+class Guards:
+    """Decides over the peers of a round."""
+
+    def __init__(self, config: LocalSGDConfig, catalog: Catalog, peers: int, state: str | None) -> None:
+        """Go on from what was learned.
+
+        Args:
+            config: which means of the penalty are used.
+            catalog: the tensors.
+            peers: number of places for peers.
+            state: as the last round's `state` was; None without experience.
+
+        Raises:
+            UserError: it was learned with another configuration.
+        """
+        self.judged: list[Judged] = list(dict.fromkeys(judged_as(spec) for spec in catalog))
+        self._config = config
+        self._peers = peers
+        self._penalty = Penalty(config, workers=peers, units=len(self.judged))
+        self._verdicts: dict[Judged, Verdict] = {}
+        if state is not None:
+            learned = _decoded(state)
+            if "window" in learned and config.skip_anomaly and len(learned["window"]) != config.ewma_warmup_steps:
+                raise UserError(
+                    f"ewma_warmup_steps is {config.ewma_warmup_steps}, but the run's detector has learned with "
+                    f"{len(learned['window'])}; give that number, or start a new run under another name"
+                )
+            self._penalty.load({"detector": learned} if learned else {})
+
+    def decide(self, squares: Mapping[int, Mapping[Judged, float]]) -> None:
+        """Decide over a round, and learn from it.
+
+        Args:
+            squares: by index of the peers whose contributions are sound, the squared norms of their pseudo-gradients.
+        """
+        norms = torch.zeros(self._peers, len(self.judged), dtype=torch.float64)
+        for index, by_judged in squares.items():
+            norms[index] = torch.tensor([by_judged.get(key, 0.0) for key in self.judged], dtype=torch.float64).sqrt()
+        took_part = [int(index in squares) for index in range(self._peers)]
+        decided = self._penalty.decide(norms, took_part)
+        self._verdicts = dict(zip(self.judged, decided, strict=True))
+
+    def verdict(self, spec: TensorSpec, candidates: Sequence[tuple[int, int]]) -> Verdict:
+        """Return who counts in a tensor, and with which weight.
+
+        Args:
+            spec: the tensor.
+            candidates: (place among the contributors, index) of those who have contributed to it.
+
+        Returns:
+            A verdict over places, whose weights need not sum up to 1.
+        """
+        decided = self._verdicts[judged_as(spec)]
+        weight_of = dict(zip(decided.accepted, decided.weights, strict=True))
+        accepted = [(place, weight_of[index]) for place, index in candidates if index in weight_of]
+        # What one owner has sent is taken as it is, and equal weights are a mean: both to the last bit.
+        is_plain = len(accepted) == 1 or not self._config.pseudo_gradnorm_reduce
+        return Verdict(
+            accepted=tuple(place for place, _ in accepted),
+            weights=tuple(1.0 if is_plain else weight for _, weight in accepted),
+        )
+
+    def excluded(self, spec: TensorSpec, index: int) -> bool:
+        """Return whether a peer does not count in a tensor."""
+        return index not in self._verdicts[judged_as(spec)].accepted
+
+    @property
+    def clips(self) -> bool:
+        """Whether common pseudo-gradients are clipped."""
+        return self._config.clip_pseudo_grad is not None
+
+    def coefficient(self, square: float) -> float:
+        """Return by what to multiply a unit's common pseudo-gradient, given its squared norm."""
+        return clip_coefficient(square**0.5, self._config.clip_pseudo_grad)
+
+    @property
+    def state(self) -> str:
+        """What was learned, for the snapshot."""
+        return _encoded(self._penalty.state().get("detector", {}))
+
+
+def _encoded(state: Mapping[str, torch.Tensor]) -> str:
+    return json.dumps(
+        {
+            name: {
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "shape": list(value.shape),
+                "data": base64.b64encode(value.numpy().tobytes()).decode(),
+            }
+            for name, value in state.items()
+        }
+    )
+
+
+def _decoded(text: str) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, entry in json.loads(text).items():
+        data = bytearray(base64.b64decode(entry["data"]))
+        found[name] = torch.frombuffer(data, dtype=_DTYPES[entry["dtype"]]).view(entry["shape"])
+    return found

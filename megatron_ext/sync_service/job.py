@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The processes of one peer, and how they do something together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+
+__all__ = ["Job", "OneProcess", "Ranks"]
+
+_T = TypeVar("_T")
+
+
+class Job(Protocol):
+    """The processes that speak for one peer. All of them call both methods in the same order."""
+
+    def on_first(self, function: Callable[[], _T]) -> _T:
+        """Call a function in the first process; all return its result, or raise its UserError."""
+
+    def on_all(self, function: Callable[[], _T]) -> list[_T]:
+        """Call a function in every process; all return the results in order, or raise the first UserError."""
+
+
+class OneProcess:
+    """A job of this process alone."""
+
+    def on_first(self, function: Callable[[], _T]) -> _T:
+        """See `Job`."""
+        return function()
+
+    def on_all(self, function: Callable[[], _T]) -> list[_T]:
+        """See `Job`."""
+        return [function()]
+
+
+class Ranks:
+    """The ranks of a process group; results have to be plain data."""
+
+    def __init__(self, group: Any) -> None:
+        """Take the group.
+
+        Args:
+            group: one that carries CPU objects, with a timeout that is longer than anything that is done together:
+                while one rank waits for the server, the others wait for it.
+        """
+        self._group = group
+
+    def on_first(self, function: Callable[[], _T]) -> _T:
+        """See `Job`."""
+        first = dist.get_process_group_ranks(self._group)[0]
+        answers = [_attempt(function) if dist.get_rank() == first else None]
+        dist.broadcast_object_list(answers, src=first, group=self._group)
+        result: _T = _results(answers)[0]
+        return result
+
+    def on_all(self, function: Callable[[], _T]) -> list[_T]:
+        """See `Job`."""
+        answers: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(answers, _attempt(function), group=self._group)
+        return _results(answers)
+
+
+def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Return a function's result, or the message of its UserError, with which all ranks shall end."""
+    try:
+        return function(), None
+    except UserError as error:
+        return None, str(error)
+
+
+def _results(answers: list[Any]) -> list[Any]:
+    for _, message in answers:
+        if message is not None:
+            raise UserError(message)
+    return [result for result, _ in answers]

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a peer says to the server beside its values. The first process of a job says it, and all hear the answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.client_config import ClientConfig
+from megatron_ext.sync_service.connection import Connection
+from megatron_ext.sync_service.job import Job
+from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
+
+__all__ = ["Answer", "Membership", "Registered"]
+
+_POLL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registered:
+    """What the server has said to a peer that registered, as plain data."""
+
+    index: int
+    """The peer's place among the peers."""
+
+    peers: int
+    """How many there are."""
+
+    open_round: int
+    """The round that takes contributions."""
+
+    uploaded: bool
+    """Whether this peer's contribution to it is there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the server has said to a peer that awaits a round, as plain data."""
+
+    state: int
+    """COMMITTED, or what is wanted."""
+
+    newest: int
+    """The newest committed round."""
+
+    digest: str
+    """Of its values."""
+
+    contributed: bool
+    """Whether this peer's contribution counted in the round that was asked for."""
+
+    contributors: tuple[str, ...]
+    """Whose did."""
+
+    message: str
+    """Why this one did not, or who is awaited."""
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the round is there."""
+        return bool(self.state == pb2.AwaitReply.COMMITTED)
+
+    @property
+    def wants_upload(self) -> bool:
+        """Whether the peer's values are wanted, as the start or because they were lost."""
+        return self.state in (pb2.AwaitReply.PUBLISH, pb2.AwaitReply.UPLOAD)
+
+
+class Membership:
+    """A peer's place in its run. All processes of the job call all methods together."""
+
+    def __init__(self, config: ClientConfig, connection: Connection, job: Job) -> None:
+        """Prepare; nothing is sent before `register`."""
+        self._config = config
+        self._connection = connection
+        self._job = job
+        instance = job.on_first(lambda: uuid.uuid4().hex)
+        self.caller = pb2.Caller(run=config.run, peer=config.peer, instance=instance)
+
+    def register(self, catalog: Catalog) -> Registered:
+        """Become a member of the run.
+
+        Args:
+            catalog: the tensors that the peers have in common.
+
+        Raises:
+            UserError: the server refuses, naming what does not fit.
+        """
+        config = self._config
+        request = pb2.RegisterRequest(
+            caller=self.caller,
+            protocol=PROTOCOL_VERSION,
+            config={**config.agreed, "codec": config.codec},
+            catalog=[
+                pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit, owners=spec.owners) for spec in catalog
+            ],
+            index=config.index,
+            peers=config.peers,
+        )
+
+        def register() -> Registered:
+            reply = self._connection.call("Register", request)
+            return Registered(
+                index=reply.index, peers=reply.peers, open_round=reply.open_round, uploaded=reply.uploaded
+            )
+
+        return self._job.on_first(register)
+
+    def commit(self, number: int) -> bool:
+        """Say that the contribution to a round is whole; return whether the round was closed before.
+
+        Raises:
+            UserError: the server refuses.
+        """
+        request = pb2.CommitRequest(caller=self.caller, round=number)
+        return self._job.on_first(lambda: bool(self._connection.call("Commit", request).closed))
+
+    def ask(self, number: int, *, uploaded: bool, end: float) -> Answer:
+        """Return what the server says of a round once that is more than to wait.
+
+        Args:
+            number: the round.
+            uploaded: whether this peer has contributed to it.
+            end: on the monotonic clock, when this peer gives up after the server's next word.
+
+        Raises:
+            UserError: the server refuses, or the round does not come.
+        """
+        return self._job.on_first(lambda: self._ask(number, uploaded, end))
+
+    def leave(self) -> None:
+        """End the membership; what was committed counts."""
+        request = pb2.LeaveRequest(caller=self.caller)
+        self._job.on_first(lambda: bool(self._connection.call("Leave", request)))
+
+    def _ask(self, number: int, uploaded: bool, end: float) -> Answer:
+        request = pb2.AwaitRequest(caller=self.caller, round=number, uploaded=uploaded, seconds=_POLL_SECONDS)
+        while True:
+            reply = self._connection.call("Await", request, seconds=_POLL_SECONDS + 30)
+            if reply.state != pb2.AwaitReply.WAITING:
+                return Answer(
+                    state=reply.state,
+                    newest=reply.newest_round,
+                    digest=reply.digest,
+                    contributed=reply.contributed,
+                    contributors=tuple(reply.contributors),
+                    message=reply.message,
+                )
+            if time.monotonic() > end:
+                raise UserError(
+                    f"round {number} has not come in {self._config.round_seconds:.0f} s: {reply.message}; bring the "
+                    "missing peers back, or lower the run's quorum and restart the server"
+                )

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts: what one process of a peer holds of the run's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.frames import Box, whole_box
+
+__all__ = ["Part", "Values", "whole_parts"]
+
+Values = Mapping[str, torch.Tensor]
+"""The values of parts by their keys: fp32, on the CPU, in the shape of the box."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A box of a tensor, held by one process."""
+
+    key: str
+    """What it is called in `Values`; the tensor's own name when it is the whole of it."""
+
+    spec: TensorSpec
+    """The tensor."""
+
+    box: Box
+    """Which elements."""
+
+    is_primary: bool = True
+    """Whether this process uploads it; others that hold the same elements only download them."""
+
+
+def whole_parts(catalog: Catalog) -> tuple[Part, ...]:
+    """Return the parts of a process that holds everything."""
+    return tuple(Part(key=spec.name, spec=spec, box=whole_box(spec.shape)) for spec in catalog)

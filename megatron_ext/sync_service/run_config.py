@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a run: who meets when, and what is done with their values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.options import flag_of
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
+from megatron_ext.spes import MergeConfig
+from megatron_ext.sync_service.members import Policy
+
+__all__ = ["RunConfig"]
+
+_PENALTY = (
+    "skip_anomaly",
+    "ewma_alpha",
+    "ewma_warmup_steps",
+    "ewma_threshold",
+    "pseudo_gradnorm_reduce",
+    "weight_softmax_temperature",
+    "weight_scale_free",
+    "clip_pseudo_grad",
+)
+"""Fields of a run that are local SGD's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: how many peers meet, when a round closes, and what is done with their values."""
+
+    peers: int
+    """Places for peers. Peers cut the data into so many parts, so that it stays the same for the whole run."""
+
+    quorum: int | None = None
+    """Uploads without which no round closes; all peers unless given."""
+
+    grace_seconds: float = 60.0
+    """How long a round stays open for slow peers after the quorum is reached."""
+
+    max_norm: float | None = None
+    """A contribution whose pseudo-gradient has a larger L2 norm does not count; no limit unless given."""
+
+    outer_optimizer: str = "none"
+    """'none' for the mean of the peers' values (FedAvg), or what `--outer-optimizer` takes: 'sgd' is DiLoCo's."""
+
+    outer_optimizer_lr: float | None = None
+    """Outer learning rate: 0.7 for sgd unless given; the others need one of their own."""
+
+    outer_optimizer_momentum: float = 0.9
+    """Momentum of the outer sgd."""
+
+    outer_optimizer_nesterov: bool = True
+    """Nesterov momentum in the outer sgd."""
+
+    sync_steps: int | None = None
+    """Steps between two rounds, if they are to be the same for all peers; merging counts in steps."""
+
+    merge_interval: int | None = None
+    """Steps between two merges of experts (SPES), which happen in rounds; none unless given. Needs sync_steps."""
+
+    merge_alpha_start: float = 0.01
+    """How much an expert takes over at step 0, a fraction of 0 to 1."""
+
+    merge_decay_steps: int = 10000
+    """Steps in which that goes down to 0."""
+
+    merge_topk: int = 4
+    """From how many experts an expert takes over, those that it resembles most."""
+
+    merge_like_official: bool = False
+    """Where there are no more experts than merge_topk, count an expert among its own models, as the paper's code
+    does."""
+
+    skip_anomaly: bool = False
+    """Leave peers whose pseudo-gradient is anomalously large out of a round, unit by unit (EDiT)."""
+
+    ewma_alpha: float = 0.02
+    """Weight of the newest norm in the anomaly detector's moving mean and variance."""
+
+    ewma_warmup_steps: int = 120
+    """Rounds before the detector leaves anybody out."""
+
+    ewma_threshold: float = 3.0
+    """Standard deviations above the mean at which a norm is anomalous."""
+
+    pseudo_gradnorm_reduce: bool = False
+    """Weight the peers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
+
+    weight_softmax_temperature: float | None = None
+    """Temperature of those weights; 1.0 unless given."""
+
+    weight_scale_free: bool = False
+    """Divide the norms by their mean over the peers before the softmax."""
+
+    clip_pseudo_grad: float | None = None
+    """Clip the common pseudo-gradient of what all peers train to this norm, unit by unit."""
+
+    @property
+    def policy(self) -> Policy:
+        """When a round closes."""
+        quorum = self.peers if self.quorum is None else self.quorum
+        return Policy(peers=self.peers, quorum=quorum, grace_seconds=self.grace_seconds)
+
+    @property
+    def outer(self) -> OuterOptimizerConfig:
+        """The outer optimizer."""
+        return OuterOptimizerConfig(
+            outer_optimizer=self.outer_optimizer,
+            outer_optimizer_lr=self.outer_optimizer_lr,
+            outer_optimizer_momentum=self.outer_optimizer_momentum,
+            outer_optimizer_nesterov=self.outer_optimizer_nesterov,
+        )
+
+    @property
+    def merging(self) -> MergeConfig | None:
+        """When experts are merged, and how much; None for never."""
+        if self.merge_interval is None:
+            return None
+        return MergeConfig(
+            interval=self.merge_interval,
+            alpha_start=self.merge_alpha_start,
+            decay_steps=self.merge_decay_steps,
+            topk=self.merge_topk,
+            like_official=self.merge_like_official,
+        )
+
+    @property
+    def penalty(self) -> LocalSGDConfig | None:
+        """The guards, as local SGD calls them; None without any."""
+        config = self._local_sgd
+        return config if config.has_penalty else None
+
+    @property
+    def _local_sgd(self) -> LocalSGDConfig:
+        given = {name: getattr(self, name) for name in _PENALTY}
+        return LocalSGDConfig(use_local_sgd=True, local_sgd_workers=max(self.peers, 1), **given)
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the values, one sentence each."""
+        found = []
+        for name, allowed, rule in (
+            ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),
+            ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
+            ("grace_seconds", 0 <= self.grace_seconds < math.inf, "it must be a number of seconds, 0 or more"),
+            ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
+            ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
+        ):
+            if not allowed:
+                found.append(f"{name} is {getattr(self, name)}; {rule}")
+        return found + outer_optimizer_problems(self.outer) + self._merge_problems() + self._penalty_problems()
+
+    def _merge_problems(self) -> list[str]:
+        if self.merging is None:
+            names = ("merge_alpha_start", "merge_decay_steps", "merge_topk", "merge_like_official")
+            given = [name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default]
+            return [f"{name} has no effect without merge_interval; add it or drop {name}" for name in given]
+        found = self.merging.problems()
+        if self.sync_steps is None:
+            found.append("merge_interval needs sync_steps, the steps between two rounds; add it")
+        return found
+
+    def _penalty_problems(self) -> list[str]:
+        """Return local SGD's complaints, in the words of this file."""
+        found = []
+        for problem in self._local_sgd.problems():
+            for name in _PENALTY:
+                problem = problem.replace(flag_of(LocalSGDConfig.__dataclass_fields__[name]), name)
+            found.append(problem)
+        return found

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What people want to know of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.store import RunStore
+
+__all__ = ["status_of"]
+
+
+def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> dict[str, Any]:
+    """Return how a run is, as plain data; to be called with its lock held.
+
+    Args:
+        name: the run id.
+        config: of the run.
+        store: its state.
+        problem: why its open round cannot be made; empty when it can.
+    """
+    state, newest = store.state, store.state.newest
+    spooled = store.spool.nbytes
+    return {
+        "run": name,
+        "open_round": state.open_round,
+        "waiting_for": state.waiting_for(),
+        "problem": problem,
+        "quorum": config.policy.quorum,
+        "places": config.peers,
+        "model_bytes": store.catalog.nbytes if state.config is not None else 0,
+        "newest_round": None if newest is None else newest.number,
+        "digest": None if newest is None else newest.digest,
+        "contributors": [] if newest is None else list(newest.contributors),
+        "rejected": {} if newest is None else newest.rejected,
+        "peers": [
+            {
+                "peer": member.name,
+                "index": member.index,
+                "uploaded": member.name in state.uploaded,
+                "bytes_uploaded": spooled.get(member.name, 0),
+                "awaited": member.awaited,
+                "missed": member.missed,
+            }
+            for member in sorted(state.members.values(), key=lambda member: member.index)
+        ],
+    }

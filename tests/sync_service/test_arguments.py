@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a peer that cannot be meant are refused by name."""
+
+import pytest
+
+from megatron_ext.sync_service.arguments import SyncServiceConfig
+from tests.support.presets import toy_gpt
+from tests.support.pretrain import run_failing_pretrain
+
+GOOD = {
+    "sync_service": "127.0.0.1:50051",
+    "sync_service_run": "demo",
+    "sync_service_peer": "a",
+    "sync_service_peers": 2,
+    "sync_service_interval": 4,
+}
+
+
+def test_good_options_have_no_problem():
+    assert SyncServiceConfig(**GOOD).problems() == []
+    assert SyncServiceConfig().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sync_service": None}, "--sync-service-run has no effect without --sync-service"),
+        ({"sync_service": "50051"}, "--sync-service is '50051'; give HOST:PORT"),
+        ({"sync_service": "10.0.0.1:50051"}, "--sync-service 10.0.0.1:50051 is on another machine"),
+        ({"sync_service_run": None}, "--sync-service needs --sync-service-run; add it"),
+        ({"sync_service_interval": None}, "--sync-service needs --sync-service-interval; add it"),
+        ({"sync_service_interval": 0}, "--sync-service-interval is 0; it must be 1 or more"),
+        ({"sync_service_peers": 0}, "--sync-service-peers is 0; it must be 1 or more"),
+        ({"sync_service_peer": "a/b"}, "--sync-service-peer is 'a/b'; use up to 64 letters"),
+        ({"sync_service_index": 2}, "--sync-service-index is 2; it must be 0 to --sync-service-peers minus 1"),
+        ({"sync_service_round_seconds": 0.0}, "--sync-service-round-seconds is 0.0; it must be above 0"),
+    ],
+)
+def test_a_bad_option_is_named(change, sentence):
+    assert any(problem.startswith(sentence) for problem in SyncServiceConfig(**{**GOOD, **change}).problems())
+
+
+def test_a_run_names_all_that_cannot_be_combined():
+    options = {
+        "use_local_sgd": True,
+        "local_sgd_workers": 2,
+        "sync_service_codec": "int8",
+        "save": "nowhere",
+        "freeze_all_layers": True,
+    }
+    said = run_failing_pretrain(toy_gpt(GOOD, options), 1)[0].stderr
+    assert "--use-local-sgd (--local-sgd-workers 2) and --sync-service cannot be combined yet" in said
+    assert "--sync-service-codec int8 with --save" in said
+    assert "--freeze-all-layers is not supported with the sync service: there would be nothing to train" in said
