@@ -10,6 +10,7 @@ __all__ = ["all_features"]
 
 def all_features() -> tuple[Feature, ...]:
     """Return one fresh object per ability."""
+    from megatron_ext.hot_switch.feature import HotSwitchFeature
     from megatron_ext.local_sgd.feature import LocalSGDFeature
 
-    return (LocalSGDFeature(),)
+    return LocalSGDFeature(), HotSwitchFeature()

@@ -9,11 +9,12 @@ once, when its arguments are validated.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_ext.params import Layout
     from megatron_ext.patching import Patch
     from megatron_ext.seams.process_groups import WorkerGroups
 
@@ -23,10 +24,32 @@ __all__ = [
     "Hooks",
     "LoadContext",
     "LogContext",
+    "ModelContext",
     "SaveContext",
     "StepContext",
     "TrainContext",
 ]
+
+
+@dataclass(kw_only=True)
+class ModelContext:
+    """A model that Megatron's builder has built for this rank."""
+
+    config: Any
+    """The `GPTModelConfig`."""
+
+    ddp_config: Any
+    """The `DistributedDataParallelConfig`, None without DDP."""
+
+    trains: bool
+    """Whether the chunks are wrapped in DDP, that is, whether the run trains."""
+
+    model: list[Any]
+    """The model chunks."""
+
+    build_again: Callable[..., list[Any]]
+    """`build_again(config, **changes)` builds chunks of another config, with the builder's other options as they
+    were but for `changes`. No event is raised for them."""
 
 
 @dataclass(kw_only=True)
@@ -176,14 +199,25 @@ class Feature:
         """Return into how many workers the data-parallel dimension is cut (1 = not at all)."""
         return 1
 
+    def guest_layouts(self, args: Any) -> Sequence[Layout]:
+        """Return further parallel layouts that need process groups, in the order in which they are numbered."""
+        return ()
+
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Model-parallel groups exist; `groups` describes the workers."""
+
+    def on_model_built(self, context: ModelContext) -> None:
+        """The model chunks exist; the optimizer does not yet, and no checkpoint was loaded."""
 
     def on_train_start(self, context: TrainContext) -> None:
         """Model and optimizer exist, a checkpoint was loaded if there was one, no step was made yet."""
 
     def before_step(self, context: StepContext) -> None:
         """A training step starts."""
+
+    def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a training step calls for its forward and backward passes instead of `original`."""
+        return original
 
     def after_step(self, context: StepContext) -> None:
         """A training step ended: the inner optimizer and the scheduler have stepped."""
@@ -251,6 +285,16 @@ class Hooks:
     def worker_count(self, args: Any) -> int:
         """Return the largest worker count that an active feature asks for."""
         return max([feature.worker_count(args) for feature in self.active], default=1)
+
+    def guest_layouts(self, args: Any) -> list[Layout]:
+        """Return all layouts beside the run's own that active features ask for."""
+        return [layout for feature in self.active for layout in feature.guest_layouts(args)]
+
+    def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what every active feature, in order, makes of `original`."""
+        for feature in self.active:
+            original = feature.forward_backward(original)
+        return original
 
     def may_exit(self, iteration: int) -> bool:
         """Return whether every active feature lets the run end at `iteration`."""

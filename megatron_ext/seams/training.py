@@ -12,13 +12,13 @@ from megatron_ext.hooks import EvaluationContext, StepContext, TrainContext, hoo
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import current_groups
 
-__all__ = ["patches"]
+__all__ = ["loop_patches", "patches"]
 
 _MODULE = "megatron.training.training"
 
 
-def patches() -> list[Patch]:
-    """Return the patches of this seam."""
+def loop_patches() -> list[Patch]:
+    """Return the patches of this seam that need no worker groups."""
     return [
         Patch(
             name="training/train",
@@ -31,9 +31,16 @@ def patches() -> list[Patch]:
             name="training/step",
             target=f"{_MODULE}:train_step",
             wrap=_wrap_step,
-            parameters=("iteration",),
-            reason="tell features about every step; outer rounds run after the inner optimizer's step",
+            parameters=("forward_backward_func", "iteration"),
+            reason="tell features about every step, and let them run its forward and backward passes",
         ),
+    ]
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    return [
+        *loop_patches(),
         Patch(
             name="training/evaluate",
             target=f"{_MODULE}:evaluate",
@@ -87,9 +94,11 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        context = StepContext(iteration=signature.bind(*args, **kwargs).arguments["iteration"])
+        given = signature.bind(*args, **kwargs).arguments
+        context = StepContext(iteration=given["iteration"])
         hooks.fire("before_step", context)
-        result = original(*args, **kwargs)
+        given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
+        result = original(**given)
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
         context.completed = not result[3]
         hooks.fire("after_step", context)

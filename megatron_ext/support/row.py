@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 __all__ = ["ABILITIES", "Asked", "Row", "Verdict", "asks_for", "differs", "option", "refused", "says", "tested"]
 
-ABILITIES = {"cpu": "on CPU", "local-sgd": "with local SGD"}
+ABILITIES = {"cpu": "on CPU", "local-sgd": "with local SGD", "hot-switch": "with hot switching"}
 """The abilities and backends that the table knows, and how a sentence speaks of them."""
 
 
@@ -69,7 +69,12 @@ def refused(reason: str, way_out: str = "drop it") -> Verdict:
 
 
 def option(
-    option: str, asked: Asked | None = None, *, cpu: Verdict | None = None, local_sgd: Verdict | None = None
+    option: str,
+    asked: Asked | None = None,
+    *,
+    cpu: Verdict | None = None,
+    local_sgd: Verdict | None = None,
+    hot_switch: Verdict | None = None,
 ) -> list[Row]:
     """Return one row per verdict.
 
@@ -78,9 +83,10 @@ def option(
         asked: whether the arguments ask for it; by default whether the flag's own variable is set.
         cpu: verdict for the CPU backend, None to leave it out of the table.
         local_sgd: verdict for local SGD.
+        hot_switch: verdict for hot switching.
     """
     asked = asked or asks_for(option.split()[0].removeprefix("--").replace("-", "_"))
-    verdicts = {"cpu": cpu, "local-sgd": local_sgd}
+    verdicts = {"cpu": cpu, "local-sgd": local_sgd, "hot-switch": hot_switch}
     return [
         Row(
             option=option,
