@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, combine
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.senders import ALGORITHMS
+from megatron_ext.hot_switch.strategy import Strategy
+from megatron_ext.hot_switch.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategy_list import StrategyList, check_strategies, parse_strategies
 from megatron_ext.params import GptShape, ParamsError
 from megatron_ext.support import refusals
@@ -36,8 +39,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "virtual pipeline stages",
         lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
-        "strategies with interleaved chunks are not there yet; drop --num-layers-per-virtual-pipeline-stage and "
-        "--num-virtual-stages-per-pipeline-rank",
+        "each strategy has its own; drop --num-layers-per-virtual-pipeline-stage and "
+        "--num-virtual-stages-per-pipeline-rank, and give vpp in --hot-switch-strategy-file",
     ),
     (
         "uneven pipeline stages",
@@ -105,10 +108,11 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         feature: the name of hot switching in the support table.
     """
     config = HotSwitchConfig.from_args(args)
-    if config.hot_switch_strategies is None:
+    if not config.active:
         given, defaults = config.by_flag(), HotSwitchConfig().by_flag()
         return [
-            f"{flag} has no effect without --hot-switch-strategies; add it or drop the option"
+            f"{flag} has no effect without --hot-switch-strategies or --hot-switch-strategy-file; add one of them or "
+            "drop the option"
             for flag, value in given.items()
             if value != defaults[flag]
         ]
@@ -129,14 +133,15 @@ def strategies_of(args: Any) -> StrategyList:
     """Return the strategies and buckets of a run.
 
     Args:
-        args: Megatron's arguments, validated or not.
+        args: Megatron's arguments, before `adjust_arguments`.
 
     Raises:
         UserError: with all problems and their fixes.
     """
     config = HotSwitchConfig.from_args(args)
-    assert config.hot_switch_strategies is not None
-    parsed, problems = parse_strategies(config.hot_switch_strategies)
+    if config.hot_switch_strategy_file is not None:
+        return _from_file(args, Path(config.hot_switch_strategy_file))
+    parsed, problems = parse_strategies(config.hot_switch_strategies or ())
     # What Megatron's flags say about a layout's details, they say about all strategies.
     strategies = [
         strategy
@@ -144,6 +149,7 @@ def strategies_of(args: Any) -> StrategyList:
             strategy,
             sequence_parallel=bool(args.sequence_parallel) and strategy.tp > 1,
             micro_batch_size=args.micro_batch_size or 1,
+            recompute=args.recompute_granularity or "none",
         )
         for strategy in parsed
     ]
@@ -152,9 +158,33 @@ def strategies_of(args: Any) -> StrategyList:
         config.hot_switch_bucket_sizes or (),
         world_size=args.world_size,
         seq_length=args.seq_length,
-        shape=_shape_of(args, math.lcm(*(max(1, strategy.tp) for strategy in strategies if strategy))),
+        shape=_shape_of(args, [strategy for strategy in strategies if strategy]),
         problems=problems,
     )
+
+
+def _from_file(args: Any, path: Path) -> StrategyList:
+    listed = read_strategy_file(path, world_size=args.world_size, seq_length=args.seq_length)
+    problems = []
+    if not listed.buckets:
+        problems.append(f"{path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0")
+    for strategy in listed.strategies:
+        given = {
+            "cp": strategy.cp > 1,
+            "ep": strategy.ep > 1,
+            "etp": strategy.etp not in (None, strategy.tp),
+            "first_stage_layers": strategy.first_stage_layers is not None,
+            "last_stage_layers": strategy.last_stage_layers is not None,
+        }
+        problems += [
+            f"{path}: strategy {strategy.label}: training does not support {name} yet; drop it"
+            for name, is_given in given.items()
+            if is_given
+        ]
+    if problems:
+        raise combine(problems, "hot-switch strategies")
+    shape = _shape_of(args, listed.strategies)
+    return read_strategy_file(path, world_size=args.world_size, seq_length=args.seq_length, shape=shape)
 
 
 def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
@@ -168,6 +198,8 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
         ).replace(" then ", ", guests " if len(strategies.strategies) > 2 else ", guest ", 1)
     ]
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = home.tp, home.pp
+    if args.hot_switch_strategy_file is not None:
+        lines += _take_from_file(args, home)
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         lines.append("hot switching: --calculate-per-token-loss is set: all tokens of a step count alike")
@@ -188,9 +220,35 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
     return lines
 
 
+def _take_from_file(args: Any, home: Strategy) -> list[str]:
+    """Take what the file says about home in place of Megatron's own options; return a line about it."""
+    args.sequence_parallel = home.sequence_parallel
+    args.micro_batch_size = home.micro_batch_size
+    args.num_virtual_stages_per_pipeline_rank = home.vpp if home.vpp > 1 else None
+    args.recompute_granularity = None if home.recompute == "none" else home.recompute
+    if home.recompute == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+    return [
+        f"hot switching: the file says for home: sequence parallelism {'on' if home.sequence_parallel else 'off'}, "
+        f"--micro-batch-size {home.micro_batch_size}, {home.vpp} model chunks per stage, recompute {home.recompute}"
+    ]
+
+
 def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
-    if config.hot_switch_bucket_sizes is None:
+    if config.hot_switch_strategy_file is not None:
+        problems += [
+            f"{option} is in --hot-switch-strategy-file already; drop the one or the other"
+            for option, given in (
+                ("--hot-switch-strategies", config.hot_switch_strategies),
+                ("--hot-switch-bucket-sizes", config.hot_switch_bucket_sizes),
+                ("--sequence-parallel", args.sequence_parallel),
+                ("--recompute-granularity", args.recompute_granularity),
+            )
+            if given
+        ]
+    elif config.hot_switch_bucket_sizes is None:
         problems.append(
             "--hot-switch-strategies needs --hot-switch-bucket-sizes: the longest sequence of every strategy from "
             "--seq-length down, then 0"
@@ -198,6 +256,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     try:
         home = strategies_of(args).home
     except UserError as error:
+        # Without bucket sizes the list has its own complaint about their number.
         return problems or [str(error)]
     for option, given, wanted in (
         ("--tensor-model-parallel-size", args.tensor_model_parallel_size, home.tp),
@@ -211,12 +270,12 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     return problems
 
 
-def _shape_of(args: Any, rows: int) -> GptShape | None:
+def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:
     """Return the model as far as strategies must divide it, None where Megatron has something to complain about.
 
     Args:
         args: Megatron's arguments.
-        rows: what stands for the vocabulary, which is padded to suit all strategies.
+        strategies: which the vocabulary is padded to suit.
     """
     if not (args.num_layers and args.hidden_size and args.num_attention_heads):
         return None
@@ -231,7 +290,7 @@ def _shape_of(args: Any, rows: int) -> GptShape | None:
             num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups if args.group_query_attention else None,
             kv_channels=args.kv_channels,
-            padded_vocab_size=rows,
+            padded_vocab_size=math.lcm(*(max(1, strategy.tp) for strategy in strategies)),
             gated_linear_unit=args.swiglu,
         )
     except ParamsError:

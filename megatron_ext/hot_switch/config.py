@@ -27,9 +27,18 @@ class HotSwitchConfig(FromArgs):
     """Bounds of the sequence lengths, from --seq-length down to 0, one more than strategies. A strategy trains the
     sequences that are longer than the lower bound of its bucket, up to the upper one."""
 
+    hot_switch_strategy_file: str | None = None
+    """The same as a YAML file, in which each strategy can also have vpp, sequence_parallel, micro_batch_size and
+    recompute of its own; home's are taken for the run's."""
+
     hot_switch_gpus_per_node: int = 8
     """Ranks of a node, for the choice of who sends in a switch: of several ranks that hold the same part, one on the
     receiver's node is taken."""
 
     hot_switch_algorithm: str = "balanced"
     """How senders are chosen where several ranks hold the same part: balanced, greedy, round-robin or fcfs."""
+
+    @property
+    def active(self) -> bool:
+        """Whether there are strategies."""
+        return self.hot_switch_strategies is not None or self.hot_switch_strategy_file is not None

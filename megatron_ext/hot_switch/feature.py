@@ -44,7 +44,7 @@ class HotSwitchFeature(Feature):
 
     def enabled(self, args: Any) -> bool:
         """Return whether strategies are given; a single one reads the same data and switches nothing."""
-        return args.hot_switch_strategies is not None
+        return HotSwitchConfig.from_args(args).active
 
     def validate(self, args: Any) -> list[str]:
         """Check the strategies, and the options that hot switching does not go with."""

@@ -236,6 +236,12 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.sequence_parallel = strategy.sequence_parallel
     transformer.overlap_p2p_comm = strategy.vpp > 1
     transformer.batch_p2p_comm = not transformer.overlap_p2p_comm
+    transformer.recompute_granularity = None if strategy.recompute == "none" else strategy.recompute
+    if strategy.recompute == "full":
+        transformer.recompute_method = transformer.recompute_method or "uniform"
+        transformer.recompute_num_layers = transformer.recompute_num_layers or 1
+    else:
+        transformer.recompute_method = transformer.recompute_num_layers = None
     # Home's parameters take the place of what would be drawn here.
     transformer.perform_initialization = False
 

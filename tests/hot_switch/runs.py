@@ -9,11 +9,9 @@ from typing import Any
 from tests.support.presets import Options, toy_gpt
 from tests.support.pretrain import RankOutcome, run_pretrain
 
-__all__ = ["SEQ_LENGTH", "arguments", "full_parameters", "hot_run", "losses", "stock_run"]
+__all__ = ["COMMON", "arguments", "full_parameters", "hot_run", "losses", "stock_run"]
 
-SEQ_LENGTH = 32
-
-_COMMON: Options = {
+COMMON: Options = {
     "global_batch_size": 8,
     "micro_batch_size": 1,
     "train_iters": 20,
@@ -27,7 +25,7 @@ _COMMON: Options = {
 def arguments(strategies: Sequence[str], buckets: Sequence[int], **overrides: Any) -> list[str]:
     """Return the command line of a toy GPT with hot switching."""
     return toy_gpt(
-        _COMMON,
+        COMMON,
         {"hot_switch_strategies": list(strategies), "hot_switch_bucket_sizes": list(buckets)},
         **overrides,
     )
@@ -43,7 +41,7 @@ def stock_run(home: str, **overrides: Any) -> list[RankOutcome]:
     _, tp, pp = map(int, home.split(","))
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     return run_pretrain(
-        toy_gpt(_COMMON, layout, **overrides),
+        toy_gpt(COMMON, layout, **overrides),
         _world_size(home),
         patch="backend-only",
         probe=full_parameters,

@@ -4,8 +4,8 @@
 import numpy as np
 import pytest
 
-from tests.hot_switch.runs import arguments, hot_run, losses, stock_run
-from tests.support.presets import PRECISIONS
+from tests.hot_switch.runs import COMMON, arguments, full_parameters, hot_run, losses, stock_run
+from tests.support.presets import PRECISIONS, toy_gpt
 from tests.support.pretrain import run_pretrain
 
 LLAMA = {
@@ -41,6 +41,27 @@ def largest_differences(ours, theirs):
 def test_hot_equals_static(strategies, options):
     hot = hot_run(strategies, [32, 16, 8, 0], **options)
     stock = stock_run(strategies[0], **options)
+    of_losses, of_parameters = largest_differences(hot, stock)
+    assert of_losses <= 1e-5
+    assert of_parameters[0] <= 1e-4, of_parameters
+
+
+INTERLEAVED = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 1, tp: 2, pp: 2, vpp: 2, sequence_parallel: true, recompute: full}
+  - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2}
+  - {dp: 2, tp: 1, pp: 2, vpp: 2, recompute: selective}
+"""
+
+
+def test_interleaved_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(INTERLEAVED)
+    options = {"num_layers": 4, "train_iters": 8}
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters)
+    stock = stock_run("1,2,2", num_virtual_stages_per_pipeline_rank=2, sequence_parallel=True, **options)
     of_losses, of_parameters = largest_differences(hot, stock)
     assert of_losses <= 1e-5
     assert of_parameters[0] <= 1e-4, of_parameters

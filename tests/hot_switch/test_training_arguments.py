@@ -112,6 +112,18 @@ def test_every_mistake_is_named():
         assert expected or not problems, (name, problems)
 
 
+def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 2, tp: 1, pp: 1, cp: 1, ep: 2, first_stage_layers: 2}]")
+    bare = toy_gpt(hot_switch_strategy_file=str(file))
+    both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
+    in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
+    for part in ("no list 'bucket_sizes'", "does not support ep yet", "does not support first_stage_layers yet"):
+        assert part in in_file[0]
+    for option in ("--hot-switch-strategies", "--hot-switch-bucket-sizes", "--recompute-granularity"):
+        assert f"{option} is in --hot-switch-strategy-file already" in "\n".join(beside)
+
+
 def test_bad_options_end_the_run_with_one_error_and_no_traceback():
     exits = run_failing_pretrain(arguments(["1,2,1", "2,2,1"], [32, 8, 0], grad_reduce_in_bf16=True), 2)
     assert all(rank.exit_code != 0 for rank in exits)
