@@ -10,8 +10,9 @@ __all__ = ["all_features"]
 
 def all_features() -> tuple[Feature, ...]:
     """Return one fresh object per ability."""
+    from megatron_ext.hot_switch.feature import HotSwitchFeature
     from megatron_ext.local_sgd.feature import LocalSGDFeature
     from megatron_ext.spes.feature import SpesFeature
     from megatron_ext.sync_service.feature import SyncServiceFeature
 
-    return (LocalSGDFeature(), SpesFeature(), SyncServiceFeature())
+    return LocalSGDFeature(), HotSwitchFeature(), SpesFeature(), SyncServiceFeature()

@@ -9,17 +9,19 @@ once, when its arguments are validated.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_ext.params import Layout
     from megatron_ext.patching import Patch
     from megatron_ext.seams.process_groups import WorkerGroups
 
 __all__ = [
+    "BuilderContext",
     "ChunksContext",
     "EvaluationContext",
     "Feature",
@@ -56,6 +58,27 @@ class ModelContext:
 
     optimizer: Any
     """The `MegatronOptimizer`; None when there is nothing to train."""
+
+
+@dataclass(kw_only=True)
+class BuilderContext:
+    """A model that Megatron's builder has built for this rank."""
+
+    config: Any
+    """The `GPTModelConfig`."""
+
+    ddp_config: Any
+    """The `DistributedDataParallelConfig`, None without DDP."""
+
+    trains: bool
+    """Whether the chunks are wrapped in DDP, that is, whether the run trains."""
+
+    model: list[Any]
+    """The model chunks."""
+
+    build_again: Callable[..., list[Any]]
+    """`build_again(config, **changes)` builds chunks of another config, with the builder's other options as they
+    were but for `changes`. No event is raised for them."""
 
 
 @dataclass(kw_only=True)
@@ -220,6 +243,10 @@ class Feature:
         """Return the factors of the experts' token counts in load-balancing losses, fp32, (experts,); None for none."""
         return None
 
+    def guest_layouts(self, args: Any) -> Sequence[Layout]:
+        """Return further parallel layouts that need process groups, in the order in which they are numbered."""
+        return ()
+
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Model-parallel groups exist; `groups` describes the workers."""
 
@@ -229,11 +256,18 @@ class Feature:
     def on_model_built(self, context: ModelContext) -> None:
         """Model and optimizer exist, a checkpoint was loaded if there was one; the data are not there yet."""
 
+    def on_builder_done(self, context: BuilderContext) -> None:
+        """The model chunks exist; the optimizer does not yet, and no checkpoint was loaded."""
+
     def on_train_start(self, context: TrainContext) -> None:
         """Model and optimizer exist, a checkpoint was loaded if there was one, no step was made yet."""
 
     def before_step(self, context: StepContext) -> None:
         """A training step starts."""
+
+    def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a training step calls for its forward and backward passes instead of `original`."""
+        return original
 
     def after_step(self, context: StepContext) -> None:
         """A training step ended: the inner optimizer and the scheduler have stepped."""
@@ -313,6 +347,16 @@ class Hooks:
         """Return the weights of the active feature that has some, None if none has."""
         found = (feature.expert_weights(experts) for feature in self.active)
         return next((weights for weights in found if weights is not None), None)
+
+    def guest_layouts(self, args: Any) -> list[Layout]:
+        """Return all layouts beside the run's own that active features ask for."""
+        return [layout for feature in self.active for layout in feature.guest_layouts(args)]
+
+    def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what every active feature, in order, makes of `original`."""
+        for feature in self.active:
+            original = feature.forward_backward(original)
+        return original
 
     def may_exit(self, iteration: int) -> bool:
         """Return whether every active feature lets the run end at `iteration`."""

@@ -21,7 +21,7 @@ __all__ = ["add_parser", "run_plan"]
 _DESCRIPTION = """\
 Plan the switches of a training step that goes through several parallel strategies, and print what
 each would move: from home to the guest of the shortest sequences, on to the next longer ones, and back
-home. No GPU is needed. Training with hot switching is not part of this version: this command only plans.
+home. No GPU is needed.
 """
 
 _EPILOG = """\

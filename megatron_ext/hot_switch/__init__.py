@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hot switching: one job moves between parallel strategies inside a training step.
 
-So far this plans (which strategies, what a switch moves, what that costs) and carries plans out on tensors. None of it
-needs Megatron. The training step that uses it is not built yet.
+Planning (which strategies, what a switch moves, what that costs), carrying plans out on tensors, and splitting and
+packing batches need no Megatron. `feature.py` brings them into its training loop; `guest.py` and `step.py` are the
+heart of that.
 """
 
 from megatron_ext.hot_switch.executor import SwitchExecutor

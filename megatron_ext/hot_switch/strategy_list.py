@@ -18,7 +18,7 @@ from megatron_ext.hot_switch.strategy_checks import (
 )
 from megatron_ext.params import GptShape
 
-__all__ = ["Bucket", "StrategyList", "check_strategies", "read_strategies"]
+__all__ = ["Bucket", "StrategyList", "check_strategies", "parse_strategies", "read_strategies"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,7 @@ def read_strategies(
     Raises:
         UserError: with all problems and their fixes.
     """
-    problems: list[str] = []
-    strategies = [_parse(text, problems) for text in texts]
+    strategies, problems = parse_strategies(texts)
     return check_strategies(
         strategies, bucket_sizes, world_size=world_size, seq_length=seq_length, shape=shape, problems=problems
     )
@@ -143,6 +142,12 @@ def check_strategies(
         raise combine(found, "hot-switch strategies")
     kept = tuple(strategy for strategy in strategies if strategy is not None)
     return StrategyList(strategies=kept, buckets=() if bucket_sizes is None else _buckets(bucket_sizes))
+
+
+def parse_strategies(texts: Sequence[str]) -> tuple[list[Strategy | None], list[str]]:
+    """Return strategies of the form "dp,tp,pp", None for those that cannot be read, and what is wrong with them."""
+    problems: list[str] = []
+    return [_parse(text, problems) for text in texts], problems
 
 
 def _parse(text: str, problems: list[str]) -> Strategy | None:

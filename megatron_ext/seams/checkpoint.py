@@ -19,9 +19,24 @@ from megatron_ext.hooks import LoadContext, SaveContext, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.seams.optimizer import fill_empty_states, name_step_zero
 
-__all__ = ["patches"]
+__all__ = ["patches", "repairs"]
 
 _MODULE = "megatron.training.checkpointing"
+
+
+def repairs() -> list[Patch]:
+    """Return the patches of this seam that let Megatron read what it wrote, and do nothing else."""
+    return [
+        Patch(
+            name="checkpoint/fp32-shards",
+            target="megatron.core.optimizer.distrib_optimizer:"
+            "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+            wrap=_wrap_load_shards,
+            parameters=("state_dict",),
+            rebind=False,
+            reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
+        ),
+    ]
 
 
 def patches() -> list[Patch]:
@@ -48,15 +63,7 @@ def patches() -> list[Patch]:
             parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
             reason="let features see what a checkpoint holds, and take their state out of what was read",
         ),
-        Patch(
-            name="checkpoint/fp32-shards",
-            target="megatron.core.optimizer.distrib_optimizer:"
-            "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
-            wrap=_wrap_load_shards,
-            parameters=("state_dict",),
-            rebind=False,
-            reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
-        ),
+        *repairs(),
     ]
 
 

@@ -62,8 +62,8 @@ def loop_patches() -> list[Patch]:
             name="training/step",
             target=f"{_MODULE}:train_step",
             wrap=_wrap_step,
-            parameters=("iteration",),
-            reason="tell features about every step; outer rounds run after the inner optimizer's step",
+            parameters=("forward_backward_func", "iteration"),
+            reason="tell features about every step, and let them run its forward and backward passes",
         ),
     ]
 
@@ -151,9 +151,11 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
-        context = StepContext(iteration=signature.bind(*args, **kwargs).arguments["iteration"])
+        given = signature.bind(*args, **kwargs).arguments
+        context = StepContext(iteration=given["iteration"])
         hooks.fire("before_step", context)
-        result = original(*args, **kwargs)
+        given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
+        result = original(**given)
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
         context.completed = not result[3]
         hooks.fire("after_step", context)

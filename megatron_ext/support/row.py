@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 __all__ = ["ABILITIES", "Asked", "Row", "Verdict", "asks_for", "differs", "option", "refused", "says", "tested"]
 
-ABILITIES = {"cpu": "on CPU", "local-sgd": "with local SGD", "sync-service": "with the sync service"}
+ABILITIES = {
+    "cpu": "on CPU",
+    "local-sgd": "with local SGD",
+    "hot-switch": "with hot switching",
+    "sync-service": "with the sync service",
+}
 """The abilities and backends that the table knows, and how a sentence speaks of them."""
 
 
@@ -74,6 +79,7 @@ def option(
     *,
     cpu: Verdict | None = None,
     local_sgd: Verdict | None = None,
+    hot_switch: Verdict | None = None,
     sync_service: Verdict | None = None,
 ) -> list[Row]:
     """Return one row per verdict.
@@ -83,10 +89,11 @@ def option(
         asked: whether the arguments ask for it; by default whether the flag's own variable is set.
         cpu: verdict for the CPU backend, None to leave it out of the table.
         local_sgd: verdict for local SGD.
+        hot_switch: verdict for hot switching.
         sync_service: verdict for a job that meets others at the sync service.
     """
     asked = asked or asks_for(option.split()[0].removeprefix("--").replace("-", "_"))
-    verdicts = {"cpu": cpu, "local-sgd": local_sgd, "sync-service": sync_service}
+    verdicts = {"cpu": cpu, "local-sgd": local_sgd, "hot-switch": hot_switch, "sync-service": sync_service}
     return [
         Row(
             option=option,

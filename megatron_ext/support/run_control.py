@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from megatron_ext.support.row import option, refused, tested
-from megatron_ext.support.verdicts import RESILIENCY, SAME, UNTRIED, WORKERS
+from megatron_ext.support.verdicts import HOT_SAME, RESILIENCY, SAME, UNTRIED, UNTRIED_HOT, WORKERS
 
 __all__ = ["RUN_CONTROL"]
 
@@ -13,18 +13,21 @@ RUN_CONTROL = (
         "--exit-signal-handler",
         cpu=SAME,
         local_sgd=tested(f"{WORKERS}test_exit.py::test_a_signal_ends_all_workers_at_the_next_round_with_a_checkpoint"),
+        hot_switch=HOT_SAME,
     ),
     option(
         "--exit-duration-in-mins",
         cpu=SAME,
         local_sgd=tested(f"{WORKERS}test_exit.py::test_a_time_limit_ends_all_workers_at_the_next_round"),
+        hot_switch=HOT_SAME,
     ),
-    option("--inprocess-restart", cpu=RESILIENCY, local_sgd=RESILIENCY),
-    option("--enable-ft-package", cpu=RESILIENCY, local_sgd=RESILIENCY),
-    option("--adlr-autoresume", local_sgd=UNTRIED),
+    option("--inprocess-restart", cpu=RESILIENCY, local_sgd=RESILIENCY, hot_switch=RESILIENCY),
+    option("--enable-ft-package", cpu=RESILIENCY, local_sgd=RESILIENCY, hot_switch=RESILIENCY),
+    option("--adlr-autoresume", local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
     option(
         "--log-straggler",
         cpu=SAME,
         local_sgd=refused("its report gathers from all ranks, which makes the workers wait for each other"),
+        hot_switch=UNTRIED_HOT,
     ),
 )

@@ -10,17 +10,24 @@ __all__ = [
     "BACKENDS",
     "BOOKKEEPING",
     "CONTINUES",
+    "HOT_BOOKKEEPING",
+    "HOT_RESUME",
+    "HOT_SAME",
+    "HOT_STATIC",
     "NEEDS_TE",
     "RESILIENCY",
     "RESUME",
     "SAME",
+    "STRATEGIES",
     "UNTRIED",
+    "UNTRIED_HOT",
     "UNTRIED_ON_CPU",
     "WORKERS",
     "WORKERS_BOOKKEEPING",
 ]
 
 BACKENDS = "tests/backends/"
+STRATEGIES = "tests/hot_switch/"
 WORKERS = "tests/local_sgd/"
 
 SAME = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
@@ -32,6 +39,12 @@ CONTINUES = tested(
 )
 WORKERS_BOOKKEEPING = tested(f"{WORKERS}test_checkpoint.py::test_options_for_keeping_and_reading_checkpoints")
 
+HOT_STATIC = tested(f"{STRATEGIES}test_training.py::test_hot_equals_static")
+HOT_SAME = tested(f"{STRATEGIES}test_training.py::test_options_that_change_no_result")
+HOT_RESUME = tested(f"{STRATEGIES}test_checkpoints.py::test_a_resumed_run_ends_with_the_same_bits")
+HOT_BOOKKEEPING = tested(f"{STRATEGIES}test_checkpoints.py::test_options_for_keeping_and_reading_checkpoints")
+
+UNTRIED_HOT = refused("it has not been tested with several strategies")
 UNTRIED = refused("it has not been tested with workers that train apart")
 UNTRIED_ON_CPU = refused("it has not been tested there")
 NEEDS_TE = refused("it needs Transformer Engine")

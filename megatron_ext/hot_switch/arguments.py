@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron's arguments in a run with hot switching: what is wrong with them, and what they become."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError, combine
+from megatron_ext.hot_switch.config import HotSwitchConfig
+from megatron_ext.hot_switch.senders import ALGORITHMS
+from megatron_ext.hot_switch.strategy import Strategy
+from megatron_ext.hot_switch.strategy_file import read_strategy_file
+from megatron_ext.hot_switch.strategy_list import StrategyList, check_strategies, parse_strategies
+from megatron_ext.params import GptShape, ParamsError
+from megatron_ext.support import refusals
+
+__all__ = ["adjust_arguments", "argument_problems", "strategies_of"]
+
+_LAYOUTS = ("none", "rope", "learned_absolute")
+
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "--transformer-impl transformer_engine",
+        lambda args: args.transformer_impl != "local",
+        "packed rows need a mask that keeps documents apart, which Transformer Engine does not take in this form; use "
+        "--transformer-impl local",
+    ),
+    ("--fp16", lambda args: args.fp16, "guests have no loss scale of their own yet; use --bf16"),
+    ("--num-experts", lambda args: bool(args.num_experts), "guests with experts are not there yet; use a dense model"),
+    (
+        "--context-parallel-size above 1",
+        lambda args: args.context_parallel_size > 1,
+        "strategies with context parallelism are not there yet; use 1",
+    ),
+    (
+        "virtual pipeline stages",
+        lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
+        "each strategy has its own; drop --num-layers-per-virtual-pipeline-stage and "
+        "--num-virtual-stages-per-pipeline-rank, and give vpp in --hot-switch-strategy-file",
+    ),
+    (
+        "uneven pipeline stages",
+        lambda args: bool(
+            args.decoder_first_pipeline_num_layers
+            or args.decoder_last_pipeline_num_layers
+            or args.account_for_embedding_in_pipeline_split
+            or args.account_for_loss_in_pipeline_split
+            or args.pipeline_model_parallel_layout
+        ),
+        "they would be home's only; use as many layers as every strategy's stages divide",
+    ),
+    (
+        "--use-local-sgd",
+        lambda args: getattr(args, "use_local_sgd", False),
+        "strategies inside workers are not there yet",
+    ),
+    (
+        "--sync-service",
+        lambda args: getattr(args, "sync_service", None) is not None,
+        "each peer would read all documents; drop one of them",
+    ),
+    (
+        "--dataloader-type",
+        lambda args: args.dataloader_type not in (None, "single"),
+        "hot switching reads documents in an order of its own; drop it",
+    ),
+    (
+        "a blend of data",
+        lambda args: not args.mock_data and (args.data_path is None or len(args.data_path) != 1),
+        "hot switching reads the documents of one corpus; give --data-path one prefix",
+    ),
+    ("--sft, --fim-data", lambda args: args.sft or args.fim_data, "hot switching reads plain documents; drop them"),
+    (
+        "--dataloader-inter-document-masking",
+        lambda args: args.dataloader_inter_document_masking,
+        "hot switching keeps documents apart itself; drop it",
+    ),
+    (
+        "--window-size",
+        lambda args: args.window_size is not None,
+        "Megatron's unfused attention forgets the documents' mask with it; drop it",
+    ),
+    (
+        "--position-embedding-type",
+        lambda args: args.position_embedding_type not in _LAYOUTS,
+        f"it has not been tested with packed rows; use one of {', '.join(_LAYOUTS)}",
+    ),
+    (
+        "--multi-latent-attention",
+        lambda args: args.multi_latent_attention,
+        "the parameter view does not know it; drop it",
+    ),
+    ("--spec", lambda args: args.spec is not None, "the parameter view knows Megatron's own GPT layers only; drop it"),
+    (
+        "--defer-embedding-wgrad-compute",
+        lambda args: args.defer_embedding_wgrad_compute,
+        "it has not been tested with guests; drop it",
+    ),
+)
+"""Options that other tables do not cover, whether they are asked for, and why not with hot switching, with the way
+out."""
+
+
+def argument_problems(args: Any, feature: str) -> list[str]:
+    """Return what is wrong, one sentence each.
+
+    Args:
+        args: Megatron's arguments as parsed.
+        feature: the name of hot switching in the support table.
+    """
+    config = HotSwitchConfig.from_args(args)
+    if not config.active:
+        given, defaults = config.by_flag(), HotSwitchConfig().by_flag()
+        return [
+            f"{flag} has no effect without --hot-switch-strategies or --hot-switch-strategy-file; add one of them or "
+            "drop the option"
+            for flag, value in given.items()
+            if value != defaults[flag]
+        ]
+    problems = _list_problems(args, config)
+    if config.hot_switch_gpus_per_node < 1:
+        problems.append(f"--hot-switch-gpus-per-node is {config.hot_switch_gpus_per_node}; it must be at least 1")
+    if config.hot_switch_algorithm not in ALGORITHMS:
+        problems.append(
+            f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"
+        )
+    problems += [
+        f"{option} is not supported with hot switching: {why}" for option, asked, why in _REFUSED if asked(args)
+    ]
+    return problems + refusals(args, feature)
+
+
+def strategies_of(args: Any) -> StrategyList:
+    """Return the strategies and buckets of a run.
+
+    Args:
+        args: Megatron's arguments, before `adjust_arguments`.
+
+    Raises:
+        UserError: with all problems and their fixes.
+    """
+    config = HotSwitchConfig.from_args(args)
+    if config.hot_switch_strategy_file is not None:
+        return _from_file(args, Path(config.hot_switch_strategy_file))
+    parsed, problems = parse_strategies(config.hot_switch_strategies or ())
+    # What Megatron's flags say about a layout's details, they say about all strategies.
+    strategies = [
+        strategy
+        and replace(
+            strategy,
+            sequence_parallel=bool(args.sequence_parallel) and strategy.tp > 1,
+            micro_batch_size=args.micro_batch_size or 1,
+            recompute=args.recompute_granularity or "none",
+        )
+        for strategy in parsed
+    ]
+    return check_strategies(
+        strategies,
+        config.hot_switch_bucket_sizes or (),
+        world_size=args.world_size,
+        seq_length=args.seq_length,
+        shape=_shape_of(args, [strategy for strategy in strategies if strategy]),
+        problems=problems,
+    )
+
+
+def _from_file(args: Any, path: Path) -> StrategyList:
+    listed = read_strategy_file(path, world_size=args.world_size, seq_length=args.seq_length)
+    problems = []
+    if not listed.buckets:
+        problems.append(f"{path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0")
+    for strategy in listed.strategies:
+        given = {
+            "cp": strategy.cp > 1,
+            "ep": strategy.ep > 1,
+            "etp": strategy.etp not in (None, strategy.tp),
+            "first_stage_layers": strategy.first_stage_layers is not None,
+            "last_stage_layers": strategy.last_stage_layers is not None,
+        }
+        problems += [
+            f"{path}: strategy {strategy.label}: training does not support {name} yet; drop it"
+            for name, is_given in given.items()
+            if is_given
+        ]
+    if problems:
+        raise combine(problems, "hot-switch strategies")
+    shape = _shape_of(args, listed.strategies)
+    return read_strategy_file(path, world_size=args.world_size, seq_length=args.seq_length, shape=shape)
+
+
+def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
+    """Give Megatron home's layout and what hot switching needs; return a line to print for each change."""
+    home = strategies.home
+    lines = [
+        "hot switching: home "
+        + " then ".join(
+            f"{strategy.label} for {bucket.above} < positions <= {bucket.up_to}"
+            for strategy, bucket in zip(strategies.strategies, strategies.buckets, strict=True)
+        ).replace(" then ", ", guests " if len(strategies.strategies) > 2 else ", guest ", 1)
+    ]
+    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = home.tp, home.pp
+    if args.hot_switch_strategy_file is not None:
+        lines += _take_from_file(args, home)
+    if not args.calculate_per_token_loss:
+        args.calculate_per_token_loss = True
+        lines.append("hot switching: --calculate-per-token-loss is set: all tokens of a step count alike")
+    if args.rerun_mode != "disabled":
+        lines.append(f"hot switching: --rerun-mode {args.rerun_mode} becomes 'disabled'")
+        args.rerun_mode = "disabled"
+    if args.masked_softmax_fusion:
+        args.masked_softmax_fusion = False
+        lines.append("hot switching: --no-masked-softmax-fusion is set: the fused kernel ignores documents' masks")
+    # Megatron pads the vocabulary to a multiple of this times home's tensor parallel size.
+    common = math.lcm(args.make_vocab_size_divisible_by * home.tp, *(each.tp for each in strategies.strategies))
+    if common // home.tp != args.make_vocab_size_divisible_by:
+        args.make_vocab_size_divisible_by = common // home.tp
+        lines.append(
+            f"hot switching: --make-vocab-size-divisible-by becomes {args.make_vocab_size_divisible_by}, so that every "
+            "strategy can divide the vocabulary"
+        )
+    return lines
+
+
+def _take_from_file(args: Any, home: Strategy) -> list[str]:
+    """Take what the file says about home in place of Megatron's own options; return a line about it."""
+    args.sequence_parallel = home.sequence_parallel
+    args.micro_batch_size = home.micro_batch_size
+    args.num_virtual_stages_per_pipeline_rank = home.vpp if home.vpp > 1 else None
+    args.recompute_granularity = None if home.recompute == "none" else home.recompute
+    if home.recompute == "full":
+        args.recompute_method = args.recompute_method or "uniform"
+        args.recompute_num_layers = args.recompute_num_layers or 1
+    return [
+        f"hot switching: the file says for home: sequence parallelism {'on' if home.sequence_parallel else 'off'}, "
+        f"--micro-batch-size {home.micro_batch_size}, {home.vpp} model chunks per stage, recompute {home.recompute}"
+    ]
+
+
+def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
+    problems = []
+    if config.hot_switch_strategy_file is not None:
+        problems += [
+            f"{option} is in --hot-switch-strategy-file already; drop the one or the other"
+            for option, given in (
+                ("--hot-switch-strategies", config.hot_switch_strategies),
+                ("--hot-switch-bucket-sizes", config.hot_switch_bucket_sizes),
+                ("--sequence-parallel", args.sequence_parallel),
+                ("--recompute-granularity", args.recompute_granularity),
+            )
+            if given
+        ]
+    elif config.hot_switch_bucket_sizes is None:
+        problems.append(
+            "--hot-switch-strategies needs --hot-switch-bucket-sizes: the longest sequence of every strategy from "
+            "--seq-length down, then 0"
+        )
+    try:
+        home = strategies_of(args).home
+    except UserError as error:
+        # Without bucket sizes the list has its own complaint about their number.
+        return problems or [str(error)]
+    for option, given, wanted in (
+        ("--tensor-model-parallel-size", args.tensor_model_parallel_size, home.tp),
+        ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, home.pp),
+    ):
+        if given not in (1, wanted):
+            problems.append(
+                f"{option} is {given}, but the first of --hot-switch-strategies, which is home, says {wanted}; drop "
+                f"{option}"
+            )
+    return problems
+
+
+def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:
+    """Return the model as far as strategies must divide it, None where Megatron has something to complain about.
+
+    Args:
+        args: Megatron's arguments.
+        strategies: which the vocabulary is padded to suit.
+    """
+    if not (args.num_layers and args.hidden_size and args.num_attention_heads):
+        return None
+    width = args.ffn_hidden_size
+    if width is None:
+        width = int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
+    try:
+        return GptShape(
+            num_layers=args.num_layers,
+            hidden_size=args.hidden_size,
+            ffn_hidden_size=width,
+            num_attention_heads=args.num_attention_heads,
+            num_query_groups=args.num_query_groups if args.group_query_attention else None,
+            kv_channels=args.kv_channels,
+            padded_vocab_size=math.lcm(*(max(1, strategy.tp) for strategy in strategies)),
+            gated_linear_unit=args.swiglu,
+        )
+    except ParamsError:
+        return None

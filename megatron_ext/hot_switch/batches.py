@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data of a training step: which sequences, in which rows, for which strategy and replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_ext.hot_switch.documents import Documents
+from megatron_ext.hot_switch.packing import StrategyBatch, plan_batch
+from megatron_ext.hot_switch.rows import PackedBatch, pack_rows
+from megatron_ext.hot_switch.sequences import Sequence, SequenceOrder
+from megatron_ext.hot_switch.strategy_list import StrategyList
+
+__all__ = ["BatchReader", "GlobalBatch", "batch_dictionaries"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatch:
+    """One global batch, split over the strategies; the same on all ranks."""
+
+    sequences: tuple[Sequence, ...]
+    """What is trained, in the order in which it was drawn."""
+
+    parts: tuple[StrategyBatch | None, ...]
+    """What each strategy does of it, home first; None for a guest without data."""
+
+    @property
+    def predicted(self) -> int:
+        """Tokens that are predicted."""
+        return sum(sequence.positions for sequence in self.sequences)
+
+    @property
+    def padding_ratio(self) -> float:
+        """Positions that are computed for nothing, as a part of all that are computed."""
+        return 1.0 - self.predicted / sum(part.positions for part in self.parts if part is not None)
+
+
+class BatchReader:
+    """Reads global batches. Where it reads is a function of the sequences consumed, so it has no state to save."""
+
+    def __init__(self, documents: Documents, strategies: StrategyList, *, seed: int) -> None:
+        """Prepare to read.
+
+        Args:
+            documents: what to read.
+            strategies: with buckets.
+            seed: of the order.
+        """
+        self._documents = documents
+        self._strategies = strategies
+        self._order = SequenceOrder(documents.lengths, longest=strategies.buckets[0].up_to, seed=seed)
+
+    @property
+    def sequences_per_epoch(self) -> int:
+        """Sequences in one epoch."""
+        return self._order.per_epoch
+
+    def plan(self, consumed: int, size: int) -> GlobalBatch:
+        """Return the batch of `size` sequences that comes after `consumed` ones. Reads no tokens."""
+        sequences = tuple(self._order.at(place) for place in range(consumed, consumed + size))
+        parts = plan_batch([sequence.positions for sequence in sequences], self._strategies)
+        return GlobalBatch(sequences=sequences, parts=parts)
+
+    def read(self, batch: GlobalBatch, strategy: int, replica: int) -> list[PackedBatch]:
+        """Return the micro-batches of one data-parallel replica under one strategy that has data."""
+        part = batch.parts[strategy]
+        assert part is not None
+        return [
+            pack_rows([[self._tokens(batch.sequences[each]) for each in row] for row in rows], part.row_length)
+            for rows in part.micro_batches[replica]
+        ]
+
+    def _tokens(self, sequence: Sequence) -> Any:
+        return self._documents.read(sequence.document, sequence.offset, sequence.positions + 1)
+
+
+def batch_dictionaries(batches: list[PackedBatch]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield micro-batches in the form in which Megatron's GPT dataset gives them, without an attention mask."""
+    for batch in batches:
+        yield {
+            "tokens": batch.tokens,
+            "labels": batch.labels,
+            "loss_mask": batch.loss_mask,
+            "position_ids": batch.position_ids,
+        }

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of training with hot switching: the fields' docstrings are the help texts of the command line."""
+
+# Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
+
+from dataclasses import dataclass
+
+from megatron_ext.local_sgd.options import FromArgs
+
+__all__ = ["HotSwitchConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotSwitchConfig(FromArgs):
+    """Each training step runs several parallel strategies, one per bucket of sequence lengths (HotSPa, SOSP 2024).
+
+    The training data is read document by document, and --global-batch-size counts sequences: documents, or pieces of
+    --seq-length tokens of longer ones.
+    """
+
+    hot_switch_strategies: list[str] | None = None
+    """Strategies as DP,TP,PP, each for all ranks. The first one is home: it owns the optimizer's state and trains
+    the longest sequences, and --tensor-model-parallel-size and --pipeline-model-parallel-size are taken from it. The
+    others are guests in the order in which they run, shortest sequences first. With one strategy nothing switches."""
+
+    hot_switch_bucket_sizes: list[int] | None = None
+    """Bounds of the sequence lengths, from --seq-length down to 0, one more than strategies. A strategy trains the
+    sequences that are longer than the lower bound of its bucket, up to the upper one."""
+
+    hot_switch_strategy_file: str | None = None
+    """The same as a YAML file, in which each strategy can also have vpp, sequence_parallel, micro_batch_size and
+    recompute of its own; home's are taken for the run's."""
+
+    hot_switch_gpus_per_node: int = 8
+    """Ranks of a node, for the choice of who sends in a switch: of several ranks that hold the same part, one on the
+    receiver's node is taken."""
+
+    hot_switch_algorithm: str = "balanced"
+    """How senders are chosen where several ranks hold the same part: balanced, greedy, round-robin or fcfs."""
+
+    @property
+    def active(self) -> bool:
+        """Whether there are strategies."""
+        return self.hot_switch_strategies is not None or self.hot_switch_strategy_file is not None

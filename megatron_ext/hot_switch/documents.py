@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The documents that a run trains on: those of Megatron's .bin/.idx files, or made-up ones."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.errors import UserError
+
+__all__ = ["Documents", "IndexedDocuments", "MockDocuments", "open_documents"]
+
+Tokens = npt.NDArray[np.integer]
+
+
+class Documents(Protocol):
+    """Documents of tokens."""
+
+    @property
+    def lengths(self) -> Tokens:
+        """Tokens of each document."""
+
+    def read(self, document: int, offset: int, count: int) -> Tokens:
+        """Return `count` tokens of a document, from token `offset` on."""
+
+
+class IndexedDocuments:
+    """The training part of a Megatron .bin/.idx pair, in the files' order.
+
+    Like Megatron's GPT dataset this takes each of the file's sequences for a document.
+    """
+
+    def __init__(self, prefix: str, split: str) -> None:
+        """Open the files.
+
+        Args:
+            prefix: their path without .bin and .idx.
+            split: Megatron's --split; the first part is for training.
+        """
+        from megatron.core.datasets.blended_megatron_dataset_config import (
+            convert_split_vector_to_split_matrix,
+            parse_and_normalize_split,
+        )
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        self._file = IndexedDataset(prefix, multimodal=False, mmap=True)
+        count = len(self._file.sequence_lengths)
+        part = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))[0]
+        begin, end = (0, 0) if part is None else (round(bound * count) for bound in part)
+        if begin == end:
+            raise UserError(f"--split {split}: {prefix} has no document for training; give the first part more")
+        self._begin = begin
+        self._lengths: Tokens = self._file.sequence_lengths[begin:end]
+
+    @property
+    def lengths(self) -> Tokens:
+        """Tokens of each document."""
+        return self._lengths
+
+    def read(self, document: int, offset: int, count: int) -> Tokens:
+        """Return `count` tokens of a document, from token `offset` on."""
+        tokens: Tokens = self._file.get(self._begin + document, offset, count)
+        return tokens
+
+
+class MockDocuments:
+    """Documents for --mock-data, most of them short, few of them long. Each counts in steps of its own."""
+
+    COUNT = 10_000
+
+    def __init__(self, *, longest: int, vocab_size: int, seed: int) -> None:
+        """Decide the lengths.
+
+        Args:
+            longest: --seq-length; some documents are longer, and some have one token only.
+            vocab_size: tokens are below it.
+            seed: of lengths and tokens.
+        """
+        generator = np.random.default_rng(seed)
+        spread = generator.lognormal(np.log(max(2.0, longest / 6)), 1.0, self.COUNT)
+        self._lengths: Tokens = np.clip(spread.astype(np.int64), 1, 2 * longest)
+        self._first = generator.integers(0, vocab_size, self.COUNT)
+        self._step = generator.integers(1, 4, self.COUNT)
+        self._vocab_size = vocab_size
+
+    @property
+    def lengths(self) -> Tokens:
+        """Tokens of each document."""
+        return self._lengths
+
+    def read(self, document: int, offset: int, count: int) -> Tokens:
+        """Return `count` tokens of a document, from token `offset` on."""
+        tokens: Tokens = self._first[document] + self._step[document] * np.arange(offset, offset + count)
+        return tokens % self._vocab_size
+
+
+def open_documents(args: Any) -> Documents:
+    """Return the documents that Megatron's arguments name."""
+    if args.mock_data:
+        vocab_size = args.vocab_size or args.padded_vocab_size
+        return MockDocuments(longest=args.seq_length, vocab_size=vocab_size, seed=args.seed)
+    return IndexedDocuments(args.data_path[0], args.split or "969, 30, 1")

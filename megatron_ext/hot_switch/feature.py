@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hot switching as a feature of a Megatron run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import BuilderContext, Feature, LogContext, TrainContext
+from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problems, strategies_of
+from megatron_ext.hot_switch.batches import BatchReader
+from megatron_ext.hot_switch.config import HotSwitchConfig
+from megatron_ext.hot_switch.documents import open_documents
+from megatron_ext.hot_switch.strategy_list import StrategyList
+from megatron_ext.params import Layout
+from megatron_ext.patching import Patch
+from megatron_ext.seams import checkpoint, logging, model, strategies, training
+from megatron_ext.seams.arguments import add_config_group, say
+
+__all__ = ["HotSwitchFeature"]
+
+_MIB = 2**20
+
+
+class HotSwitchFeature(Feature):
+    """Wires the switching step to Megatron's groups, model builder, loop and log."""
+
+    name = "hot-switch"
+
+    def __init__(self) -> None:
+        self._strategies: StrategyList | None = None
+        self._home: Any = None
+        self._guests: list[Any] = []
+        self._step: Any = None
+
+    # Arguments.
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the group of hot switching."""
+        add_config_group(parser, HotSwitchConfig, "hot switching")
+
+    def enabled(self, args: Any) -> bool:
+        """Return whether strategies are given; a single one reads the same data and switches nothing."""
+        return HotSwitchConfig.from_args(args).active
+
+    def validate(self, args: Any) -> list[str]:
+        """Check the strategies, and the options that hot switching does not go with."""
+        return argument_problems(args, self.name)
+
+    def adjust_arguments(self, args: Any) -> list[str]:
+        """Make the run home's, and say so."""
+        self._strategies = strategies_of(args)
+        return adjust_arguments(args, self._strategies)
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the seams that hot switching uses."""
+        return [
+            *strategies.patches(),
+            *model.patches(),
+            *training.loop_patches(),
+            *logging.patches(),
+            *checkpoint.repairs(),
+        ]
+
+    def guest_layouts(self, args: Any) -> Sequence[Layout]:
+        """Return the guests' layouts."""
+        return [strategy.layout(args.num_layers) for strategy in self._require_strategies().strategies[1:]]
+
+    # The run.
+
+    def on_builder_done(self, context: BuilderContext) -> None:
+        """Build the guests as home was built."""
+        # Imported here because it imports Megatron, whose import the command line tools can do without.
+        from megatron.training import get_args
+
+        from megatron_ext.hot_switch.guest import SwitchOptions, build_guest
+        from megatron_ext.hot_switch.placed_model import PlacedModel
+
+        if not context.trains:
+            return
+        config = HotSwitchConfig.from_args(get_args())
+        options = SwitchOptions(gpus_per_node=config.hot_switch_gpus_per_node, algorithm=config.hot_switch_algorithm)
+        states = strategies.parallel_states()
+        listed = self._require_strategies().strategies
+        self._home = PlacedModel(listed[0], states[0], context.model)
+        self._guests = []
+        for strategy, state in zip(listed[1:], states[1:], strict=True):
+            guest = build_guest(
+                strategy,
+                state,
+                context,
+                home=self._home.view,
+                before=self._guests[-1] if self._guests else None,
+                options=options,
+            )
+            self._guests.append(guest)
+            say(
+                f"hot switching: guest {strategy.label} takes {guest.bytes_from_home / _MIB:.1f} MiB of parameters "
+                f"from home and sends {guest.bytes_of_gradients / _MIB:.1f} MiB of gradients there, all ranks together"
+            )
+
+    def on_train_start(self, context: TrainContext) -> None:
+        """Open the data, and let home's gradients be those of all strategies."""
+        from megatron_ext.hot_switch.step import SwitchingStep
+
+        if self._home is None:
+            raise UserError(
+                "hot switching builds guests the way Megatron's GPTModelBuilder builds home, but the model was built "
+                "by a model_provider; give pretrain() the model's config, as Megatron's pretrain_gpt.py does"
+            )
+        listed = self._require_strategies()
+        reader = BatchReader(open_documents(context.args), listed, seed=context.args.seed)
+        say(
+            f"hot switching: {reader.sequences_per_epoch} sequences per epoch, "
+            f"{context.args.global_batch_size} per step, {context.args.consumed_train_samples} read before"
+        )
+        self._step = SwitchingStep(self._home, self._guests, reader)
+        self._step.install(context.config)
+
+    def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the switching step in place of home's schedule."""
+        return functools.partial(self._step.run, original)
+
+    def on_log(self, context: LogContext) -> None:
+        """Report how much of the step was padding."""
+        batch = self._step.last_batch
+        if batch is None:
+            return
+        if context.printing:
+            context.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
+        if context.writing:
+            context.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
+            context.scalars["hot-switch/tokens"] = batch.predicted
+
+    def _require_strategies(self) -> StrategyList:
+        assert self._strategies is not None, "hot switching: arguments are not validated yet"
+        return self._strategies

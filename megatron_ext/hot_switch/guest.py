@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A guest: the model under another strategy than home's, with memory only while it trains."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import BuilderContext
+from megatron_ext.hot_switch.executor import SwitchExecutor
+from megatron_ext.hot_switch.figures import measure_plan
+from megatron_ext.hot_switch.placed_model import PlacedModel
+from megatron_ext.hot_switch.plan import SwitchPlan, plan_switch
+from megatron_ext.hot_switch.rows import PackedBatch
+from megatron_ext.hot_switch.strategy import Strategy
+from megatron_ext.params import ParameterView
+from megatron_ext.seams.strategies import ParallelState, keeping_random_state, seed_device
+
+__all__ = ["Guest", "SwitchOptions", "build_guest", "held_tensors"]
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SwitchOptions:
+    """How switches are planned."""
+
+    gpus_per_node: int
+    """Ranks of a node."""
+
+    algorithm: str
+    """Key of `ALGORITHMS`."""
+
+    def plan(self, source: ParameterView, target: ParameterView) -> SwitchPlan:
+        """Return the plan that goes from one view's layout to the other's."""
+        return plan_switch(
+            source.shape,
+            source.layout,
+            target.layout,
+            gpus_per_node=min(self.gpus_per_node, source.layout.world_size),
+            algorithm=self.algorithm,
+        )
+
+
+def held_tensors(view: ParameterView) -> dict[str, torch.Tensor]:
+    """Return this rank's parameters and persistent buffers by global name, sharing their memory."""
+    return {entry.placed.name: entry.parameter.data for entry in (*view.entries, *view.buffers)}
+
+
+class Guest(PlacedModel):
+    """A model that borrows its parameters and gives its gradients away.
+
+    Outside its turn it has no memory for either. It never writes to its parameters, so where the plan allows they are
+    home's own memory.
+
+    Attributes:
+        bytes_from_home: parameter bytes of all ranks that switching here from home sends.
+        bytes_of_gradients: gradient bytes of all ranks that sending them home moves.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        state: ParallelState,
+        chunks: Sequence[Any],
+        *,
+        home: ParameterView,
+        before: Guest | None,
+        options: SwitchOptions,
+    ) -> None:
+        """Plan this guest's switches, and give up the memory that its chunks were built with.
+
+        Args:
+            strategy: the guest's.
+            state: its parallel layout, which must be in place.
+            chunks: its model chunks, wrapped in DDP.
+            home: home's tensors.
+            before: the guest that runs before this one.
+            options: of the plans.
+        """
+        super().__init__(strategy, state, chunks)
+        from_home, to_home = options.plan(home, self.view), options.plan(self.view, home)
+        self.bytes_from_home = _moved_bytes(from_home)
+        self._from_home = SwitchExecutor(from_home, dist.group.WORLD)
+        self._from_before: SwitchExecutor | None = None
+        if before is not None:
+            plan = options.plan(before.view, self.view)
+            if _moved_bytes(plan) < self.bytes_from_home:
+                self._from_before = SwitchExecutor(plan, dist.group.WORLD)
+        self._to_home = SwitchExecutor(to_home, dist.group.WORLD, gradients=True)
+        self.bytes_of_gradients = _moved_bytes(to_home) * 4 // home.shape.dtype.itemsize
+        self._entries = (*self.view.entries, *self.view.buffers)
+        self._tokens = torch.zeros((), dtype=torch.int)
+        self.config.finalize_model_grads_func = self._finalize
+        self._nothing = torch.empty(0, device=self.device)
+        self._drop_tensors()
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether the guest before it is nearer than home: switching from it sends fewer bytes."""
+        return self._from_before is not None
+
+    def borrow(self, source: Tensors, *, from_home: bool) -> dict[str, torch.Tensor]:
+        """Take parameters from home or from the guest before. All ranks must call it.
+
+        Args:
+            source: what the rank holds there, by global name.
+            from_home: where `source` is from.
+
+        Returns:
+            This guest's parameters and buffers by global name. They may share memory with `source`, and hold until
+            `give_back`.
+        """
+        executor = self._from_home if from_home else self._from_before
+        assert executor is not None
+        held = executor.switch(source)
+        for entry in self._entries:
+            entry.parameter.data = held[entry.placed.name]
+        return held
+
+    def give_back(self) -> None:
+        """Give up the memory of parameters."""
+        self._drop_tensors()
+        self._from_home.release()
+        if self._from_before is not None:
+            self._from_before.release()
+
+    @contextmanager
+    def training(self, row_length: int, batches: Sequence[PackedBatch], home: Any, seed: int) -> Iterator[None]:
+        """Let the guest train: a turn with gradient memory, and with generators of its own.
+
+        Args:
+            row_length: positions of a row.
+            batches: this rank's micro-batches.
+            home: home's `TransformerConfig`.
+            seed: for dropout. It belongs to the step and the strategy, so that a resumed run needs no state of it.
+        """
+        self.config.grad_scale_func, self.config.timers = home.grad_scale_func, home.timers
+        with keeping_random_state(), self.turn(row_length, batches):
+            seed_device(seed)
+            for chunk in self.chunks:
+                chunk.restore_grad_buffers(synchronize=False)
+                chunk.zero_grad_buffer()
+            yield
+
+    def send_gradients(self, home: Tensors) -> None:
+        """Add the gradients to home's, by global name, fp32, and give up their memory. All ranks must call it."""
+        self._to_home.switch(self.gradients(), out=home)
+        self._to_home.release()
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+
+    @property
+    def counted_tokens(self) -> torch.Tensor:
+        """Predicted tokens of this replica in the last turn, on the ranks of the last stage; 0 elsewhere."""
+        return self._tokens
+
+    def _finalize(
+        self, model: list[Any], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
+    ) -> None:
+        """Reduce the gradients, but leave them undivided: home divides by the tokens of all strategies."""
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        assert num_tokens is not None, "hot switching needs --calculate-per-token-loss"
+        self._tokens = num_tokens
+        finalize_model_grads(model, None, pg_collection=pg_collection, **kwargs)
+
+    def _drop_tensors(self) -> None:
+        for entry in self._entries:
+            entry.parameter.data = self._nothing.to(entry.parameter.dtype)
+
+
+def build_guest(
+    strategy: Strategy,
+    state: ParallelState,
+    context: BuilderContext,
+    *,
+    home: ParameterView,
+    before: Guest | None,
+    options: SwitchOptions,
+) -> Guest:
+    """Build the model under another strategy, like Megatron built home's. All ranks must call it.
+
+    Raises:
+        UserError: the model was built with hooks, which a guest would not have.
+    """
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    if context.config.pre_wrap_hooks or context.config.post_wrap_hooks:
+        raise UserError(
+            "hot switching: the model's config has pre_wrap_hooks or post_wrap_hooks, which change home's model only; "
+            "build the model without them"
+        )
+    config = copy.deepcopy(context.config)
+    config.vocab_size, config.should_pad_vocab = home.shape.padded_vocab_size, False
+    _adapt(config.transformer, strategy)
+    ddp_config = dataclasses.replace(
+        context.ddp_config,
+        use_distributed_optimizer=False,
+        overlap_grad_reduce=False,
+        overlap_param_gather=False,
+        grad_reduce_in_fp32=True,
+        reduce_scatter_with_fp32_accumulation=False,
+        bucket_size=None,
+        num_buckets=None,
+    )
+    with keeping_random_state(), state.installed():
+        chunks = context.build_again(
+            config,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            ddp_config=ddp_config,
+            data_parallel_random_init=False,
+        )
+        return Guest(strategy, state, chunks, home=home, before=before, options=options)
+
+
+def _adapt(transformer: Any, strategy: Strategy) -> None:
+    """Give a home's copied `TransformerConfig` a guest's layout, and what Megatron derives from one."""
+    transformer.tensor_model_parallel_size = strategy.tp
+    transformer.pipeline_model_parallel_size = strategy.pp
+    transformer.virtual_pipeline_model_parallel_size = strategy.vpp if strategy.vpp > 1 else None
+    transformer.microbatch_group_size_per_vp_stage = strategy.pp
+    transformer.expert_model_parallel_size = strategy.ep
+    transformer.expert_tensor_parallel_size = strategy.tp if strategy.etp is None else strategy.etp
+    transformer.tensor_parallel_num_weight_shards = strategy.tp
+    transformer.expert_tensor_parallel_num_weight_shards = transformer.expert_tensor_parallel_size
+    transformer.sequence_parallel = strategy.sequence_parallel
+    transformer.overlap_p2p_comm = strategy.vpp > 1
+    transformer.batch_p2p_comm = not transformer.overlap_p2p_comm
+    transformer.recompute_granularity = None if strategy.recompute == "none" else strategy.recompute
+    if strategy.recompute == "full":
+        transformer.recompute_method = transformer.recompute_method or "uniform"
+        transformer.recompute_num_layers = transformer.recompute_num_layers or 1
+    else:
+        transformer.recompute_method = transformer.recompute_num_layers = None
+    # Home's parameters take the place of what would be drawn here.
+    transformer.perform_initialization = False
+
+
+def _moved_bytes(plan: SwitchPlan) -> int:
+    figures = measure_plan(plan)
+    return int(figures.sent_within.sum() + figures.sent_between.sum())

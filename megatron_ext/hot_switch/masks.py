@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gives every forward pass the attention mask of its micro-batch, whatever the user's `get_batch` does about masks.
+
+Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_ext.hot_switch.rows import PackedBatch, document_mask
+
+__all__ = ["DocumentMasks"]
+
+# `attention_mask` among the positional arguments of GPTModel.forward.
+_PLACE = 2
+
+
+class DocumentMasks:
+    """Counts the forward passes of each model chunk; schedules run the micro-batches of a chunk in order."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device) -> None:
+        """Hook into the chunks.
+
+        Args:
+            chunks: this rank's GPTModels, not wrapped.
+            device: of the masks.
+        """
+        self._device = device
+        self._batches: Sequence[PackedBatch] | None = None
+        self._passes = [0] * len(chunks)
+        for number, chunk in enumerate(chunks):
+            chunk.register_forward_pre_hook(partial(self._give, number), with_kwargs=True)
+
+    @contextmanager
+    def of(self, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        """Give the masks of these micro-batches, each once to each chunk. Outside, forward passes are left alone.
+
+        Raises:
+            RuntimeError: the chunks ran another number of forward passes.
+        """
+        self._batches, self._passes = batches, [0] * len(self._passes)
+        try:
+            yield
+        finally:
+            self._batches = None
+        if any(passes != len(batches) for passes in self._passes):
+            raise RuntimeError(
+                f"the forward step ran {self._passes} forward passes of this rank's model chunks for {len(batches)} "
+                "micro-batches; hot switching needs exactly one pass for each"
+            )
+
+    def _give(
+        self, chunk: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._batches is None:
+            return None
+        number = self._passes[chunk]
+        self._passes[chunk] += 1
+        if number >= len(self._batches):
+            return None
+        mask = document_mask(self._batches[number].segments.to(self._device))
+        if len(args) > _PLACE:
+            return (*args[:_PLACE], mask, *args[_PLACE + 1 :]), kwargs
+        return args, {**kwargs, "attention_mask": mask}

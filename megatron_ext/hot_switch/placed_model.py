@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model under one strategy: its chunks on this rank, by global names, and the turn in which it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from megatron_ext.hot_switch.masks import DocumentMasks
+from megatron_ext.hot_switch.rows import PackedBatch
+from megatron_ext.hot_switch.strategy import Strategy
+from megatron_ext.params import ParameterView
+from megatron_ext.seams.strategies import ParallelState, with_arguments
+
+__all__ = ["PlacedModel"]
+
+
+class PlacedModel:
+    """What home and guests have in common.
+
+    Attributes:
+        strategy: the strategy.
+        state: its parallel layout.
+        chunks: this rank's model chunks, wrapped in DDP.
+        view: their tensors.
+    """
+
+    def __init__(self, strategy: Strategy, state: ParallelState, chunks: Sequence[Any]) -> None:
+        """Describe the chunks. Collective-free.
+
+        Args:
+            strategy: the strategy.
+            state: its parallel layout, which must be in place.
+            chunks: the model chunks, wrapped.
+        """
+        from megatron.core import parallel_state
+        from megatron.core.utils import unwrap_model
+
+        self.strategy = strategy
+        self.state = state
+        self.chunks = list(chunks)
+        self.view = ParameterView.from_model(self.chunks)
+        self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device)
+        self.replica = int(parallel_state.get_data_parallel_rank())
+        self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
+        # Losses and tokens are known to all ranks of the last stage; one of each replica speaks for it.
+        self.reports = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.view.entries[0].parameter.device
+
+    @property
+    def config(self) -> Any:
+        """The `TransformerConfig` that the schedules read."""
+        return self.chunks[0].config
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Return the gradient buffers of the parameters by global name, fp32."""
+        found = {}
+        for entry in self.view.entries:
+            gradient: Any = entry.parameter
+            found[entry.placed.name] = gradient.main_grad
+        return found
+
+    @torch.no_grad()
+    def gather_parameters(self) -> None:
+        """Have all parameters up to date now that Megatron would gather in the next forward pass."""
+        for chunk in self.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
+
+    @contextmanager
+    def turn(self, row_length: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
+        """Let Megatron, and the user's functions, see this strategy's layout, its rows and their masks."""
+        with ExitStack() as stack:
+            stack.enter_context(self.state.installed())
+            stack.enter_context(with_arguments(**self._arguments(row_length)))
+            stack.enter_context(self._masks.of(batches))
+            yield
+
+    def _arguments(self, row_length: int) -> Mapping[str, Any]:
+        strategy = self.strategy
+        return {
+            "tensor_model_parallel_size": strategy.tp,
+            "pipeline_model_parallel_size": strategy.pp,
+            "transformer_pipeline_model_parallel_size": strategy.pp,
+            "virtual_pipeline_model_parallel_size": strategy.vpp if strategy.vpp > 1 else None,
+            "data_parallel_size": strategy.dp,
+            "sequence_parallel": strategy.sequence_parallel,
+            "micro_batch_size": strategy.micro_batch_size,
+            "seq_length": row_length,
+            # The masks of documents are given to the model itself.
+            "create_attention_mask_in_dataloader": False,
+        }

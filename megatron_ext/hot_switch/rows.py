@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a micro-batch of packed rows, and the attention mask that keeps its documents apart."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+__all__ = ["PackedBatch", "document_mask", "pack_rows"]
+
+_PADDING = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One micro-batch. All tensors have the shape (rows, positions)."""
+
+    tokens: torch.Tensor
+    """int64, 0 where there is padding."""
+
+    labels: torch.Tensor
+    """int64: the token that follows in the document."""
+
+    loss_mask: torch.Tensor
+    """float32: 1 where a token is predicted, 0 where there is padding."""
+
+    position_ids: torch.Tensor
+    """int64, from 0 in each sequence."""
+
+    segments: torch.Tensor
+    """int64: which sequence of its row a position belongs to, from 0; -1 for padding."""
+
+
+def pack_rows(rows: Sequence[Sequence[npt.NDArray[np.integer]]], length: int) -> PackedBatch:
+    """Lay sequences one behind the other.
+
+    Args:
+        rows: for each row the tokens of its sequences, each with one token more than it has positions.
+        length: positions of every row, at least as many as the sequences of a row have together.
+    """
+    shape = (len(rows), length)
+    tokens, labels, position_ids = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+    loss_mask = np.zeros(shape, dtype=np.float32)
+    segments = np.full(shape, _PADDING, dtype=np.int64)
+    for row, sequences in enumerate(rows):
+        first = 0
+        for segment, sequence in enumerate(sequences):
+            end = first + len(sequence) - 1
+            tokens[row, first:end] = sequence[:-1]
+            labels[row, first:end] = sequence[1:]
+            loss_mask[row, first:end] = 1.0
+            position_ids[row, first:end] = np.arange(end - first)
+            segments[row, first:end] = segment
+            first = end
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        labels=torch.from_numpy(labels),
+        loss_mask=torch.from_numpy(loss_mask),
+        position_ids=torch.from_numpy(position_ids),
+        segments=torch.from_numpy(segments),
+    )
+
+
+def document_mask(segments: torch.Tensor) -> torch.Tensor:
+    """Return Megatron's attention mask for packed rows: a position sees itself and what precedes it in its sequence.
+
+    Args:
+        segments: `PackedBatch.segments`, shape (rows, positions).
+
+    Returns:
+        bool, True where attention is forbidden, shape (rows, 1, positions, positions).
+    """
+    length = segments.shape[1]
+    later = torch.ones((length, length), dtype=torch.bool, device=segments.device).triu(1)
+    return ((segments[:, :, None] != segments[:, None, :]) | later)[:, None]

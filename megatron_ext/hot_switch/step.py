@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The training step: the guests one after the other, then home, whose gradients end as those of all of them.
+
+Home's optimizer, clipping and everything else in Megatron's step find home's gradient buffers as they would be had
+home trained the whole global batch: summed over its tokens, and divided by their number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch, batch_dictionaries
+from megatron_ext.hot_switch.flat_tensors import FlatTensors
+from megatron_ext.hot_switch.guest import Guest, held_tensors
+from megatron_ext.hot_switch.itinerary import LocalTensor
+from megatron_ext.hot_switch.losses import GuestLosses
+from megatron_ext.hot_switch.placed_model import PlacedModel
+
+__all__ = ["SwitchingStep"]
+
+Losses = list[dict[str, torch.Tensor]]
+
+
+class SwitchingStep:
+    """Runs the forward and backward passes of training steps.
+
+    Attributes:
+        last_batch: the global batch of the last step, None before there was one.
+    """
+
+    def __init__(self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader) -> None:
+        """Prepare the steps.
+
+        Args:
+            home: the model that Megatron trains.
+            guests: in the order in which they run.
+            reader: of the global batches.
+        """
+        self._home = home
+        self._guests = guests
+        self._reader = reader
+        self._losses = GuestLosses(home.device)
+        self._guests_ran = False
+        shapes = {
+            entry.placed.name: LocalTensor(tuple(entry.parameter.shape), torch.float32) for entry in home.view.entries
+        }
+        self._sums = FlatTensors(shapes if guests else {}, home.device)
+        self._sums.give_up()
+        self.last_batch: GlobalBatch | None = None
+
+    def install(self, config: Any) -> None:
+        """Make home's gradients the sum of all strategies', through the hook that Megatron offers.
+
+        Args:
+            config: home's `TransformerConfig`.
+        """
+        from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+
+        inner = config.finalize_model_grads_func or finalize_model_grads
+
+        @functools.wraps(inner)
+        def finalize(
+            model: list[Any], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
+        ) -> None:
+            assert num_tokens is not None, "hot switching needs --calculate-per-token-loss"
+            if self._guests_ran and self._home.is_last_stage and self._home.replica == 0:
+                # Megatron adds up what the replicas of the last stage counted.
+                num_tokens += self._losses.tokens.to(num_tokens.dtype)
+            inner(model, num_tokens, pg_collection=pg_collection, **kwargs)
+            if self._guests_ran:
+                self._add_guests_gradients(num_tokens)
+
+        config.finalize_model_grads_func = finalize
+
+    def run(self, original: Callable[..., Any], **call: Any) -> Losses:
+        """Take the place of Megatron's schedule in a training step.
+
+        Args:
+            original: home's schedule.
+            call: what the step calls it with.
+
+        Returns:
+            The losses of home's micro-batches, and on home's last stage those of the guests as one more.
+        """
+        from megatron.training import get_args
+
+        args = get_args()
+        batch = self.last_batch = self._reader.plan(args.consumed_train_samples, args.global_batch_size)
+        self._run_guests(batch, call["forward_step_func"], args.seed + 1_000_003 * (args.curr_iteration + 1))
+        part = batch.parts[0]
+        assert part is not None
+        micro_batches = self._reader.read(batch, 0, self._home.replica)
+        with self._home.turn(part.row_length, micro_batches):
+            call["data_iterator"] = _iterators(self._home, micro_batches)
+            call["num_microbatches"] = part.count
+            call["seq_length"], call["micro_batch_size"] = part.row_length, self._home.strategy.micro_batch_size
+            losses: Losses = original(**call)
+        if self._guests_ran and self._home.is_last_stage:
+            losses.append(self._losses.for_home(losses[0], counts=self._home.replica == 0))
+        return losses
+
+    def _run_guests(self, batch: GlobalBatch, forward_step: Any, seed: int) -> None:
+        """Let every guest with data train, and collect gradients, tokens and losses."""
+        self._guests_ran = any(part is not None for part in batch.parts[1:])
+        if not self._guests_ran:
+            return
+        self._home.gather_parameters()
+        self._sums.take()
+        torch._foreach_zero_(list(self._sums.views.values()))
+        self._losses.start()
+        source: dict[str, torch.Tensor] = {}
+        in_use: list[tuple[int, Guest]] = []
+        for number, guest in enumerate(self._guests, 1):
+            part = batch.parts[number]
+            if part is None:
+                continue
+            follows = guest.may_follow and bool(in_use) and in_use[-1][0] == number - 1
+            if not follows:
+                _give_back(in_use)
+                source = held_tensors(self._home.view)
+            source = guest.borrow(source, from_home=not follows)
+            in_use.append((number, guest))
+            micro_batches = self._reader.read(batch, number, guest.replica)
+            with guest.training(part.row_length, micro_batches, self._home.config, seed + number):
+                losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
+            if guest.reports:
+                self._losses.add(losses, guest.counted_tokens)
+            guest.send_gradients(self._sums.views)
+        _give_back(in_use)
+        self._losses.finish()
+
+    @torch.no_grad()
+    def _add_guests_gradients(self, num_tokens: torch.Tensor) -> None:
+        """Add the guests' gradients to home's, which are reduced and divided by the number of tokens already."""
+        sums = self._sums.views
+        torch._foreach_mul_(list(sums.values()), 1.0 / num_tokens.clamp(min=1))
+        gradients = self._home.gradients()
+        torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
+        self._sums.give_up()
+
+
+def _give_back(in_use: list[tuple[int, Guest]]) -> None:
+    # The last one may use memory of those before it.
+    while in_use:
+        in_use.pop()[1].give_back()
+
+
+def _forward_backward(guest: Guest, forward_step: Any, row_length: int, micro_batches: list[Any]) -> Losses:
+    """Run the schedule of the layout in place."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    losses: Losses = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=_iterators(guest, micro_batches),
+        model=guest.chunks,
+        num_microbatches=len(micro_batches),
+        seq_length=row_length,
+        micro_batch_size=guest.strategy.micro_batch_size,
+        decoder_seq_length=None,
+        forward_only=False,
+    )
+    if losses and any(value.numel() != 2 for loss in losses for value in loss.values()):
+        raise UserError(
+            "hot switching: the loss function reports a single number; report its sum and the number of tokens as "
+            "Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
+        )
+    return losses
+
+
+def _iterators(model: PlacedModel, micro_batches: list[Any]) -> Any:
+    iterators = [batch_dictionaries(micro_batches) for _ in model.chunks]
+    return iterators if len(iterators) > 1 else iterators[0]

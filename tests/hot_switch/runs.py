@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs that the tests of training with hot switching share, and stock Megatron on the same documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tests.support.presets import Options, toy_gpt
+from tests.support.pretrain import RankOutcome, run_pretrain
+
+__all__ = ["COMMON", "arguments", "full_parameters", "hot_run", "losses", "stock_run"]
+
+COMMON: Options = {
+    "global_batch_size": 8,
+    "micro_batch_size": 1,
+    "train_iters": 20,
+    "lr": 1e-3,
+    "calculate_per_token_loss": True,
+    "vocab_size": 127,
+    "make_vocab_size_divisible_by": 8,
+}
+
+
+def arguments(strategies: Sequence[str], buckets: Sequence[int], **overrides: Any) -> list[str]:
+    """Return the command line of a toy GPT with hot switching."""
+    return toy_gpt(
+        COMMON,
+        {"hot_switch_strategies": list(strategies), "hot_switch_bucket_sizes": list(buckets)},
+        **overrides,
+    )
+
+
+def hot_run(strategies: Sequence[str], buckets: Sequence[int], **overrides: Any) -> list[RankOutcome]:
+    """Train with hot switching, on as many ranks as the strategies say."""
+    return run_pretrain(arguments(strategies, buckets, **overrides), _world_size(strategies[0]), probe=full_parameters)
+
+
+def stock_run(home: str, **overrides: Any) -> list[RankOutcome]:
+    """Let stock Megatron, with home's layout, train the same documents, each in a row of its own."""
+    _, tp, pp = map(int, home.split(","))
+    layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+    return run_pretrain(
+        toy_gpt(COMMON, layout, **overrides),
+        _world_size(home),
+        patch="backend-only",
+        probe=full_parameters,
+        before=feed_documents,
+    )
+
+
+def _world_size(strategy: str) -> int:
+    dp, tp, pp = map(int, strategy.split(","))
+    return dp * tp * pp
+
+
+def losses(ranks: list[RankOutcome]) -> list[float]:
+    """Return the loss of every iteration."""
+    return ranks[-1].losses
+
+
+def feed_documents() -> None:
+    """Give Megatron's loop the documents of --mock-data in place of its own samples."""
+    from megatron.training import training
+
+    training.build_train_valid_test_data_iterators = lambda provider: (_document_rows(), None, None)
+
+
+def _document_rows() -> Any:
+    from megatron.core import mpu
+    from megatron.core.rerun_state_machine import RerunDataIterator
+    from megatron.training import get_args
+
+    args = get_args()
+    args.do_train, args.do_valid, args.do_test = True, False, False
+    replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    return RerunDataIterator(_rows(args.seq_length, args.seed, args.consumed_train_samples + replica, replicas))
+
+
+def _rows(length: int, seed: int, first: int, step: int) -> Iterator[dict[str, Any]]:
+    import torch
+
+    from megatron_ext.hot_switch.documents import MockDocuments
+    from megatron_ext.hot_switch.sequences import SequenceOrder
+
+    documents = MockDocuments(longest=length, vocab_size=127, seed=seed)
+    order = SequenceOrder(documents.lengths, longest=length, seed=seed)
+    place = first
+    while True:
+        sequence = order.at(place)
+        tokens = torch.from_numpy(documents.read(sequence.document, sequence.offset, sequence.positions + 1).copy())
+        padding = torch.zeros(length - sequence.positions, dtype=torch.int64)
+        yield {
+            "tokens": torch.cat([tokens[:-1], padding])[None],
+            "labels": torch.cat([tokens[1:], padding])[None],
+            "loss_mask": torch.cat([torch.ones(sequence.positions), padding.float()])[None],
+            "position_ids": torch.arange(length)[None],
+            "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool).triu(1),
+        }
+        place += step
+
+
+def full_parameters(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
+    """Return on rank 0 every parameter as a whole, as numpy arrays; copies must be equal to the last bit."""
+    import torch.distributed as dist
+
+    from megatron_ext.params import ParameterView, gather
+
+    view = ParameterView.from_model(model)
+    mine = {entry.placed.name: entry.parameter.detach().float() for entry in view.entries}
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    if dist.get_rank() > 0:
+        return {}
+    held = [
+        ([placed for placed in view.placement.on_rank(rank) if placed.name in tensors], tensors)
+        for rank, tensors in enumerate(everyone)
+    ]
+    return {name: value.numpy() for name, value in gather(view.placement.tensors, held).items()}

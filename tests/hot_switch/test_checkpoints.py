@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints are home's: a run goes on from them with the same guests, other ones or none, or with another home."""
+
+import os
+
+import pytest
+
+from tests.hot_switch.runs import arguments, hot_run, losses
+from tests.support.pretrain import run_pretrain
+
+HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
+STATIC = (["1,2,1"], [32, 0])
+TOLERANCE = 1e-5
+
+
+def saved(tmp_path, run, **options):
+    """Train to iteration 4 with a checkpoint at 2, at which a later run with `load` starts."""
+    through = hot_run(*run, train_iters=4, save=os.fspath(tmp_path), save_interval=2, **options)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert len(set(losses(through))) == 4  # a run that does not move would resume exactly, too
+    return through
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+    options = {"bf16": True, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    through = saved(tmp_path, HOT, **options)
+    resumed = hot_run(*HOT, train_iters=4, load=os.fspath(tmp_path), **options)
+    for before, after in zip(through, resumed, strict=True):
+        assert before.losses[2:] == after.losses
+        assert before.grad_norms[2:] == after.grad_norms
+        assert before.parameters == after.parameters
+        assert before.optimizer == after.optimizer
+
+
+@pytest.mark.parametrize(("first", "then"), [(HOT, STATIC), (STATIC, HOT)], ids=["hot to static", "static to hot"])
+def test_a_run_goes_on_with_other_guests_or_none(tmp_path, first, then):
+    through = saved(tmp_path, first)
+    resumed = hot_run(*then, train_iters=4, load=os.fspath(tmp_path))
+    assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
+
+
+def test_another_home_goes_on_from_a_reshardable_checkpoint(tmp_path):
+    options = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    through = saved(tmp_path, HOT, **options)
+    resumed = hot_run(["2,1,1", "1,2,1"], [32, 8, 0], train_iters=4, load=os.fspath(tmp_path), **options)
+    assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
+
+
+def test_options_for_keeping_and_reading_checkpoints(tmp_path):
+    keeping = {
+        "save": os.fspath(tmp_path),
+        "save_interval": 1,
+        "save_retain_interval": 2,
+        "no_save_rng": True,
+        "no_ckpt_fully_parallel_save": True,
+        "ckpt_assume_constant_structure": True,
+        "dist_ckpt_workers": 2,
+    }
+    reading = {
+        "load": os.fspath(tmp_path),
+        "ckpt_step": 2,
+        "no_load_rng": True,
+        "ckpt_fully_parallel_load": True,
+        "dist_ckpt_strictness": "raise_unexpected",
+        "no_ckpt_load_validate_sharding_integrity": True,
+        "auto_detect_ckpt_format": True,
+        "exit_on_missing_checkpoint": True,
+    }
+    through = run_pretrain(arguments(*HOT, train_iters=4, use_distributed_optimizer=True, **keeping), 2)
+    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+    resumed = run_pretrain(arguments(*HOT, train_iters=4, use_distributed_optimizer=True, **reading), 2)
+    assert losses(resumed) == losses(through)[2:]
+    assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Documents of .bin/.idx files: those of the training part, token by token, and a run on them."""
+
+import numpy as np
+import pytest
+
+from megatron_ext.hot_switch.documents import MockDocuments
+from tests.hot_switch.runs import hot_run, losses
+from tests.support.corpus import make, write_json_lines
+from tests.support.distributed import run_ranks
+
+TEXTS = [f"{number} " * (1 + number % 23) for number in range(50)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """The prefix of a byte-level corpus of TEXTS, in their order."""
+    prefix = tmp_path / "corpus"
+    make(write_json_lines(tmp_path / "texts.jsonl", TEXTS), prefix)
+    return str(prefix)
+
+
+def documents_read(prefix, split):
+    """All documents of the training part, each read in two pieces."""
+    from megatron_ext.hot_switch.documents import IndexedDocuments
+
+    documents = IndexedDocuments(prefix, split)
+    return [
+        [*documents.read(number, 0, 1), *documents.read(number, 1, int(length) - 1)]
+        for number, length in enumerate(documents.lengths)
+    ]
+
+
+def test_the_training_part_is_read_token_by_token(corpus):
+    (found,) = run_ranks(documents_read, 1, corpus, "80,10,10")
+    assert [bytes(int(token) for token in tokens[:-1]).decode() for tokens in found] == TEXTS[:40]
+    assert all(tokens[-1] == 256 for tokens in found)
+
+
+def test_a_split_without_training_data_is_an_error(corpus):
+    (exit_,) = run_ranks(documents_read, 1, corpus, "0,90,10", expect_failure=True)
+    assert "has no document for training" in exit_.traceback
+
+
+def test_a_run_on_files_does_not_depend_on_the_strategies(corpus):
+    options = {
+        "mock_data": None,
+        "data_path": [corpus],
+        "split": "80,10,10",
+        "vocab_size": 263,
+        "train_iters": 3,
+        "data_cache_path": f"{corpus}.cache",
+    }
+    hot = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options)
+    static = hot_run(["2,1,1"], [32, 0], **options)
+    assert losses(hot) == pytest.approx(losses(static), abs=1e-5)
+    assert len(set(losses(static))) == 3
+
+
+def test_mock_documents_are_short_and_long_and_the_same_again():
+    documents, again = (MockDocuments(longest=32, vocab_size=127, seed=3) for _ in range(2))
+    lengths = documents.lengths
+    assert lengths.min() == 1 and lengths.max() == 64
+    assert (lengths <= 16).mean() > 0.7
+    number = int(np.argmax(lengths))
+    whole = documents.read(number, 0, 64)
+    assert whole.min() >= 0 and whole.max() < 127
+    assert again.read(number, 10, 5).tolist() == whole[10:15].tolist()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training with hot switching computes what stock Megatron computes on the same documents."""
+
+import numpy as np
+import pytest
+
+from tests.hot_switch.runs import COMMON, arguments, full_parameters, hot_run, losses, stock_run
+from tests.support.presets import PRECISIONS, toy_gpt
+from tests.support.pretrain import run_pretrain
+
+LLAMA = {
+    "swiglu": True,
+    "no_bias_swiglu_fusion": True,
+    "no_rope_fusion": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def largest_differences(ours, theirs):
+    """The largest difference of losses, and the largest of parameters with its name."""
+    mine, others = ours[0].probe, theirs[0].probe
+    assert mine.keys() == others.keys()
+    apart = max((float(np.abs(mine[name] - others[name]).max()), name) for name in mine)
+    assert len(losses(ours)) == len(losses(theirs)) > 0
+    return max(abs(a - b) for a, b in zip(losses(ours), losses(theirs), strict=True)), apart
+
+
+@pytest.mark.parametrize(
+    ("strategies", "options"),
+    [
+        (["1,2,2", "4,1,1", "2,1,2"], {}),
+        (["2,2,1", "1,4,1", "1,2,2"], {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True}),
+    ],
+    ids=["tp and pp at home", "distributed optimizer and sequence parallel"],
+)
+def test_hot_equals_static(strategies, options):
+    hot = hot_run(strategies, [32, 16, 8, 0], **options)
+    stock = stock_run(strategies[0], **options)
+    of_losses, of_parameters = largest_differences(hot, stock)
+    assert of_losses <= 1e-5
+    assert of_parameters[0] <= 1e-4, of_parameters
+
+
+INTERLEAVED = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 1, tp: 2, pp: 2, vpp: 2, sequence_parallel: true, recompute: full}
+  - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2}
+  - {dp: 2, tp: 1, pp: 2, vpp: 2, recompute: selective}
+"""
+
+
+def test_interleaved_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(INTERLEAVED)
+    options = {"num_layers": 4, "train_iters": 8}
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters)
+    stock = stock_run("1,2,2", num_virtual_stages_per_pipeline_rank=2, sequence_parallel=True, **options)
+    of_losses, of_parameters = largest_differences(hot, stock)
+    assert of_losses <= 1e-5
+    assert of_parameters[0] <= 1e-4, of_parameters
+
+
+@pytest.mark.parametrize("buckets", [[32, 31, 30, 0], [32, 2, 1, 0]], ids=["mostly shortest", "mostly longest"])
+def test_strategies_without_data_in_a_step_change_nothing(buckets):
+    options = {"train_iters": 6, "global_batch_size": 2, "optimizer": "sgd", "lr": 0.1}
+    hot = hot_run(["1,2,1", "2,1,1", "1,1,2"], buckets, **options)
+    stock = stock_run("1,2,1", **options)
+    of_losses, of_parameters = largest_differences(hot, stock)
+    assert of_losses <= 1e-5
+    assert of_parameters[0] <= 1e-4, of_parameters
+
+
+def test_bf16_stays_as_near_to_stock_as_rounding_allows():
+    options = {**PRECISIONS["bf16-distopt-overlap"], "lr": 2e-3, "train_iters": 10}
+    hot = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options)
+    stock = stock_run("2,1,1", **options)
+    assert losses(hot) == pytest.approx(losses(stock), abs=0.02)
+    assert losses(stock)[-1] < losses(stock)[0]  # it learns meanwhile
+
+
+def test_options_that_change_no_result():
+    run = (["2,1,1", "1,2,1"], [32, 12, 0])
+    # Without clipping: buckets change the order in which the norm is summed up.
+    common = {"train_iters": 4, "use_distributed_optimizer": True, "bf16": True, "clip_grad": 0.0}
+    plain = hot_run(*run, **common)
+    with_options = hot_run(
+        *run,
+        **common,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        ddp_num_buckets=3,
+        ddp_pad_buckets_for_high_nccl_busbw=True,
+        no_align_grad_reduce=True,
+        no_align_param_gather=True,
+        disable_gloo_process_groups=True,
+        exit_signal_handler=True,
+        exit_duration_in_mins=60,
+    )
+    assert losses(plain) == losses(with_options)
+    assert [rank.parameters for rank in plain] == [rank.parameters for rank in with_options]
+    assert len(set(losses(plain))) == 4
+
+
+def held_memory(model, optimizer, args):
+    """Bytes that guests, and the sums of their gradients, still have when training ends."""
+    from megatron_ext.hooks import hooks
+
+    (feature,) = hooks.active[-1:]
+    guests = [
+        tensor.untyped_storage().nbytes()
+        for guest in feature._guests
+        for tensor in (
+            *(entry.parameter for entry in guest.view.entries),
+            *guest.gradients().values(),
+        )
+    ]
+    sums = [tensor.untyped_storage().nbytes() for tensor in feature._step._sums.views.values()]
+    return sum(guests), sum(sums), len(guests), len(sums)
+
+
+def test_guests_have_no_memory_outside_their_turns():
+    command = arguments(["1,2,1", "2,1,1"], [32, 16, 0], train_iters=2)
+    for rank in run_pretrain(command, 2, probe=held_memory):
+        of_guests, of_sums, guests, sums = rank.probe
+        assert (of_guests, of_sums) == (0, 0)
+        assert guests > 20 and sums > 10

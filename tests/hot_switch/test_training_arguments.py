@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of training with hot switching: every mistake is named, all together, before anything starts."""
+
+from tests.hot_switch.runs import arguments
+from tests.support.distributed import run_ranks
+from tests.support.presets import toy_gpt
+from tests.support.pretrain import run_failing_pretrain, run_pretrain
+
+HOME_AND_GUEST = (["1,2,1", "2,1,1"], [32, 8, 0])
+NOT_WITH_IT = {
+    "fp16": True,
+    "grad_reduce_in_bf16": True,
+    "num_experts": 2,
+    "context_parallel_size": 2,
+    "num_virtual_stages_per_pipeline_rank": 2,
+    "decoder_first_pipeline_num_layers": 1,
+    "use_local_sgd": True,
+    "dataloader_type": "cyclic",
+    "dataloader_inter_document_masking": True,
+    "sft": True,
+    "mock_data": False,
+    "data_path": ["0.5", "one", "0.5", "other"],
+    "window_size": "8,0",
+    "position_embedding_type": "yarn",
+    "multi_latent_attention": True,
+    "spec": ["module", "layers"],
+    "defer_embedding_wgrad_compute": True,
+    "transformer_impl": "transformer_engine",
+}
+CASES = {
+    "ranks and lengths": (
+        arguments(["1,2,1", "2,2,1"], [16, 8, 0]),
+        [
+            "strategy 2,2,1 is for 4 ranks, but the job has 2",
+            "the first bucket size is 16, but the sequence length is 32",
+        ],
+    ),
+    "form": (arguments(["1,2,1", "2;1"], [32, 8, 0]), ['strategy "2;1" is not of the form dp,tp,pp']),
+    "number of buckets": (arguments(["1,2,1", "2,1,1"], [32, 0]), ["2 strategies need 3 bucket sizes"]),
+    "layers": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], num_layers=3),
+        ["3 layers cannot be divided over pp*vpp = 2 chunks"],
+    ),
+    "rows of sequence parallelism": (
+        arguments(["2,1,1", "1,2,1"], [32, 9, 0], sequence_parallel=True),
+        ["rows of its bucket, 9 tokens, cannot be divided by 2"],
+    ),
+    "another home": (
+        arguments(*HOME_AND_GUEST, tensor_model_parallel_size=4, pipeline_model_parallel_size=2),
+        [
+            "--tensor-model-parallel-size is 4, but the first of --hot-switch-strategies, which is home, says 2",
+            "--pipeline-model-parallel-size is 2, but the first of --hot-switch-strategies, which is home, says 1",
+        ],
+    ),
+    "planning": (
+        arguments(*HOME_AND_GUEST, hot_switch_algorithm="best", hot_switch_gpus_per_node=0),
+        ["--hot-switch-algorithm best is not known", "--hot-switch-gpus-per-node is 0"],
+    ),
+    "what does not go with it": (
+        arguments(*HOME_AND_GUEST, **NOT_WITH_IT),
+        [
+            f"{option} is not supported with hot switching: "
+            for option in (
+                *("--fp16", "--grad-reduce-in-bf16", "--num-experts", "--context-parallel-size above 1"),
+                *("virtual pipeline stages", "uneven pipeline stages", "--use-local-sgd", "--dataloader-type"),
+                *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
+                *("--position-embedding-type", "--multi-latent-attention", "--spec", "--defer-embedding-wgrad-compute"),
+                "--transformer-impl transformer_engine",
+            )
+        ],
+    ),
+    "no buckets": (
+        toy_gpt(hot_switch_strategies=["2,1,1"]),
+        ["--hot-switch-strategies needs --hot-switch-bucket-sizes"],
+    ),
+    "no strategies": (
+        toy_gpt(hot_switch_bucket_sizes=[32, 0]),
+        ["--hot-switch-bucket-sizes has no effect without --hot-switch-strategies"],
+    ),
+    "nothing wrong": (arguments(*HOME_AND_GUEST), []),
+    "nothing asked for": (toy_gpt(), []),
+}
+
+
+def problems_of(command_lines):
+    """What hot switching says about each command line of a job of two ranks."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.features import all_features
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    features = all_features()
+    for feature in features:
+        feature.add_arguments(parser)
+    (hot_switch,) = (feature for feature in features if feature.name == "hot-switch")
+    found = []
+    for line in command_lines:
+        args = parser.parse_args(line)
+        args.world_size = 2
+        found.append(hot_switch.validate(args))
+    return found
+
+
+def test_every_mistake_is_named():
+    (found,) = run_ranks(problems_of, 1, [line for line, _ in CASES.values()])
+    for (name, (_, expected)), problems in zip(CASES.items(), found, strict=True):
+        said = "\n".join(problems)
+        assert [part for part in expected if part not in said] == [], (name, said)
+        assert expected or not problems, (name, problems)
+
+
+def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 2, tp: 1, pp: 1, cp: 1, ep: 2, first_stage_layers: 2}]")
+    bare = toy_gpt(hot_switch_strategy_file=str(file))
+    both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
+    in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
+    for part in ("no list 'bucket_sizes'", "does not support ep yet", "does not support first_stage_layers yet"):
+        assert part in in_file[0]
+    for option in ("--hot-switch-strategies", "--hot-switch-bucket-sizes", "--recompute-granularity"):
+        assert f"{option} is in --hot-switch-strategy-file already" in "\n".join(beside)
+
+
+def test_bad_options_end_the_run_with_one_error_and_no_traceback():
+    exits = run_failing_pretrain(arguments(["1,2,1", "2,2,1"], [32, 8, 0], grad_reduce_in_bf16=True), 2)
+    assert all(rank.exit_code != 0 for rank in exits)
+    assert "strategy 2,2,1 is for 4 ranks, but the job has 2" in exits[0].stderr
+    assert "--grad-reduce-in-bf16 is not supported with hot switching" in exits[0].stderr
+    assert "Traceback" not in exits[0].stderr
+
+
+def test_what_hot_switching_decides_is_said():
+    command = arguments(*HOME_AND_GUEST, train_iters=1, calculate_per_token_loss=None)
+    first, _ = run_pretrain(command, 2)
+    for part in (
+        "hot switching: home 1,2,1 for 8 < positions <= 32, guest 2,1,1 for 0 < positions <= 8",
+        "--calculate-per-token-loss is set",
+        "hot switching: guest 2,1,1 takes",
+        "sequences per epoch, 8 per step, 0 read before",
+    ):
+        assert part in first.stdout
