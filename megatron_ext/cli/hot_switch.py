@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
+from megatron_ext.cli.hot_switch_suggest import add_suggest
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def add_parser(subparsers: Any) -> None:
     )
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     plan.set_defaults(func=run_plan)
+    add_suggest(actions)
 
 
 def run_plan(options: argparse.Namespace) -> int:

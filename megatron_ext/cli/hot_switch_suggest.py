@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext hot-switch suggest`: buckets and strategies for a corpus, a model and a machine, without any GPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
+from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.hot_switch.step_time import Coefficients
+    from megatron_ext.hot_switch.suggest import Suggestion
+
+__all__ = ["add_suggest", "run_suggest"]
+
+_DESCRIPTION = """\
+Propose buckets of sequence lengths and a strategy for each, given the lengths of the data, the model
+and the machine. Every way to cut the lengths at the bounds is tried, with the quickest strategies that
+fit. No GPU is needed; times are modelled unless --times gives measured ones, so they are estimates.
+"""
+
+_EPILOG = """\
+--times FILE is JSON: {"tp,pp": [a, b, c], ...}, seconds of a row on a pipeline stage, forward and
+backward, being a (s_1^2 + s_2^2 + ...) + b (s_1 + s_2 + ...) + c for sequences of s_1, s_2, ... tokens.
+
+Example:
+  megatron-ext hot-switch suggest --model llama-7b --gpus 8 --lengths corpus --context 32768
+"""
+
+_GIB = 2**30
+
+
+def add_suggest(actions: Any) -> None:
+    """Add the action to the hot-switch subcommand."""
+    parser = actions.add_parser(
+        "suggest",
+        help="propose buckets and strategies",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument(
+        "--lengths",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="prefix of a .bin/.idx corpus, or a text file with the tokens of a document per line",
+    )
+    data.add_argument("--context", type=int, required=True, metavar="TOKENS", help="longest sequence")
+    data.add_argument("--global-batch-size", type=int, default=512, metavar="N", help="sequences (default 512)")
+    data.add_argument(
+        "--bounds",
+        type=int,
+        nargs="+",
+        metavar="TOKENS",
+        help="where lengths may be cut (default: the context halved, up to four times)",
+    )
+    add_shape_options(parser)
+    parser.add_argument("--moe-router-topk", type=int, default=1, metavar="K", help="experts per token (default 1)")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
+    machine.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default %(default)s")
+    for name, default, unit, text in (
+        ("--memory-gib", 70.0, "GIB", "of a GPU that training may use"),
+        ("--tflops", 140.0, "N", "10^12 operations per second that a GPU reaches in training, not its data sheet's"),
+        ("--intra-node-bandwidth", 200.0, "GB/S", "of one GPU to all others of its node, each way"),
+        ("--inter-node-bandwidth", 25.0, "GB/S", "of one GPU to other nodes, each way"),
+    ):
+        machine.add_argument(name, type=float, default=default, metavar=unit, help=f"{text} (default %(default)g)")
+    machine.add_argument("--times", type=Path, metavar="FILE", help="measured times, see below")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
+    parser.set_defaults(func=run_suggest)
+
+
+def run_suggest(options: argparse.Namespace) -> int:
+    """Compare all lists and print the best one.
+
+    Raises:
+        UserError: an option cannot be as it was given, or nothing fits.
+    """
+    from megatron_ext.hot_switch import Links
+    from megatron_ext.hot_switch.lengths import read_lengths, typical_batch
+    from megatron_ext.hot_switch.step_time import Machine, ModelledTimes, StepTimes
+    from megatron_ext.hot_switch.suggest import Suggester
+
+    _check(options)
+    machine = Machine(
+        operations=options.tflops * 1e12,
+        memory=options.memory_gib * _GIB,
+        gpus_per_node=options.gpus_per_node,
+        links=Links(within_node=options.intra_node_bandwidth * 1e9, between_nodes=options.inter_node_bandwidth * 1e9),
+    )
+    times = ModelledTimes(
+        shape=read_shape(options),
+        machine=machine,
+        measured={} if options.times is None else _read_times(options.times),
+        active_experts=options.moe_router_topk,
+    )
+    lengths = typical_batch(read_lengths(options.lengths), sequences=options.global_batch_size, context=options.context)
+    suggester = Suggester(StepTimes(times=times), gpus=options.gpus, lengths=lengths, context=options.context)
+    bounds = options.bounds or [options.context >> halved for halved in range(1, 5)]
+    static, best = suggester.static(), suggester.best(bounds)
+    if options.json:
+        content = {
+            "static": [_as_object(one) for one in static],
+            "suggestion": _as_object(best),
+            "predicted_speedup": static[0].seconds / best.seconds,
+        }
+        print(json.dumps(content, indent=2))
+        return 0
+    _print_report(options, static, best, measured=len(times.measured))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in (
+        "context",
+        "global_batch_size",
+        "gpus",
+        "gpus_per_node",
+        "moe_router_topk",
+        "memory_gib",
+        "tflops",
+        "intra_node_bandwidth",
+        "inter_node_bandwidth",
+    ):
+        if not getattr(options, name) > 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be above 0")
+    if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
+        raise UserError(f"--gpus {options.gpus} do not fill nodes of --gpus-per-node {options.gpus_per_node}")
+    for bound in options.bounds or []:
+        if not 0 < bound < options.context:
+            raise UserError(f"--bounds has {bound}; it must be above 0 and below --context {options.context}")
+
+
+def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
+    from megatron_ext.hot_switch.step_time import Coefficients
+
+    wanted = 'give JSON such as {"4,1": [1e-9, 5.6e-5, 0.057]}: by "tp,pp" the numbers a, b, c'
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            (int(tp), int(pp)): Coefficients(squared=float(a), linear=float(b), constant=float(c))
+            for key, (a, b, c) in content.items()
+            for tp, pp in [key.split(",")]
+        }
+    except OSError as error:
+        raise UserError(f"--times {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"--times {path}: {error}; {wanted}") from None
+
+
+def _as_object(suggestion: Suggestion) -> dict[str, Any]:
+    listed = suggestion.strategies
+    return {
+        "strategies": [strategy.label for strategy in listed.strategies],
+        "bucket_sizes": _bounds(suggestion),
+        "seconds": suggestion.seconds,
+        "switching_seconds": suggestion.switching,
+        "compute_seconds": list(suggestion.compute),
+        "memory_bytes": [round(held) for held in suggestion.memory],
+        "sequences": list(suggestion.sequences),
+        "positions": list(suggestion.positions),
+    }
+
+
+def _bounds(suggestion: Suggestion) -> list[int]:
+    return sorted({bucket.up_to for bucket in suggestion.strategies.buckets} | {0}, reverse=True)
+
+
+def _print_report(options: argparse.Namespace, static: list[Suggestion], best: Suggestion, *, measured: int) -> None:
+    source = f"measured for {measured} of (TP, PP), modelled for the others" if measured else "modelled, not measured"
+    print(f"times are {source}; {options.global_batch_size} sequences a step, lengths as in {options.lengths}\n")
+    print("single strategies, every sequence packed into rows of the whole context:")
+    for suggestion in static[:5]:
+        (strategy,) = suggestion.strategies.strategies
+        print(f"  {strategy.label:>10}  {suggestion.seconds:9.3f} s  {suggestion.memory[0] / _GIB:6.1f} GiB")
+    listed = best.strategies
+    print("\nsuggested, in the order of a step:" if len(listed.strategies) > 1 else "\nno list is quicker than:")
+    order = [*range(1, len(listed.strategies)), 0]
+    total = sum(best.positions)
+    for number in order:
+        strategy, bucket = listed.strategies[number], listed.buckets[number]
+        print(
+            f"  {strategy.label:>10}  {bucket.above} < length <= {bucket.up_to}: {best.sequences[number]} sequences, "
+            f"{100 * best.positions[number] / total:.0f} % of the positions, {best.compute[number]:.3f} s, "
+            f"{best.memory[number] / _GIB:.1f} GiB"
+        )
+    print(
+        f"  together {best.seconds:.3f} s, {best.switching:.3f} of them switching at least: predicted to be "
+        f"{static[0].seconds / best.seconds:.2f} times as fast as the best single strategy"
+    )
+    if len(listed.strategies) > 1:
+        texts = " ".join(f'"{replace_others(strategy)}"' for strategy in listed.strategies)
+        sequence = " --sequence-parallel" if any(strategy.sequence_parallel for strategy in listed.strategies) else ""
+        bounds = " ".join(map(str, _bounds(best)))
+        print(f"\n--hot-switch-strategies {texts} --hot-switch-bucket-sizes {bounds}{sequence}")
+
+
+def replace_others(strategy: Any) -> str:
+    """Return `dp,tp,pp` of a strategy."""
+    plain: str = replace(strategy, cp=1, ep=1, etp=None, vpp=1).label
+    return plain

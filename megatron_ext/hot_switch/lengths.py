@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lengths of documents, and a batch that is typical of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_ext.errors import UserError
+
+__all__ = ["read_lengths", "typical_batch"]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEAD_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
+
+
+def read_lengths(path: Path) -> npt.NDArray[np.int64]:
+    """Return the tokens of every document.
+
+    Args:
+        path: the .idx file of a Megatron corpus, its prefix, or a text file with a number per line.
+
+    Raises:
+        UserError: there is no such file, or it holds something else.
+    """
+    index = path if path.suffix == ".idx" else path.with_name(path.name + ".idx")
+    if index.is_file():
+        return _read_index(index)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path}: cannot be read as lengths ({error}); give the prefix of a .bin/.idx corpus, or a text file with "
+            "one length per line"
+        ) from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            if not line.strip().isdecimal():
+                raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is no number of tokens")
+            found.append(int(line))
+    return np.array(found, dtype=np.int64)
+
+
+def _read_index(path: Path) -> npt.NDArray[np.int64]:
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        if len(head) < _HEAD_BYTES or not head.startswith(_MAGIC):
+            raise UserError(f"{path}: is no index of a Megatron corpus; make one with megatron-ext data prepare")
+        count = int(np.frombuffer(head, dtype="<u8", count=1, offset=len(_MAGIC) + 9)[0])
+        lengths = np.fromfile(file, dtype="<i4", count=count)
+    if len(lengths) < count:
+        raise UserError(f"{path}: ends after {len(lengths)} of {count} documents; it is incomplete")
+    return lengths.astype(np.int64)
+
+
+def typical_batch(documents: npt.NDArray[np.int64], *, sequences: int, context: int) -> Sequence[int]:
+    """Return positions of the sequences of a batch whose lengths are spread like those of a corpus.
+
+    Args:
+        documents: tokens of each document; those longer than the context become several sequences.
+        sequences: of the batch.
+        context: positions of the longest sequence.
+
+    Returns:
+        The quantiles of the corpus's sequences, ascending.
+
+    Raises:
+        UserError: no document has two tokens.
+    """
+    positions = documents[documents > 1] - 1
+    if not len(positions):
+        raise UserError("no document has two or more tokens, so there is nothing to predict; give other lengths")
+    whole, rest = positions // context, positions % context
+    cut = np.sort(np.concatenate([np.full(int(whole.sum()), context, dtype=np.int64), rest[rest > 0]]))
+    places = (np.arange(sequences) + 0.5) / sequences * len(cut)
+    found: list[int] = cut[places.astype(np.int64)].tolist()
+    return found

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choosing buckets and strategies before a run: the quickest list that fits, against the quickest single strategy.
+
+Every list is tried: all ways to cut the lengths at the candidate bounds, and in each bucket the strategies that are
+quickest for it. HotSPa's own lists were chosen by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise, product
+
+from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.figures import measure_plan
+from megatron_ext.hot_switch.packing import plan_batch
+from megatron_ext.hot_switch.plan import plan_switch
+from megatron_ext.hot_switch.step_time import StepTimes
+from megatron_ext.hot_switch.strategy import Strategy
+from megatron_ext.hot_switch.strategy_list import Bucket, StrategyList, check_strategies
+
+__all__ = ["Suggester", "Suggestion", "candidates"]
+
+_PER_BUCKET = 3
+"""Strategies that are tried in a bucket: the quickest. A slower one could win by its switches only."""
+
+_GRADIENT_BYTES = 2.0
+"""Bytes of an fp32 gradient by those of the bf16 parameters that plans count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suggestion:
+    """A list of strategies and what a step with it should take."""
+
+    strategies: StrategyList
+    """With buckets."""
+
+    compute: tuple[float, ...]
+    """Seconds of every strategy, in the order of the list; 0 for a guest without data."""
+
+    switching: float
+    """Seconds of all switches of parameters and gradients of a step, at least."""
+
+    memory: tuple[float, ...]
+    """Bytes of the fullest GPU in every strategy's turn."""
+
+    sequences: tuple[int, ...]
+    """Sequences of the batch in every bucket."""
+
+    positions: tuple[int, ...]
+    """Positions computed for them, padding included."""
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return sum(self.compute) + self.switching
+
+
+def candidates(times: StepTimes, gpus: int) -> list[Strategy]:
+    """Return the strategies that the model allows on so many GPUs: TP a power of two, any PP that divides the layers.
+
+    Sequence parallelism is on wherever TP is above 1: the memory of activations is counted so.
+    """
+    shape, found = times.times.shape, []
+    for tp in (2**power for power in range(gpus.bit_length())):
+        for pp in range(1, gpus // tp + 1):
+            if gpus % (tp * pp) or shape.num_layers % pp:
+                continue
+            strategy = Strategy(dp=gpus // (tp * pp), tp=tp, pp=pp, sequence_parallel=tp > 1)
+            try:
+                check_strategies([strategy], world_size=gpus, shape=shape)
+            except UserError:
+                continue
+            found.append(strategy)
+    return found
+
+
+class Suggester:
+    """Compares lists of strategies on one global batch."""
+
+    def __init__(self, times: StepTimes, *, gpus: int, lengths: Sequence[int], context: int) -> None:
+        """Prepare.
+
+        Args:
+            times: of the strategies.
+            gpus: of the job.
+            lengths: positions of every sequence of the batch, none longer than `context`.
+            context: longest sequence that has to fit, and the longest bucket's rows.
+        """
+        self.times = times
+        self.gpus = gpus
+        self.lengths = lengths
+        self.context = context
+        self._strategies = candidates(times, gpus)
+        self._switches: dict[tuple[Strategy, Strategy], float] = {}
+
+    def static(self) -> list[Suggestion]:
+        """Return every single strategy that fits, the quickest first; all sequences are packed into full rows.
+
+        Raises:
+            UserError: none fits.
+        """
+        bounds = (self.context, 0)
+        found = [self.estimate([strategy], bounds) for strategy in self._strategies if self._fits(strategy, strategy)]
+        if not found:
+            least = min(self.times.memory(strategy, self.context, strategy) for strategy in self._strategies)
+            raise UserError(
+                f"sequences of {self.context} positions need {least / 2**30:.1f} GiB per GPU at least, and there are "
+                f"{self.times.times.machine.memory / 2**30:.1f}: use more GPUs, a shorter context, or recompute "
+                "activations (then give --memory-gib what that saves on top)"
+            )
+        return sorted(found, key=lambda suggestion: suggestion.seconds)
+
+    def best(self, bounds: Sequence[int]) -> Suggestion:
+        """Return the quickest list of strategies over all ways to cut the lengths.
+
+        Args:
+            bounds: lengths at which to cut, each below `context`.
+
+        Raises:
+            UserError: nothing fits.
+        """
+        lists = [self.static()[0]]
+        inner = sorted({bound for bound in bounds if 0 < bound < self.context}, reverse=True)
+        for count in range(1, len(inner) + 1):
+            for cut in combinations(inner, count):
+                lists += self._with_bounds((self.context, *cut, 0))
+        return min(lists, key=lambda suggestion: suggestion.seconds)
+
+    def estimate(self, strategies: Sequence[Strategy], bounds: Sequence[int]) -> Suggestion:
+        """Return what a step should take.
+
+        Args:
+            strategies: home first, in the order of `StrategyList`.
+            bounds: of the buckets, descending to 0.
+        """
+        listed = check_strategies(strategies, bounds, world_size=self.gpus, shape=self.times.times.shape)
+        batches = plan_batch(self.lengths, listed)
+        compute = [
+            0.0 if batch is None else self.times.seconds(strategy, batch, self.lengths)
+            for strategy, batch in zip(listed.strategies, batches, strict=True)
+        ]
+        return Suggestion(
+            strategies=listed,
+            compute=tuple(compute),
+            switching=self._switching(listed),
+            memory=tuple(
+                self.times.memory(strategy, bucket.up_to, listed.home)
+                for strategy, bucket in zip(listed.strategies, listed.buckets, strict=True)
+            ),
+            sequences=tuple(self._sequences(bucket) for bucket in listed.buckets),
+            positions=tuple(0 if batch is None else batch.positions for batch in batches),
+        )
+
+    def _with_bounds(self, bounds: tuple[int, ...]) -> Iterator[Suggestion]:
+        """Yield lists of different strategies for these buckets."""
+        by_length = [Bucket(above=lower, up_to=upper) for upper, lower in pairwise(bounds)]
+        if not all(self._sequences(bucket) for bucket in by_length[1:]):
+            return  # a guest without data
+        homes = [strategy for strategy in self._strategies if self._fits(strategy, strategy)]
+        for home in self._quickest(homes, by_length[0]):
+            guests = [
+                self._quickest(
+                    [strategy for strategy in self._strategies if self._fits(strategy, home, bucket.up_to)], bucket
+                )
+                for bucket in by_length[1:]
+            ]
+            for chosen in product(*guests):
+                if len({home, *chosen}) == len(bounds) - 1:
+                    # Home has the longest sequences; the guests run from the shortest ones on.
+                    yield self.estimate([home, *reversed(chosen)], bounds)
+
+    def _quickest(self, strategies: Sequence[Strategy], bucket: Bucket) -> list[Strategy]:
+        return sorted(strategies, key=lambda strategy: self._alone(strategy, bucket))[:_PER_BUCKET]
+
+    def _alone(self, strategy: Strategy, bucket: Bucket) -> float:
+        """Return the time of a strategy for the sequences of a bucket."""
+        within = [length for length in self.lengths if bucket.above < length <= bucket.up_to]
+        alone = StrategyList(strategies=(strategy,), buckets=(Bucket(above=0, up_to=bucket.up_to),))
+        (batch,) = plan_batch(within, alone)
+        assert batch is not None, "the first strategy of a list always has a batch"
+        return self.times.seconds(strategy, batch, within)
+
+    def _sequences(self, bucket: Bucket) -> int:
+        return sum(bucket.above < length <= bucket.up_to for length in self.lengths)
+
+    def _fits(self, strategy: Strategy, home: Strategy, positions: int | None = None) -> bool:
+        held = self.times.memory(strategy, self.context if positions is None else positions, home)
+        return held <= self.times.times.machine.memory
+
+    def _switching(self, listed: StrategyList) -> float:
+        """Return the time of a step's switches: parameters from strategy to strategy, gradients of guests to home.
+
+        The way back to home is not counted: home keeps its parameters.
+        """
+        parameters = sum(self._switch(source, target) for source, target in listed.switches[:-1])
+        gradients = sum(self._switch(guest, listed.home) for guest in listed.strategies[1:])
+        return parameters + _GRADIENT_BYTES * gradients
+
+    def _switch(self, source: Strategy, target: Strategy) -> float:
+        if (source, target) not in self._switches:
+            shape, machine = self.times.times.shape, self.times.times.machine
+            layouts = source.layout(shape.num_layers), target.layout(shape.num_layers)
+            plan = plan_switch(shape, *layouts, gpus_per_node=machine.gpus_per_node)
+            self._switches[source, target] = measure_plan(plan).seconds(machine.links)
+        return self._switches[source, target]

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext hot-switch suggest` as typed by a user."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> list[str]:
+    lengths = [101] * 40 + [501] * 20 + [2001] * 6 + [8193] * 2
+    (tmp_path / "lengths").write_text("\n".join(map(str, lengths)))
+    text = "hot-switch suggest --model llama-3b --num-layers 8 --gpus 8 --context 8192 --global-batch-size 68 "
+    return [
+        *shlex.split(text + "--memory-gib 2.3 --tflops 100 --bounds 2048 1024 --lengths"),
+        str(tmp_path / "lengths"),
+    ]
+
+
+def test_the_report_ends_with_flags_that_plan_accepts(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("times are modelled, not measured; 68 sequences a step")
+    assert "times as fast as the best single strategy" in lines[-3]
+    flags = shlex.split(lines[-1])
+    strategies = flags[1 : flags.index("--hot-switch-bucket-sizes")]
+    sizes = [flag for flag in flags[flags.index("--hot-switch-bucket-sizes") + 1 :] if flag.isdigit()]
+    plan = ["hot-switch", "plan", "--model", "llama-3b", "--num-layers", "8", "--strategies", *strategies]
+    assert main([*plan, "--bucket-sizes", *sizes, "--seq-length", "8192"]) == 0
+
+
+def test_the_json_object_compares_the_suggestion_with_every_single_strategy(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    static, found = content["static"], content["suggestion"]
+    assert content["predicted_speedup"] == pytest.approx(static[0]["seconds"] / found["seconds"])
+    assert content["predicted_speedup"] > 1
+    assert found["seconds"] == pytest.approx(sum(found["compute_seconds"]) + found["switching_seconds"])
+    assert len(found["strategies"]) == len(found["bucket_sizes"]) - 1 > 1
+
+
+def test_measured_times_change_the_choice(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "times").write_text(json.dumps({"8,1": [0.0, 1e-9, 0.0]}))
+    assert main([*command, "--times", str(tmp_path / "times"), "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["static"][0]["strategies"] == ["1,8,1"]
+    assert content["suggestion"]["strategies"] == ["1,8,1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--tflops", "0"], "--tflops is 0; it must be above 0"),
+        (["--bounds", "9000"], "--bounds has 9000; it must be above 0 and below --context 8192"),
+        (["--gpus", "12"], "--gpus 12 do not fill nodes of --gpus-per-node 8"),
+        (["--memory-gib", "0.1"], "use more GPUs, a shorter context"),
+        (["--times", "/no/such/file"], "--times /no/such/file: cannot be read"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    command: list[str], options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_times_of_another_form_are_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "times").write_text('{"8": [1, 2]}')
+    assert main([*command, "--times", str(tmp_path / "times")]) == 2
+    assert 'by "tp,pp" the numbers a, b, c' in capsys.readouterr().err

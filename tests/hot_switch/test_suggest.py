@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is suggested fits, trains every sequence, and is never slower than the best single strategy."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.hot_switch import PRESETS, Links, read_strategies
+from megatron_ext.hot_switch.step_time import Machine, ModelledTimes, StepTimes
+from megatron_ext.hot_switch.suggest import Suggester, candidates
+
+SHAPE = replace(PRESETS["llama-3b"], num_layers=8)
+MACHINE = Machine(operations=1e14, memory=0, links=Links(within_node=1e11, between_nodes=1e10))
+LONG_TAILED = [100] * 40 + [500] * 20 + [2000] * 6 + [8192] * 2
+
+
+def suggester(lengths: list[int] = LONG_TAILED, memory_gib: float = 2.3, context: int = 8192) -> Suggester:
+    machine = replace(MACHINE, memory=memory_gib * 2**30)
+    times = StepTimes(times=ModelledTimes(shape=SHAPE, machine=machine))
+    return Suggester(times, gpus=8, lengths=lengths, context=context)
+
+
+def test_candidates_use_all_gpus_and_suit_the_model() -> None:
+    found = candidates(suggester().times, 8)
+    assert {(one.dp, one.tp, one.pp) for one in found} == {
+        (dp, tp, pp) for dp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8) if dp * tp * pp == 8
+    }
+    assert all(one.sequence_parallel == (one.tp > 1) for one in found)
+
+
+def test_short_sequences_get_data_parallelism_where_the_context_needs_model_parallelism() -> None:
+    chosen = suggester()
+    static, best = chosen.static()[0], chosen.best([2048, 1024])
+    assert best.seconds < static.seconds
+    home, *guests = best.strategies.strategies
+    assert guests
+    assert all(guest.dp > home.dp for guest in guests)
+    assert sum(best.sequences) == len(LONG_TAILED)
+    assert all(held <= 2.3 * 2**30 for held in best.memory)
+    assert best.switching > 0
+    # It can be given as it is printed.
+    bounds = [8192, *sorted({bucket.up_to for bucket in best.strategies.buckets} - {8192}, reverse=True), 0]
+    labels = [f"{one.dp},{one.tp},{one.pp}" for one in best.strategies.strategies]
+    read = read_strategies(labels, bounds, world_size=8, seq_length=8192, shape=SHAPE)
+    assert read.buckets == best.strategies.buckets
+
+
+def test_one_strategy_is_kept_where_switching_gains_nothing() -> None:
+    best = suggester([8192] * 16).best([2048, 1024])
+    assert len(best.strategies.strategies) == 1
+    assert best.switching == 0
+
+
+def test_single_strategies_come_quickest_first_and_fit() -> None:
+    found = suggester(memory_gib=6).static()
+    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
+    assert len(found) < len(candidates(suggester().times, 8))
+    assert all(held <= 6 * 2**30 for one in found for held in one.memory)
+
+
+def test_a_context_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
+    with pytest.raises(UserError, match=r"sequences of 8192 positions need \d+\.\d GiB per GPU at least"):
+        suggester(memory_gib=0.5).static()
