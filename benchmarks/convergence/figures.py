@@ -64,9 +64,9 @@ def draw_noise(study: Study, results: Results, seed: int, file: Path) -> None:
         if window[0] <= at <= window[1]
     ]
     losses.set(xlim=window, ylim=(min(shown) - 0.05, max(shown) + 0.05))
-    losses.set(xlabel="iteration", ylabel="validation loss (nats per byte)", title="Weights of every round")
-    rises.set(xlim=window, xlabel="iteration", ylabel="nats per byte")
-    rises.set_title("Training loss of the other workers, above the run without noise")
+    losses.set(xlabel="iteration", ylabel="validation loss (nats per byte)", title="Weights of the last round")
+    rises.set(xlim=window, xlabel="iteration", ylabel="training loss above that without noise")
+    rises.set_title("The other workers, step by step")
     for axes in (losses, rises):
         axes.axvspan(noise.first, noise.end, color="grey", alpha=0.2, label=f"random tokens for worker {noise.worker}")
         axes.legend()

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,9 @@ class Measured:
 
     arguments: list[str]
     """The command line of examples/pretrain_gpt.py; a run that would have another one is made again."""
+
+    noise: list[int] = field(default_factory=list)
+    """`Noise.what` of a noisy run; likewise."""
 
     parameters: int
     """Of the model."""
@@ -60,7 +63,8 @@ def finished(study: Study, run: Run) -> Measured | None:
     content = json.loads(file.read_text(encoding="utf-8"))
     content["validation"] = {int(at): loss for at, loss in content["validation"].items()}
     measured = Measured(**content)
-    return measured if measured.arguments == study.arguments(run) else None
+    same = measured.arguments == study.arguments(run) and measured.noise == _noise(study, run)
+    return measured if same else None
 
 
 def make(study: Study, run: Run) -> Measured:
@@ -78,6 +82,7 @@ def make(study: Study, run: Run) -> Measured:
     )
     measured = Measured(
         arguments=arguments,
+        noise=_noise(study, run),
         parameters=outcomes[0].record.probe,
         seconds=time.monotonic() - begin,
         training=[outcome.losses for outcome in outcomes],
@@ -121,3 +126,7 @@ def _drawing(read: Callable[..., Any], noise: Noise) -> Callable[..., Any]:
         return {**sample, "tokens": tokens[:-1], "labels": tokens[1:]}
 
     return read_or_draw
+
+
+def _noise(study: Study, run: Run) -> list[int]:
+    return study.noise.what if run.noisy else []

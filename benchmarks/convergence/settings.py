@@ -30,8 +30,8 @@ MODEL: Options = {
 TRAINING: Options = {
     "micro_batch_size": 2,
     "global_batch_size": 2 * WORKERS,
-    "lr": 4e-3,
-    "min_lr": 4e-4,
+    "lr": 2e-3,
+    "min_lr": 2e-4,
     "lr_decay_style": "cosine",
     "lr_warmup_iters": 32,
     "weight_decay": 0.1,
@@ -74,7 +74,7 @@ def _diloco(interval: int) -> Options:
         "local_sgd_warmup_steps": WARMUP,
         "outer_optimizer": "sgd",
         "outer_optimizer_lr": 0.7,
-        "outer_optimizer_momentum": 0.6,
+        "outer_optimizer_momentum": 0.8,
     }
 
 
@@ -91,7 +91,20 @@ DILOCO = Method(name="diloco_h16", title="DiLoCo, H = 16", options=_diloco(SHORT
 EDIT = Method(name="edit_h16", title="EDiT, H = 16", options={**_diloco(SHORT_INTERVAL), **PENALTY}, goal=1.02)
 EDIT_LONG = Method(name="edit_h64", title="EDiT, H = 64", options={**_diloco(64), **PENALTY}, goal=1.02)
 
-METHODS = (SYNCHRONOUS, DILOCO, EDIT, EDIT_LONG)
+STREAMING = Method(
+    name="streaming_int4",
+    title="Streaming DiLoCo, H = 16, 4-bit",
+    options={
+        **_diloco(SHORT_INTERVAL),
+        "local_sgd_fragments": 2,
+        "local_sgd_fragment_sync_delay": 1,
+        "local_sgd_codec": "int4",
+    },
+    reference="diloco_h16",
+    goal=1.01,
+)
+
+METHODS = (SYNCHRONOUS, DILOCO, EDIT, EDIT_LONG, STREAMING)
 """All of them; another one is one more entry."""
 
 
@@ -118,6 +131,11 @@ class Noise:
     def end(self) -> int:
         """Iterations after which the noise is over."""
         return self.first + self.steps
+
+    @property
+    def what(self) -> list[int]:
+        """Return what happens in a run."""
+        return [self.worker, self.first, self.steps]
 
     @property
     def recovered(self) -> int:

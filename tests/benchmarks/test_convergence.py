@@ -81,6 +81,9 @@ def test_a_finished_run_is_not_made_again_unless_its_settings_changed(study, cap
     assert {file: file.stat().st_mtime_ns for file in (study.output / "runs").iterdir()} == before
     other = dataclasses.replace(study, overrides={**TOY, "lr": 1e-2})
     assert finished(other, Run(method=GUARDED, seed=7)) is None
+    other = dataclasses.replace(study, noise=dataclasses.replace(NOISE, steps=4))
+    assert finished(other, Run(method=GUARDED, seed=7)) is not None
+    assert finished(other, Run(method=GUARDED, seed=7, noisy=True)) is None
 
 
 @pytest.mark.slow
