@@ -125,15 +125,19 @@ class HotSwitchFeature(Feature):
         return functools.partial(self._step.run, original)
 
     def on_log(self, context: LogContext) -> None:
-        """Report how much of the step was padding."""
+        """Report how much the step trained, how much of it was padding, and what switching took."""
         batch = self._step.last_batch
         if batch is None:
             return
         if context.printing:
+            context.fields.append(("tokens", str(batch.predicted)))
             context.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
+            if self._guests:
+                context.fields.append(("switching (ms)", f"{1000 * self._step.switching_seconds:.1f}"))
         if context.writing:
             context.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
             context.scalars["hot-switch/tokens"] = batch.predicted
+            context.scalars["hot-switch/switching-seconds"] = self._step.switching_seconds
 
     def _require_strategies(self) -> StrategyList:
         assert self._strategies is not None, "hot switching: arguments are not validated yet"

@@ -8,7 +8,9 @@ home trained the whole global batch: summed over its tokens, and divided by thei
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ class SwitchingStep:
 
     Attributes:
         last_batch: the global batch of the last step, None before there was one.
+        switching_seconds: what this rank spent on switches in the last step. On a GPU, on launching them.
     """
 
     def __init__(self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader) -> None:
@@ -52,6 +55,7 @@ class SwitchingStep:
         self._sums = FlatTensors(shapes if guests else {}, home.device)
         self._sums.give_up()
         self.last_batch: GlobalBatch | None = None
+        self.switching_seconds = 0.0
 
     def install(self, config: Any) -> None:
         """Make home's gradients the sum of all strategies', through the hook that Megatron offers.
@@ -106,6 +110,7 @@ class SwitchingStep:
 
     def _run_guests(self, batch: GlobalBatch, forward_step: Any, seed: int) -> None:
         """Let every guest with data train, and collect gradients, tokens and losses."""
+        self.switching_seconds = 0.0
         self._guests_ran = any(part is not None for part in batch.parts[1:])
         if not self._guests_ran:
             return
@@ -123,16 +128,24 @@ class SwitchingStep:
             if not follows:
                 _give_back(in_use)
                 source = held_tensors(self._home.view)
-            source = guest.borrow(source, from_home=not follows)
+            with self._switching():
+                source = guest.borrow(source, from_home=not follows)
             in_use.append((number, guest))
             micro_batches = self._reader.read(batch, number, guest.replica)
             with guest.training(part.row_length, micro_batches, self._home.config, seed + number):
                 losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
-            guest.send_gradients(self._sums.views)
+            with self._switching():
+                guest.send_gradients(self._sums.views)
         _give_back(in_use)
         self._losses.finish()
+
+    @contextmanager
+    def _switching(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.switching_seconds += time.perf_counter() - start
 
     @torch.no_grad()
     def _add_guests_gradients(self, num_tokens: torch.Tensor) -> None:

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Sets up .venv when needed, then trains a small GPT with three strategies in every step, and with each of them alone.
+
+set -euo pipefail
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+
+usage() {
+    cat <<'TEXT'
+Usage: examples/hot_switch/quickstart.sh [OPTIONS]
+
+Trains a small GPT (4 processes) on the functions and classes of Python's standard library, which are short but for a few:
+with hot switching between three strategies, and with each of them alone, on the same documents. Compares losses, tokens
+per second and padding, and prints what switching moves and takes. No GPU and no download of data are needed; the first
+start downloads the Python packages into .venv.
+
+Options:
+  --iterations N   length of a run (default 20, at least 4)
+  --output DIR     folder for logs, summary.json, comparison.png (default outputs/hot_switch_quickstart in the
+                   repository); files of an earlier quickstart in it are replaced
+  --help           show this text
+
+Environment:
+  BACKEND               cpu: the only choice so far, and the default
+  MEGATRON_EXT_PYTHON   the Python >= 3.12 with which .venv is made
+TEXT
+}
+
+fail() {
+    printf 'quickstart.sh: error: %s (see --help)\n' "$*" >&2
+    exit 2
+}
+
+# Only the names are checked here, so that a slip does not show after minutes of set-up.
+arguments=("$@")
+while (($# > 0)); do
+    case "$1" in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+        --iterations | --output)
+            (($# > 1)) || fail "$1 needs a value"
+            shift 2
+            ;;
+        --iterations=* | --output=*) shift ;;
+        *) fail "unknown argument $1" ;;
+    esac
+done
+[[ ${BACKEND:-cpu} == cpu ]] || fail "BACKEND=$BACKEND: this quickstart has run on CPU only; use BACKEND=cpu"
+
+source "$root/scripts/lib/python_env.sh"
+use_python_env || exit 1
+exec python "$root/examples/hot_switch/quickstart.py" "${arguments[@]+"${arguments[@]}"}"
