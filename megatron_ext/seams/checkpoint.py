@@ -31,7 +31,7 @@ def repairs() -> list[Patch]:
             name="checkpoint/fp32-shards",
             target="megatron.core.optimizer.distrib_optimizer:"
             "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
-            wrap=lambda original: torch.no_grad()(original),
+            wrap=_wrap_without_gradients,
             parameters=("state_dict",),
             rebind=False,
             reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
@@ -65,6 +65,11 @@ def patches() -> list[Patch]:
         ),
         *repairs(),
     ]
+
+
+def _wrap_without_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped: Callable[..., Any] = torch.no_grad()(original)
+    return wrapped
 
 
 def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
