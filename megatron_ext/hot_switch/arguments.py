@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.hot_switch.config import HotSwitchConfig
+from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.hot_switch.strategy_file import read_strategy_file
@@ -19,90 +20,6 @@ from megatron_ext.params import GptShape, ParamsError
 from megatron_ext.support import refusals
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of"]
-
-_LAYOUTS = ("none", "rope", "learned_absolute")
-
-_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    (
-        "--transformer-impl transformer_engine",
-        lambda args: args.transformer_impl != "local",
-        "packed rows need a mask that keeps documents apart, which Transformer Engine does not take in this form; use "
-        "--transformer-impl local",
-    ),
-    ("--fp16", lambda args: args.fp16, "guests have no loss scale of their own yet; use --bf16"),
-    ("--num-experts", lambda args: bool(args.num_experts), "guests with experts are not there yet; use a dense model"),
-    (
-        "--context-parallel-size above 1",
-        lambda args: args.context_parallel_size > 1,
-        "strategies with context parallelism are not there yet; use 1",
-    ),
-    (
-        "virtual pipeline stages",
-        lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
-        "each strategy has its own; drop --num-layers-per-virtual-pipeline-stage and "
-        "--num-virtual-stages-per-pipeline-rank, and give vpp in --hot-switch-strategy-file",
-    ),
-    (
-        "uneven pipeline stages",
-        lambda args: bool(
-            args.decoder_first_pipeline_num_layers
-            or args.decoder_last_pipeline_num_layers
-            or args.account_for_embedding_in_pipeline_split
-            or args.account_for_loss_in_pipeline_split
-            or args.pipeline_model_parallel_layout
-        ),
-        "they would be home's only; use as many layers as every strategy's stages divide",
-    ),
-    (
-        "--use-local-sgd",
-        lambda args: getattr(args, "use_local_sgd", False),
-        "strategies inside workers are not there yet",
-    ),
-    (
-        "--sync-service",
-        lambda args: getattr(args, "sync_service", None) is not None,
-        "each peer would read all documents; drop one of them",
-    ),
-    (
-        "--dataloader-type",
-        lambda args: args.dataloader_type not in (None, "single"),
-        "hot switching reads documents in an order of its own; drop it",
-    ),
-    (
-        "a blend of data",
-        lambda args: not args.mock_data and (args.data_path is None or len(args.data_path) != 1),
-        "hot switching reads the documents of one corpus; give --data-path one prefix",
-    ),
-    ("--sft, --fim-data", lambda args: args.sft or args.fim_data, "hot switching reads plain documents; drop them"),
-    (
-        "--dataloader-inter-document-masking",
-        lambda args: args.dataloader_inter_document_masking,
-        "hot switching keeps documents apart itself; drop it",
-    ),
-    (
-        "--window-size",
-        lambda args: args.window_size is not None,
-        "Megatron's unfused attention forgets the documents' mask with it; drop it",
-    ),
-    (
-        "--position-embedding-type",
-        lambda args: args.position_embedding_type not in _LAYOUTS,
-        f"it has not been tested with packed rows; use one of {', '.join(_LAYOUTS)}",
-    ),
-    (
-        "--multi-latent-attention",
-        lambda args: args.multi_latent_attention,
-        "the parameter view does not know it; drop it",
-    ),
-    ("--spec", lambda args: args.spec is not None, "the parameter view knows Megatron's own GPT layers only; drop it"),
-    (
-        "--defer-embedding-wgrad-compute",
-        lambda args: args.defer_embedding_wgrad_compute,
-        "it has not been tested with guests; drop it",
-    ),
-)
-"""Options that other tables do not cover, whether they are asked for, and why not with hot switching, with the way
-out."""
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -128,10 +45,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"
         )
-    problems += [
-        f"{option} is not supported with hot switching: {why}" for option, asked, why in _REFUSED if asked(args)
-    ]
-    return problems + refusals(args, feature)
+    return problems + refused_options(args) + refusals(args, feature)
 
 
 def strategies_of(args: Any) -> StrategyList:
@@ -153,6 +67,8 @@ def strategies_of(args: Any) -> StrategyList:
         and replace(
             strategy,
             sequence_parallel=bool(args.sequence_parallel) and strategy.tp > 1,
+            ep=args.expert_model_parallel_size,
+            etp=args.expert_tensor_parallel_size,
             micro_batch_size=args.micro_batch_size or 1,
             recompute=args.recompute_granularity or "none",
         )
@@ -176,8 +92,6 @@ def _from_file(args: Any, path: Path) -> StrategyList:
     for strategy in listed.strategies:
         given = {
             "cp": strategy.cp > 1,
-            "ep": strategy.ep > 1,
-            "etp": strategy.etp not in (None, strategy.tp),
             "first_stage_layers": strategy.first_stage_layers is not None,
             "last_stage_layers": strategy.last_stage_layers is not None,
         }
@@ -230,13 +144,15 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
     args.sequence_parallel = home.sequence_parallel
     args.micro_batch_size = home.micro_batch_size
     args.num_virtual_stages_per_pipeline_rank = home.vpp if home.vpp > 1 else None
+    args.expert_model_parallel_size, args.expert_tensor_parallel_size = home.ep, home.etp
     args.recompute_granularity = None if home.recompute == "none" else home.recompute
     if home.recompute == "full":
         args.recompute_method = args.recompute_method or "uniform"
         args.recompute_num_layers = args.recompute_num_layers or 1
     return [
         f"hot switching: the file says for home: sequence parallelism {'on' if home.sequence_parallel else 'off'}, "
-        f"--micro-batch-size {home.micro_batch_size}, {home.vpp} model chunks per stage, recompute {home.recompute}"
+        f"--micro-batch-size {home.micro_batch_size}, {home.vpp} model chunks per stage, expert parallel size "
+        f"{home.ep}, recompute {home.recompute}"
     ]
 
 
@@ -250,6 +166,8 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
                 ("--hot-switch-bucket-sizes", config.hot_switch_bucket_sizes),
                 ("--sequence-parallel", args.sequence_parallel),
                 ("--recompute-granularity", args.recompute_granularity),
+                ("--expert-model-parallel-size", args.expert_model_parallel_size != 1),
+                ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
             )
             if given
         ]
@@ -297,6 +215,9 @@ def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:
             kv_channels=args.kv_channels,
             padded_vocab_size=math.lcm(*(max(1, strategy.tp) for strategy in strategies)),
             gated_linear_unit=args.swiglu,
+            num_moe_experts=args.num_experts,
+            moe_ffn_hidden_size=args.moe_ffn_hidden_size,
+            moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
         )
     except ParamsError:
         return None

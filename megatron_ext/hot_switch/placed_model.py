@@ -91,6 +91,8 @@ class PlacedModel:
             "transformer_pipeline_model_parallel_size": strategy.pp,
             "virtual_pipeline_model_parallel_size": strategy.vpp if strategy.vpp > 1 else None,
             "data_parallel_size": strategy.dp,
+            "expert_model_parallel_size": strategy.ep,
+            "expert_tensor_parallel_size": strategy.tp if strategy.etp is None else strategy.etp,
             "sequence_parallel": strategy.sequence_parallel,
             "micro_batch_size": strategy.micro_batch_size,
             "seq_length": row_length,

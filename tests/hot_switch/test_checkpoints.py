@@ -23,6 +23,7 @@ def saved(tmp_path, run, **options):
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     options = {"bf16": True, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    options |= {"eval_iters": 1, "eval_interval": 3}
     through = saved(tmp_path, HOT, **options)
     resumed = hot_run(*HOT, train_iters=4, load=os.fspath(tmp_path), **options)
     for before, after in zip(through, resumed, strict=True):
@@ -30,6 +31,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
         assert before.grad_norms[2:] == after.grad_norms
         assert before.parameters == after.parameters
         assert before.optimizer == after.optimizer
+    assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))
 
 
 @pytest.mark.parametrize(("first", "then"), [(HOT, STATIC), (STATIC, HOT)], ids=["hot to static", "static to hot"])

@@ -11,6 +11,9 @@ NOT_WITH_IT = {
     "fp16": True,
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
+    "moe_aux_loss_coeff": 0.01,
+    "moe_expert_capacity_factor": 1.0,
+    "moe_router_enable_expert_bias": True,
     "context_parallel_size": 2,
     "num_virtual_stages_per_pipeline_rank": 2,
     "decoder_first_pipeline_num_layers": 1,
@@ -61,7 +64,11 @@ CASES = {
         [
             f"{option} is not supported with hot switching: "
             for option in (
-                *("--fp16", "--grad-reduce-in-bf16", "--num-experts", "--context-parallel-size above 1"),
+                *("--fp16", "--grad-reduce-in-bf16", "--context-parallel-size above 1", "--moe-expert-capacity-factor"),
+                *(
+                    "--moe-aux-loss-coeff, --moe-z-loss-coeff",
+                    "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
+                ),
                 *("virtual pipeline stages", "uneven pipeline stages", "--use-local-sgd", "--dataloader-type"),
                 *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
                 *("--position-embedding-type", "--multi-latent-attention", "--spec", "--defer-embedding-wgrad-compute"),
@@ -114,11 +121,11 @@ def test_every_mistake_is_named():
 
 def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     file = tmp_path / "strategies.yaml"
-    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 2, tp: 1, pp: 1, cp: 1, ep: 2, first_stage_layers: 2}]")
+    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 2, tp: 1, pp: 1, cp: 1, ep: 1, first_stage_layers: 2}]")
     bare = toy_gpt(hot_switch_strategy_file=str(file))
     both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
     in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
-    for part in ("no list 'bucket_sizes'", "does not support ep yet", "does not support first_stage_layers yet"):
+    for part in ("no list 'bucket_sizes'", "does not support first_stage_layers yet"):
         assert part in in_file[0]
     for option in ("--hot-switch-strategies", "--hot-switch-bucket-sizes", "--recompute-granularity"):
         assert f"{option} is in --hot-switch-strategy-file already" in "\n".join(beside)

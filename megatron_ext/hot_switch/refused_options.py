@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of the model, the data and the layout that training with hot switching refuses.
+
+Those on data parallelism, optimizers and checkpoints are in the support table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["refused_options"]
+
+_POSITIONS = ("none", "rope", "learned_absolute")
+
+_REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    (
+        "--transformer-impl transformer_engine",
+        lambda args: args.transformer_impl != "local",
+        "packed rows need a mask that keeps documents apart, which Transformer Engine does not take in this form; use "
+        "--transformer-impl local",
+    ),
+    ("--fp16", lambda args: args.fp16, "guests have no loss scale of their own yet; use --bf16"),
+    (
+        "--moe-aux-loss-coeff, --moe-z-loss-coeff",
+        lambda args: _any_nonzero(args.moe_aux_loss_coeff) or bool(args.moe_z_loss_coeff),
+        "these losses would depend on how documents are packed into rows; use 0",
+    ),
+    (
+        "--moe-expert-capacity-factor",
+        lambda args: args.moe_expert_capacity_factor is not None,
+        "which tokens are dropped would depend on the strategies; drop it",
+    ),
+    (
+        "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
+        lambda args: (
+            bool(args.num_experts)
+            and (
+                args.moe_router_enable_expert_bias
+                or bool({"quantile_balancing", "sinkhorn"} & {*_listed(args.moe_router_load_balancing_type)})
+            )
+        ),
+        "home's would follow home's tokens alone; use another type",
+    ),
+    (
+        "--context-parallel-size above 1",
+        lambda args: args.context_parallel_size > 1,
+        "strategies with context parallelism are not there yet; use 1",
+    ),
+    (
+        "virtual pipeline stages",
+        lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
+        "each strategy has its own; drop --num-layers-per-virtual-pipeline-stage and "
+        "--num-virtual-stages-per-pipeline-rank, and give vpp in --hot-switch-strategy-file",
+    ),
+    (
+        "uneven pipeline stages",
+        lambda args: bool(
+            args.decoder_first_pipeline_num_layers
+            or args.decoder_last_pipeline_num_layers
+            or args.account_for_embedding_in_pipeline_split
+            or args.account_for_loss_in_pipeline_split
+            or args.pipeline_model_parallel_layout
+        ),
+        "they would be home's only; use as many layers as every strategy's stages divide",
+    ),
+    (
+        "--use-local-sgd",
+        lambda args: getattr(args, "use_local_sgd", False),
+        "strategies inside workers are not there yet",
+    ),
+    (
+        "--sync-service",
+        lambda args: getattr(args, "sync_service", None) is not None,
+        "each peer would read all documents; drop one of them",
+    ),
+    (
+        "--dataloader-type",
+        lambda args: args.dataloader_type not in (None, "single"),
+        "hot switching reads documents in an order of its own; drop it",
+    ),
+    (
+        "a blend of data",
+        lambda args: not args.mock_data and (args.data_path is None or len(args.data_path) != 1),
+        "hot switching reads the documents of one corpus; give --data-path one prefix",
+    ),
+    ("--sft, --fim-data", lambda args: args.sft or args.fim_data, "hot switching reads plain documents; drop them"),
+    (
+        "--dataloader-inter-document-masking",
+        lambda args: args.dataloader_inter_document_masking,
+        "hot switching keeps documents apart itself; drop it",
+    ),
+    (
+        "--window-size",
+        lambda args: args.window_size is not None,
+        "Megatron's unfused attention forgets the documents' mask with it; drop it",
+    ),
+    (
+        "--position-embedding-type",
+        lambda args: args.position_embedding_type not in _POSITIONS,
+        f"it has not been tested with packed rows; use one of {', '.join(_POSITIONS)}",
+    ),
+    (
+        "--multi-latent-attention",
+        lambda args: args.multi_latent_attention,
+        "the parameter view does not know it; drop it",
+    ),
+    ("--spec", lambda args: args.spec is not None, "the parameter view knows Megatron's own GPT layers only; drop it"),
+    (
+        "--defer-embedding-wgrad-compute",
+        lambda args: args.defer_embedding_wgrad_compute,
+        "it has not been tested with guests; drop it",
+    ),
+)
+"""Options that other tables do not cover, whether they are asked for, and why not with hot switching, with the way
+out."""
+
+
+def refused_options(args: Any) -> list[str]:
+    """Return one sentence for each option that is asked for, with its fix.
+
+    Args:
+        args: Megatron's arguments as parsed.
+    """
+    return [f"{option} is not supported with hot switching: {why}" for option, asked, why in _REFUSED if asked(args)]
+
+
+def _any_nonzero(coefficients: Any) -> bool:
+    return any(bool(each) for each in _listed(coefficients))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
