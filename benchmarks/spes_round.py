@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     parts = ("rounds", "bytes", "merge")
     found.add_argument("--parts", choices=parts, nargs="+", default=parts, help="what to measure (all)")
     found.add_argument("--peers", type=at_least(1), nargs="+", default=[2, 4, 8], help="numbers of peers (2 4 8)")
-    found.add_argument("--millions", type=float, default=63.0, help="parameters of the rounds' model (63)")
+    found.add_argument("--millions", type=float, default=126.0, help="parameters of the rounds' model (126)")
     found.add_argument("--bytes-millions", type=float, default=24.0, help="of the model whose bytes are counted (24)")
     found.add_argument("--layers", type=at_least(1), default=8, help="its layers (8)")
     found.add_argument("--hidden", type=at_least(1), default=512, help="its hidden size (512)")
