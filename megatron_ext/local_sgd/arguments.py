@@ -13,7 +13,7 @@ from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
 
-__all__ = ["argument_problems", "notices"]
+__all__ = ["argument_problems", "ending_notice", "notices"]
 
 # The schedule may stay where a run goes on with one worker.
 _WITH_ONE_WORKER = {
@@ -137,14 +137,25 @@ def notices(args: Any) -> list[str]:
             "local SGD: a gradient that is not finite still ends the run, before a round could leave the worker out; "
             "--no-check-for-nan-in-loss-and-grad lets it go on"
         )
-    if args.train_iters is not None and not streaming.active:
-        rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval
-        if rest:
-            lines.append(
-                f"local SGD: --train-iters {args.train_iters} ends {plural(rest, 'step')} after a round; a checkpoint "
-                "saved there holds every worker apart and cannot be read without --use-local-sgd"
-            )
     return lines
+
+
+def ending_notice(train_iters: int | None, done: int, since: int, interval: int) -> str | None:
+    """Return what to say when training is going to end between two rounds.
+
+    Args:
+        train_iters: of the run.
+        done: iterations that lie behind, warm-up included.
+        since: steps of them since the last round.
+        interval: steps from one round to the next.
+    """
+    rest = 0 if train_iters is None else (train_iters - done + since) % interval
+    if not rest or train_iters is None or train_iters <= done:
+        return None
+    return (
+        f"local SGD: --train-iters {train_iters} ends {plural(rest, 'step')} after a round; a checkpoint saved there "
+        "holds every worker apart and cannot be read without --use-local-sgd"
+    )
 
 
 def _forward_problems(args: Any, config: LocalSGDConfig, streaming: StreamingConfig, gta: GTAConfig) -> list[str]:

@@ -23,7 +23,7 @@ from megatron_ext.hooks import (
     TrainContext,
 )
 from megatron_ext.local_sgd import checkpoint, round_log
-from megatron_ext.local_sgd.arguments import argument_problems, notices
+from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
 from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor
@@ -131,6 +131,12 @@ class LocalSGDFeature(Feature):
             gradients.install_synchronous_warmup(
                 context.config, self._require_groups(), lambda: self._in_warmup
             )
+        self._say_where(context.args, config, engine)
+
+    def _say_where(self, args: Any, config: LocalSGDConfig, engine: LocalSGD) -> None:
+        """Say from where training goes on, and whether it will end between two rounds."""
+        if args.load and self._plan is None and not args.iteration:
+            say(f"local SGD: no checkpoint was found in --load {args.load}; training starts from the beginning")
         if self._restored:
             into = plural(engine.steps_since_sync, "step")
             say(
@@ -138,6 +144,11 @@ class LocalSGDFeature(Feature):
                 if not engine.in_warmup
                 else "local SGD: resumed during warm-up"
             )
+        if not engine.drifts:
+            done = max(args.iteration, config.local_sgd_warmup_steps) if engine.in_warmup else args.iteration
+            line = ending_notice(args.train_iters, done, engine.steps_since_sync, config.local_sgd_sync_interval)
+            if line is not None:
+                say(line)
 
     def before_step(self, context: StepContext) -> None:
         """Decide whether this step is synchronous; take the anchor before the first one that is not."""

@@ -3,6 +3,7 @@
 
 import pytest
 
+from megatron_ext.local_sgd.arguments import ending_notice
 from tests.local_sgd.runs import arguments
 from tests.support.pretrain import run_failing_pretrain
 
@@ -103,6 +104,15 @@ def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     for part in said:
         assert part in exits[0].stderr
     assert "Traceback" not in exits[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("done", "since", "said"),
+    [(5, 0, "ends 3 steps after a round"), (5, 1, None), (6, 3, "ends 1 step after a round"), (8, 0, None)],
+)
+def test_an_end_between_two_rounds_is_told_wherever_rounds_began(done, since, said):
+    line = ending_notice(8, done, since, 4)
+    assert line is None if said is None else said in line
 
 
 def test_what_would_change_a_tied_embedding_differently_on_two_stages_is_refused():
