@@ -216,10 +216,10 @@ class Reduction:
         for spec in self._catalog:
             if self._before is not None and not spec.is_trained_by(contributor.index):
                 continue
-            norm = float(torch.linalg.vector_norm(self._gradient(spec, contributor), dtype=torch.float64))
-            if not math.isfinite(norm):
+            square = _square(self._gradient(spec, contributor))
+            if not math.isfinite(square):
                 return {}, spec.name
-            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + norm * norm
+            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + square
         return squares, None
 
     def _units_without(self, contributor: Contributor, guards: Guards) -> list[str]:
@@ -239,8 +239,7 @@ class Reduction:
                 continue
             accepted = [contributors[place] for place in verdict.accepted]
             common = _mean(partial(self._gradient, spec), accepted, verdict)
-            norm = float(torch.linalg.vector_norm(common, dtype=torch.float64))
-            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + norm * norm
+            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + _square(common)
         return {key: guards.coefficient(square) for key, square in squares.items()}
 
     def _reduced(
@@ -331,6 +330,13 @@ class Reduction:
     def _values(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
         uploaded = self._uploaded(spec, contributor)
         return uploaded if self._absolute else torch.sub(self._anchor(spec), uploaded, out=uploaded)
+
+
+def _square(values: torch.Tensor) -> float:
+    """Return the squared L2 norm of 1-D values, added up in fp64."""
+    # Part by part: a copy of the whole in fp64 would be the largest thing in memory.
+    norms = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in torch.split(values, 1 << 20))
+    return sum(norm * norm for norm in norms)
 
 
 def _mean(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import logging
 import os
@@ -31,6 +32,8 @@ ADDRESS_FILE = "address"
 
 _STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.2
+_M_ARENA_MAX = -8
+"""Of glibc's malloc.h."""
 
 
 class Server:
@@ -145,6 +148,7 @@ def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:
     Raises:
         UserError: the configuration, the folder or the port cannot be used.
     """
+    _share_freed_memory()
     with _locked(Path(config.dir), config):
         server = Server(config, Failpoints(failpoints))
 
@@ -156,6 +160,16 @@ def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:
         print(f"megatron-ext server: listening at {server.address}, state in {config.dir}", flush=True)
         server.wait()
     return 0
+
+
+def _share_freed_memory() -> None:
+    """Let threads use what other threads have freed.
+
+    glibc keeps what a thread frees for that thread and few others; with a thread for every stream that would add up.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
 
 
 @contextmanager

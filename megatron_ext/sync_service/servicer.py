@@ -34,7 +34,8 @@ _CODES = {
 MAX_WAIT_SECONDS = 20.0
 """How long `Await` takes at most, so that a peer learns within it that the server has gone."""
 
-FRAME_BYTES = 1 << 20
+FRAME_BYTES = 1 << 18
+"""Of fp32 values in a frame. Every stream holds some copies of one, and there are many streams."""
 
 
 class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated code has no types

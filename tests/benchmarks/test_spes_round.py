@@ -36,7 +36,7 @@ def test_every_part_is_reported_against_its_goals(tmp_path, capsys):
 def test_the_default_is_a_model_of_the_size_that_it_says():
     options = spes_round.parser().parse_args([])
     shapes = spes_peers.model(1e6 * options.millions, options.layers, options.hidden, options.experts)
-    assert abs(spes_round.numel(shapes) / 63e6 - 1) < 0.01 and abs(spes_round.shared(shapes) - 0.4) < 0.01
+    assert abs(spes_round.numel(shapes) / 126e6 - 1) < 0.01 and abs(spes_round.shared(shapes) - 0.4) < 0.01
     assert options.peers == [2, 4, 8]
 
 
