@@ -64,7 +64,19 @@ class Case:
 
 def add_report_option(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`."""
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write machine, versions and cases to FILE as well")
+    parser.add_argument(
+        "--json", metavar="FILE", type=_writable, help="write machine, versions and cases to FILE as well"
+    )
+
+
+def _writable(text: str) -> Path:
+    """Return the path of a file that can be written, which is better known before a long measurement than after it."""
+    path = Path(text)
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
+    return path
 
 
 def at_least(minimum: int) -> Callable[[str], int]:

@@ -11,6 +11,7 @@ __all__ = ["all_features"]
 def all_features() -> tuple[Feature, ...]:
     """Return one fresh object per ability."""
     from megatron_ext.local_sgd.feature import LocalSGDFeature
+    from megatron_ext.spes.feature import SpesFeature
     from megatron_ext.sync_service.feature import SyncServiceFeature
 
-    return (LocalSGDFeature(), SyncServiceFeature())
+    return (LocalSGDFeature(), SpesFeature(), SyncServiceFeature())

@@ -14,10 +14,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_ext.patching import Patch
     from megatron_ext.seams.process_groups import WorkerGroups
 
 __all__ = [
+    "ChunksContext",
     "EvaluationContext",
     "Feature",
     "Hooks",
@@ -28,6 +31,17 @@ __all__ = [
     "StepContext",
     "TrainContext",
 ]
+
+
+@dataclass(kw_only=True)
+class ChunksContext:
+    """A rank's model chunks, on their device and in their precision, not yet wrapped in DDP."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    chunks: list[Any]
+    """The model chunks."""
 
 
 @dataclass(kw_only=True)
@@ -172,6 +186,13 @@ class Feature:
         """Return whether the parsed arguments ask for the ability."""
         return False
 
+    def complete_arguments(self, args: Any) -> None:
+        """Fill in arguments that a file of the user's gives; called before any feature validates them.
+
+        Raises:
+            UserError: the file cannot be used.
+        """
+
     def validate(self, args: Any) -> list[str]:
         """Return every problem of the arguments, one sentence each: the field, and what to change.
 
@@ -195,8 +216,15 @@ class Feature:
         """Return (index, count): which part of the training samples is this job's, of how many."""
         return 0, 1
 
+    def expert_weights(self, experts: int) -> Tensor | None:
+        """Return the factors of the experts' token counts in load-balancing losses, fp32, (experts,); None for none."""
+        return None
+
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Model-parallel groups exist; `groups` describes the workers."""
+
+    def on_chunks_built(self, context: ChunksContext) -> None:
+        """Model chunks exist; what is frozen now gets neither a gradient buffer nor an optimizer state."""
 
     def on_model_built(self, context: ModelContext) -> None:
         """Model and optimizer exist, a checkpoint was loaded if there was one; the data are not there yet."""
@@ -222,6 +250,9 @@ class Feature:
 
     def on_log(self, context: LogContext) -> None:
         """The training log accumulates, and perhaps prints."""
+
+    def before_save(self) -> None:
+        """A checkpoint's state dict is about to be generated for writing."""
 
     def on_save(self, context: SaveContext) -> None:
         """A checkpoint's state dict was generated."""
@@ -277,6 +308,11 @@ class Hooks:
     def data_part(self, args: Any) -> tuple[int, int]:
         """Return (index, count) of the active feature that cuts the training samples, (0, 1) if none does."""
         return max((feature.data_part(args) for feature in self.active), key=lambda part: part[1], default=(0, 1))
+
+    def expert_weights(self, experts: int) -> Tensor | None:
+        """Return the weights of the active feature that has some, None if none has."""
+        found = (feature.expert_weights(experts) for feature in self.active)
+        return next((weights for weights in found if weights is not None), None)
 
     def may_exit(self, iteration: int) -> bool:
         """Return whether every active feature lets the run end at `iteration`."""

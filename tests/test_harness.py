@@ -4,7 +4,6 @@
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -90,15 +89,15 @@ def _exits(code: int | str | None) -> None:
     sys.exit(code)
 
 
-def _port_is_taken_once(marker: str) -> tuple[int, float]:
-    if _rank() == 0 and not Path(marker).exists():
-        Path(marker).touch()
-        holder = socket.socket()
-        holder.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
-        holder.listen()
-        with holder:
-            return _sum_of_ranks(0)
-    return _sum_of_ranks(0)
+def _store_says() -> str:
+    """Ask the store as a rank would, but without rank 0 having made one."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    at = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(*at, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+    return "somebody has come" if store.check(["init/"]) else "nobody has come yet"
 
 
 def _seed_and_vocabulary(model: Any, optimizer: Any, args: Any) -> tuple[int, int, int]:
@@ -205,10 +204,8 @@ def test_ranks_end_themselves_when_the_caller_vanishes(tmp_path: Path) -> None:
     assert _nothing_is_left()
 
 
-def test_a_port_in_use_is_replaced(tmp_path: Path) -> None:
-    marker = tmp_path / "taken once"
-    assert run_ranks(_port_is_taken_once, 2, str(marker)) == [(0, 1.0), (1, 1.0)]
-    assert marker.exists()
+def test_the_store_listens_before_any_rank_starts() -> None:
+    assert run_ranks(_store_says, 2) == ["nobody has come yet"] * 2
 
 
 @pytest.mark.parametrize(("code", "exit_code", "stderr"), [("no such file", 1, "no such file\n"), (3, 3, "")])

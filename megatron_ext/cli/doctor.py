@@ -149,7 +149,7 @@ def _examine_torch(report: Report) -> None:
 
     available = torch.cuda.is_available()
     nccl = None
-    if available and dist.is_nccl_available():
+    if dist.is_nccl_available():
         version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         nccl = ".".join(map(str, version))
     count = torch.cuda.device_count() if available else 0
@@ -160,7 +160,7 @@ def _examine_torch(report: Report) -> None:
         detail = f"{len(devices)} device(s)" if nccl else "torch was built without NCCL"
     else:
         detail = "torch sees no CUDA device; runs use the CPU"
-    report.checks.append(Check(name="GPU + NCCL", works=bool(nccl), detail=detail))
+    report.checks.append(Check(name="GPU + NCCL", works=available and bool(nccl), detail=detail))
 
 
 def _examine_megatron(report: Report) -> None:
@@ -253,7 +253,7 @@ def _print(report: Report) -> None:
     if report.cuda:
         devices = ", ".join(report.cuda["devices"]) or "no device"
         print(f"  {'CUDA':<20} torch built for {report.cuda['build'] or 'none'}, {devices}")
-        print(f"  {'NCCL':<20} {report.cuda['nccl'] or 'not usable'}")
+        print(f"  {'NCCL':<20} {report.cuda['nccl'] or 'not there'}")
         print(f"  {'gloo':<20} {'available' if report.gloo else 'not available'}")
     print(f"backend of a run here: {report.backend or 'none'}")
     for check in report.checks:

@@ -97,6 +97,8 @@ class _Filter:
         is_output_name = any(output.name == base for output in self.own_outputs)
         if is_output_name and path.resolve() in self.own_outputs:
             return "output of this command"
+        if path.suffix == ".json" and path.with_suffix(".bin").exists() and path.with_suffix(".idx").exists():
+            return "description of another corpus"
         if any(_matches(base, name, pattern) for pattern in self.excludes):
             return "excluded"
         if not is_folder and self.globs and not any(_matches(base, name, p) for p in self.globs):

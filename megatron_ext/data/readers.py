@@ -7,6 +7,7 @@ that makes sense; the caller decides whether a problem ends the run.
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator
@@ -62,7 +63,10 @@ def _read_text(source: SourceFile, path: str) -> Iterator[Item]:
     with open(source.path, "rb") as file:
         data = file.read()
     zero = data.find(b"\0", 0, BINARY_PROBE_BYTES)
-    if zero >= 0:
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)):
+        message = "UTF-16 or UTF-32 text, as its first bytes say; convert the file to UTF-8"
+        yield Problem(path=path, position="", message=message)
+    elif zero >= 0:
         if source.named:
             message = f"binary data (zero byte at offset {zero}), not text; leave the file out"
             yield Problem(path=path, position="", message=message)

@@ -123,8 +123,8 @@ class HuggingFaceTokenizer:
             )
         # The library raises whatever its loaders happen to raise for a broken folder.
         except Exception as error:
-            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise UserError(f"--tokenizer {folder}: cannot be loaded: {first_line}") from error
+            reason = " ".join(str(error).split())[:500] or type(error).__name__
+            raise UserError(f"--tokenizer {folder}: cannot be loaded: {reason}") from error
         eod = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
         if eod is None:
             raise UserError(

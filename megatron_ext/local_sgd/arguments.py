@@ -6,13 +6,24 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.options import FromArgs
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
 
-__all__ = ["argument_problems", "notices"]
+__all__ = ["argument_problems", "ending_notice", "notices"]
+
+# The schedule may stay where a run goes on with one worker.
+_WITH_ONE_WORKER = {
+    "--use-local-sgd",
+    "--local-sgd-workers",
+    "--local-sgd-sync-interval",
+    "--local-sgd-warmup-steps",
+    "--local-sgd-evaluation",
+    "--local-sgd-round-log",
+}
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -27,12 +38,9 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     streaming = StreamingConfig.from_args(args)
     problems = config.problems()
     if not config.use_local_sgd:
-        given = {**streaming.by_flag(), **outer.by_flag(), **gta.by_flag()}
-        defaults = {**StreamingConfig().by_flag(), **OuterOptimizerConfig().by_flag(), **GTAConfig().by_flag()}
         return problems + [
             f"{flag} has no effect without --use-local-sgd; add it or drop the option"
-            for flag, value in given.items()
-            if value != defaults[flag]
+            for flag in _changed(streaming, outer, gta)
         ]
     problems += outer_optimizer_problems(outer) + gta.problems(config)
     problems += streaming.problems(config, outer)
@@ -46,6 +54,12 @@ def argument_problems(args: Any, feature: str) -> list[str]:
                 "--local-sgd-pseudo-grad-reducer pairwise has no synced weights; validate each worker's own with "
                 "--local-sgd-evaluation workers"
             )
+    if config.sync_in_forward:
+        problems += _forward_problems(args, config, streaming, gta)
+    if streaming.eager and gta != GTAConfig():
+        problems.append(
+            "--local-sgd-eager-updates takes the plain mean; drop the --local-sgd-pseudo-grad options of the reducer"
+        )
     if config.use_async:
         problems.append(
             "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop, where every rank "
@@ -54,9 +68,10 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             "--local-sgd-fragment-sync-delay against waiting, or megatron_ext.local_sgd.plain_torch without Megatron"
         )
     if config.local_sgd_workers == 1:
-        if outer != OuterOptimizerConfig():
+        without_effect = [flag for flag in _changed(streaming, outer, gta, config) if flag not in _WITH_ONE_WORKER]
+        if without_effect:
             problems.append(
-                "--local-sgd-workers 1 trains one worker without outer rounds, so the outer optimizer options "
+                f"--local-sgd-workers 1 trains one worker without outer rounds, so {', '.join(without_effect)} "
                 "would have no effect; drop them or use at least 2 workers"
             )
         return problems
@@ -79,6 +94,16 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     return problems + refusals(args, feature)
 
 
+def _changed(*configs: FromArgs) -> list[str]:
+    """Return the flags whose values are not the defaults."""
+    return [
+        flag
+        for config in configs
+        for flag, default in type(config)().by_flag().items()
+        if config.by_flag()[flag] != default
+    ]
+
+
 def notices(args: Any) -> list[str]:
     """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
     config = LocalSGDConfig.from_args(args)
@@ -89,7 +114,12 @@ def notices(args: Any) -> list[str]:
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
     streaming = StreamingConfig.from_args(args)
-    if streaming.active:
+    if streaming.eager:
+        lines.append(
+            "local SGD: eager updates: every worker steps by its own share at once, by the others' one round later; "
+            "the last iteration makes all workers equal"
+        )
+    elif streaming.active:
         lines.append(
             f"local SGD: streaming {streaming.fragments} {streaming.pattern} fragments, each with one round per "
             f"interval, applied {streaming.sync_delay} steps after it began, with alpha {streaming.update_alpha:g}; "
@@ -107,14 +137,47 @@ def notices(args: Any) -> list[str]:
             "local SGD: a gradient that is not finite still ends the run, before a round could leave the worker out; "
             "--no-check-for-nan-in-loss-and-grad lets it go on"
         )
-    if args.train_iters is not None and not streaming.active:
-        rest = (args.train_iters - config.local_sgd_warmup_steps) % config.local_sgd_sync_interval
-        if rest:
-            lines.append(
-                f"local SGD: --train-iters {args.train_iters} ends {plural(rest, 'step')} after a round; a checkpoint "
-                "saved there holds every worker apart and cannot be read without --use-local-sgd"
-            )
     return lines
+
+
+def ending_notice(train_iters: int | None, done: int, since: int, interval: int) -> str | None:
+    """Return what to say when training is going to end between two rounds.
+
+    Args:
+        train_iters: of the run.
+        done: iterations that lie behind, warm-up included.
+        since: steps of them since the last round.
+        interval: steps from one round to the next.
+    """
+    rest = 0 if train_iters is None else (train_iters - done + since) % interval
+    if not rest or train_iters is None or train_iters <= done:
+        return None
+    return (
+        f"local SGD: --train-iters {train_iters} ends {plural(rest, 'step')} after a round; a checkpoint saved there "
+        "holds every worker apart and cannot be read without --use-local-sgd"
+    )
+
+
+def _forward_problems(args: Any, config: LocalSGDConfig, streaming: StreamingConfig, gta: GTAConfig) -> list[str]:
+    """Return why rounds cannot end in the forward pass."""
+    others = {
+        "--local-sgd-codec": config.codec is not None,
+        "the --local-sgd-fragment options": streaming.active and not streaming.eager,
+        "--local-sgd-eager-updates": streaming.eager,
+        "--local-sgd-pseudo-grad-reducer pairwise": gta.reducer == "pairwise",
+        "--local-sgd-use-async": config.use_async,
+    }
+    problems = [
+        f"--local-sgd-sync-in-forward is not combined with {other}; drop one of them"
+        for other, given in others.items()
+        if given
+    ]
+    if args.use_distributed_optimizer and not args.overlap_param_gather:
+        problems.append(
+            "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: without it all "
+            "parameters are gathered before the forward pass; add it (with --overlap-grad-reduce) or drop the option"
+        )
+    return problems
 
 
 def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:

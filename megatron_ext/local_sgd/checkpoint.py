@@ -72,6 +72,9 @@ class LoadPlan:
     own: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     """The tensors into which is read what the worker alone has; empty when there is nothing."""
 
+    changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """By flag, the value of the run that saved and that of this run, where a run may change it on its way."""
+
     @property
     def saved_workers(self) -> int:
         """W of the run that saved."""
@@ -101,6 +104,8 @@ class LoadPlan:
         line = f"local SGD: a checkpoint of {self.saved_workers} workers, saved {place} (round {rounds})"
         if self.saved_workers != self.workers:
             line += f"; worker i takes the inner state of worker i mod {self.saved_workers}"
+        for flag, (before, now) in self.changed.items():
+            line += f"; {flag} was {before} and is {now} from here on"
         return line
 
 
@@ -124,6 +129,7 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
         "synced": engine.synced,
         "drifts": engine.drifts,
         "method": _method(engine.config, engine.outer, engine.gta, engine.streaming),
+        "tuning": _tuning(engine.config, engine.outer),
         "tensors": list(tensors),
         "own": list(own),
         "parameters": _shapes(values.view),
@@ -168,7 +174,7 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             raise UserError(
                 f"{where}: {rest}, so it needs --local-sgd-workers {plan.saved_workers}, not {workers}. To change the "
                 f"number of workers, resume with {plan.saved_workers} up to a sync point "
-                f"({_next_sync_point(summary)}), save there, and load that"
+                f"({_next_sync_point(summary, context.state['iteration'])}), save there, and load that"
             )
         if args.no_load_optim or args.finetune:
             # --skip-train sets --no-load-optim.
@@ -178,6 +184,9 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             )
     if not (args.no_load_optim or args.finetune):
         _check_method(summary["method"], args, where)
+        before = summary.get("tuning", {})
+        now = _tuning(LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args))
+        plan.changed = {flag: (before[flag], now[flag]) for flag in now if before.get(flag, now[flag]) != now[flag]}
         if not summary["in_warmup"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
             raise UserError(
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
@@ -200,16 +209,18 @@ def refuse_without_workers(context: LoadContext) -> None:
     raise UserError(
         f"--load {context.directory}: saved {into} after a sync point, where each of "
         f"{summary['workers']} workers has its own weights, so it needs --use-local-sgd --local-sgd-workers "
-        f"{summary['workers']}. To go on without, resume with them up to a sync point ({_next_sync_point(summary)}), "
-        "save there, and load that"
+        f"{summary['workers']}. To go on without, resume with them up to a sync point "
+        f"({_next_sync_point(summary, context.state['iteration'])}), save there, and load that"
     )
 
 
-def _next_sync_point(summary: dict[str, Any]) -> str:
-    """Return where a run's workers become equal."""
-    if summary["drifts"]:
-        return "the last of --train-iters"
-    return f"a multiple of interval {summary['interval']} after warm-up"
+def _next_sync_point(summary: dict[str, Any], iteration: int) -> str:
+    """Return where a run's workers become equal, given the iteration at which it was saved."""
+    point = "the last of --train-iters"
+    if not summary["drifts"]:
+        point = f"iteration {iteration + summary['interval'] - summary['steps_since_sync']}"
+    # Megatron refuses another length of the schedule otherwise.
+    return f"{point}; where --train-iters has to grow for it, add --override-opt_param-scheduler"
 
 
 def request(
@@ -296,6 +307,17 @@ def _method(
     return {**own, **gta.by_flag(), **streaming.by_flag()}
 
 
+def _tuning(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, Any]:
+    """Return by flag what a run may change on its way, and is told about."""
+    found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
+    if outer.outer_optimizer != "none" and outer.outer_optim_class is None:
+        found["--outer-optimizer-lr"] = outer.learning_rate
+    if outer.is_sgd:
+        found["--outer-optimizer-momentum"] = outer.outer_optimizer_momentum
+        found["--outer-optimizer-nesterov"] = outer.outer_optimizer_nesterov
+    return found
+
+
 def _check_method(saved: dict[str, Any], args: Any, where: str) -> None:
     """Refuse another outer optimizer or codec, whose state would be missing, another reducer, other fragments."""
     now = _method(
@@ -304,8 +326,9 @@ def _check_method(saved: dict[str, Any], args: Any, where: str) -> None:
         GTAConfig.from_args(args),
         StreamingConfig.from_args(args),
     )
+    defaults = _method(LocalSGDConfig(), OuterOptimizerConfig(), GTAConfig(), StreamingConfig())
     for flag, value in now.items():
-        before = saved.get(flag)
+        before = saved.get(flag, defaults[flag])  # an option that the run which saved did not know of
         if value != before:
             raise UserError(
                 f"{where}: {flag} was {_shown(before)} in the run that saved it, and is {_shown(value)} now; resume "

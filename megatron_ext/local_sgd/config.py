@@ -39,6 +39,10 @@ class LocalSGDConfig(FromArgs):
     """What validation runs on: 'synced' = the anchor, the weights that all workers agreed on at the last
     round; 'workers' = each worker's own current weights, the reported loss being the mean over workers."""
 
+    sync_in_forward: bool = flag("--local-sgd-sync-in-forward", False)
+    """Let every layer wait for its part of a round where the next forward pass needs it, instead of all of them at the
+    end of the step, so that communication overlaps with computation. Changes no bit."""
+
     local_sgd_round_log: str | None = None
     """File to which every outer round appends a line of JSON. By default local_sgd_rounds.jsonl in the --save
     folder, and none without --save; 'none' writes none. Shown by `megatron-ext local-sgd report`."""

@@ -21,8 +21,9 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.digest import equal_across
-from megatron_ext.local_sgd.fragment import Fragment, SyncedTensor
+from megatron_ext.local_sgd.fragment import Fragment
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, due_steps
 
@@ -85,6 +86,7 @@ class LocalSGD:
         self.met = False
         self._equal = True
         self._healed = False
+        self._apart = self.gta.reducer == "pairwise" or self.streaming.eager
         self._across = across
         self._worker = dist.get_rank(across)
         self._device = self.values[0].device if self.values else collective_device(across)
@@ -106,6 +108,7 @@ class LocalSGD:
                 device=self._device,
                 index=index,
                 guarded=self.streaming.in_background or config.use_async,
+                eager=self.streaming.eager,
                 observe=observe,
             )
             self._fragments.append(fragment)
@@ -119,7 +122,7 @@ class LocalSGD:
     @property
     def drifts(self) -> bool:
         """Whether workers differ after a round too, so that `finish` has to make them equal in the end."""
-        return self.streaming.active or self.gta.reducer == "pairwise"
+        return self.streaming.active or self._apart
 
     @torch.no_grad()
     def take_anchor(self) -> None:
@@ -142,7 +145,7 @@ class LocalSGD:
         self.in_warmup = False
         self.steps_since_sync = 0
         for fragment in self._fragments:
-            fragment.begin()
+            fragment.state.begin()
 
     def count_step(self) -> bool:
         """Count one inner step of all workers, skipped updates included; return whether `advance` has to be called."""
@@ -150,7 +153,10 @@ class LocalSGD:
         self._equal = self.met = False
         # Not on its way, or one step nearer.
         self._left = [max(left - 1, 0) for left in self._left]
-        return any(self._is_turning(index) or self._is_due(index) for index in range(len(self._fragments)))
+        return any(
+            self._is_turning(index) or self._is_due(index) or self._is_half_way(index)
+            for index in range(len(self._fragments))
+        )
 
     @torch.no_grad()
     def advance(self) -> Progress:
@@ -159,10 +165,14 @@ class LocalSGD:
         Raises:
             RuntimeError: see `Fragment.sync`.
         """
+        if self.config.sync_in_forward:
+            return self._launch()
         if not self.streaming.active:
             return self.sync()
         changed = False
         for index, fragment in enumerate(self._fragments):
+            if self._is_half_way(index):
+                fragment.turn_late()
             if self._is_turning(index) and fragment.phase == "sent":
                 self._reports.append(fragment.turn())
             if fragment.phase != "home" and self._left[index] == 0:
@@ -202,7 +212,33 @@ class LocalSGD:
             self._sync(fragment, steps)
         self._left = [0] * len(self._fragments)
         self.steps_since_sync = 0
-        self._equal = self.gta.reducer != "pairwise"
+        self._equal = not self._apart
+        return self._progress(changed=True)
+
+    def _launch(self) -> Progress:
+        """Begin a round of the whole model that ends in the next forward pass."""
+        for fragment in self._fragments:
+            self.rounds += 1
+            self._take(fragment.launch(self.rounds))
+        self.steps_since_sync = 0
+        self._equal = self.met = True
+        return self._progress(changed=False)
+
+    @torch.no_grad()
+    def land(self, units: Sequence[str]) -> None:
+        """Wait until the results of these units are among the values, where a round is to end in the forward pass."""
+        for fragment in self._fragments:
+            fragment.land(units)
+
+    @torch.no_grad()
+    def conclude(self) -> Progress:
+        """End a round that was to end in the forward pass; all ranks must call it at the same place.
+
+        Raises:
+            RuntimeError: see `Fragment.sync`.
+        """
+        for fragment in self._fragments:
+            self._take(fragment.conclude())
         return self._progress(changed=True)
 
     @torch.no_grad()
@@ -227,14 +263,22 @@ class LocalSGD:
     def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> None:
         """Run a round of a fragment at once."""
         self.rounds += 1
-        report = fragment.sync(self.rounds, steps)
-        self._healed |= not math.isfinite(report.worker_norms[self._worker])
-        self._reports.append(report)
+        self._take(fragment.sync(self.rounds, steps))
         self.met = True
+
+    def _take(self, report: RoundReport | None) -> None:
+        if report is not None:
+            self._healed |= not math.isfinite(report.worker_norms[self._worker])
+            self._reports.append(report)
 
     def _is_turning(self, index: int) -> bool:
         """Return whether a round is half-way or at its end."""
         return self._fragments[index].phase != "home" and self._left[index] in (self.streaming.sync_delay // 2, 0)
+
+    def _is_half_way(self, index: int) -> bool:
+        """Return whether half of the interval after an eager round is over."""
+        interval = self.config.local_sgd_sync_interval
+        return self.streaming.eager and (self.steps_since_sync - self._due[index]) % interval == interval // 2
 
     def _is_due(self, index: int) -> bool:
         return self.steps_since_sync == self._due[index]
@@ -273,13 +317,13 @@ class LocalSGD:
             return {}
         for fragment in self._fragments:
             self._land(fragment)
-        return self._gathered(Fragment.tensor_state)
+        return self._gathered(OuterState.tensor_state)
 
-    def _gathered(self, of: Callable[[Fragment], dict[str, list[torch.Tensor]]]) -> dict[str, list[torch.Tensor]]:
+    def _gathered(self, of: Callable[[OuterState], dict[str, list[torch.Tensor]]]) -> dict[str, list[torch.Tensor]]:
         """Put together what every fragment has."""
         found: dict[str, list[torch.Tensor]] = {}
         for fragment, members in zip(self._fragments, self._members, strict=True):
-            for name, tensors in of(fragment).items():
+            for name, tensors in of(fragment.state).items():
                 whole = found.setdefault(name, list(self.values))
                 for place, tensor in zip(members, tensors, strict=True):
                     whole[place] = tensor
@@ -289,7 +333,7 @@ class LocalSGD:
         """Return what this worker alone has beside its values, in their order and shapes, by name: with a codec what
         its messages lost, with pairs of workers its own anchor and outer state. Empty in warm-up.
         """
-        return {} if self.in_warmup else self._gathered(Fragment.worker_state)
+        return {} if self.in_warmup else self._gathered(OuterState.worker_state)
 
     @torch.no_grad()
     def gather_anchor(self) -> list[torch.Tensor]:
@@ -300,7 +344,7 @@ class LocalSGD:
         found = list(self.values)
         for fragment, members in zip(self._fragments, self._members, strict=True):
             self._land(fragment)
-            for place, tensor in zip(members, fragment.gather_anchor(), strict=True):
+            for place, tensor in zip(members, fragment.state.gather_anchor(), strict=True):
                 found[place] = tensor
         return found
 
@@ -316,7 +360,7 @@ class LocalSGD:
                     "left": self._left[index],
                     "on_its_way": fragment.phase != "home",
                     "broken": fragment.broken,
-                    **fragment.scalar_state(),
+                    **fragment.state.scalar_state(),
                 }
                 for index, fragment in enumerate(self._fragments)
                 if not self.in_warmup
@@ -343,7 +387,7 @@ class LocalSGD:
             for index, (fragment, members, state) in enumerate(saved):
                 parts = {name: [whole[place] for place in members] for name, whole in tensors.items()}
                 mine = {name: [whole[place] for place in members] for name, whole in (own or {}).items()}
-                fragment.load(parts, state, mine)
+                fragment.state.load(parts, state, mine)
                 self._left[index] = int(state["left"])
                 if state["on_its_way"]:
                     fragment.resume(list(state["broken"]))

@@ -23,16 +23,17 @@ from megatron_ext.hooks import (
     TrainContext,
 )
 from megatron_ext.local_sgd import checkpoint, round_log
-from megatron_ext.local_sgd.arguments import argument_problems, notices
+from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
+from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport, plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
-from megatron_ext.seams import gradients, logging, process_groups, training
+from megatron_ext.seams import forward, gradients, logging, process_groups, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.process_groups import WorkerGroups
@@ -61,6 +62,8 @@ class LocalSGDFeature(Feature):
         self._round_log: Path | None = None
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
+        self._arrivals: Arrivals | None = None
+        self._launched_at = 0
         self._plan: checkpoint.LoadPlan | None = None
 
     # Arguments.
@@ -121,10 +124,19 @@ class LocalSGDFeature(Feature):
                 _check_round_log(self._round_log)
         if not self._restored:
             self._make_equal()
+        if config.sync_in_forward:
+            self._arrivals = Arrivals(engine, self._require_values())
+            forward.wait_before_use(context.model, self._arrivals.require)
         if context.args.iteration < config.local_sgd_warmup_steps:
             gradients.install_synchronous_warmup(
                 context.config, self._require_groups(), lambda: self._in_warmup
             )
+        self._say_where(context.args, config, engine)
+
+    def _say_where(self, args: Any, config: LocalSGDConfig, engine: LocalSGD) -> None:
+        """Say from where training goes on, and whether it will end between two rounds."""
+        if args.load and self._plan is None and not args.iteration:
+            say(f"local SGD: no checkpoint was found in --load {args.load}; training starts from the beginning")
         if self._restored:
             into = plural(engine.steps_since_sync, "step")
             say(
@@ -132,6 +144,11 @@ class LocalSGDFeature(Feature):
                 if not engine.in_warmup
                 else "local SGD: resumed during warm-up"
             )
+        if not engine.drifts:
+            done = max(args.iteration, config.local_sgd_warmup_steps) if engine.in_warmup else args.iteration
+            line = ending_notice(args.train_iters, done, engine.steps_since_sync, config.local_sgd_sync_interval)
+            if line is not None:
+                say(line)
 
     def before_step(self, context: StepContext) -> None:
         """Decide whether this step is synchronous; take the anchor before the first one that is not."""
@@ -143,6 +160,7 @@ class LocalSGDFeature(Feature):
     def after_step(self, context: StepContext) -> None:
         """Count the step and run what is due of outer rounds; the last step makes workers equal that rounds do not."""
         engine = self._require_engine()
+        self._conclude()
         if not context.completed or self._in_warmup:
             return
         due = engine.count_step()
@@ -156,7 +174,25 @@ class LocalSGDFeature(Feature):
         progress = engine.finish() if last else engine.advance()
         if progress.changed:
             self._require_values().refresh()
+        elif self._arrivals is not None:
+            self._arrivals.expect()
+            self._launched_at = context.iteration
         timer.stop()
+        self._account(progress, context.iteration)
+
+    def _conclude(self) -> None:
+        """End a round that was to end in the forward pass."""
+        if self._arrivals is None or not self._arrivals.open:
+            return
+        complete = self._arrivals.close()
+        progress = self._require_engine().conclude()
+        if not complete:
+            self._require_values().refresh(now=True)
+        self._account(progress, self._launched_at)
+
+    def _account(self, progress: Progress, iteration: int) -> None:
+        """Mend and report what rounds after this iteration did."""
+        engine = self._require_engine()
         if progress.healed:
             # It goes on from the synced weights; its moments would spoil them in the next step.
             self._require_values().reset_broken_moments()
@@ -164,13 +200,13 @@ class LocalSGDFeature(Feature):
             self._last = self._unwritten = report
             for remark in report.remarks(engine.config.is_debug):
                 say(f"local SGD: {remark}")
-            self._write_round(report, context)
+            self._write_round(report, iteration)
 
-    def _write_round(self, report: RoundReport, context: StepContext) -> None:
+    def _write_round(self, report: RoundReport, iteration: int) -> None:
         """Append the round to its file. A full disk costs the file, not the run."""
         if self._round_log is None:
             return
-        entry = {"iteration": context.iteration + 1, "time": time.time(), **report.as_dict()}
+        entry = {"iteration": iteration + 1, "time": time.time(), **report.as_dict()}
         try:
             round_log.append_round(self._round_log, entry)
         except OSError as error:
@@ -185,6 +221,7 @@ class LocalSGDFeature(Feature):
     def on_train_end(self, context: TrainContext) -> None:
         """Say so when the weights that go on from here are not the synced ones."""
         engine = self._require_engine()
+        self._conclude()
         if not engine.synced:
             say(
                 f"local SGD: training ends {plural(engine.steps_since_sync, 'step')} after round {engine.rounds}; "
@@ -199,6 +236,7 @@ class LocalSGDFeature(Feature):
             say("local SGD: evaluating the weights that were loaded")
             return
         engine = self._engine
+        self._conclude()
         if engine.synced:
             say("local SGD: evaluating the synced weights")
         elif engine.config.local_sgd_evaluation == "workers":
@@ -271,6 +309,10 @@ class LocalSGDFeature(Feature):
                 totals[name] = (mean * advanced - added.view(-1)[0]).float().view(1)
 
     # Checkpoints.
+
+    def before_save(self) -> None:
+        """End a round that was to end in the forward pass: what is saved are its results."""
+        self._conclude()
 
     def on_save(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""

@@ -22,14 +22,15 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd.compression import CompressedRound
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.eager import EagerRound
+from megatron_ext.local_sgd.in_forward import ForwardRound
 from megatron_ext.local_sgd.judge import Judge
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
+from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
 from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.packing import flattened, put_back
 from megatron_ext.local_sgd.pairwise import PairwiseRound
 from megatron_ext.local_sgd.penalty import Penalty
-from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
 from megatron_ext.local_sgd.report import RoundClock, RoundReport
 from megatron_ext.local_sgd.rounds import (
     BackgroundRound,
@@ -39,33 +40,15 @@ from megatron_ext.local_sgd.rounds import (
     Round,
     RoundState,
 )
-from megatron_ext.local_sgd.segments import Run, plan_segments
-from megatron_ext.local_sgd.shard import OuterShard
+from megatron_ext.local_sgd.segments import plan_segments
 from megatron_ext.local_sgd.summary import summarize
 from megatron_ext.transport.codecs import build_codec
 from megatron_ext.transport.collectives import SEGMENT_NUMEL, ordered_sum
 
-__all__ = ["Fragment", "SyncedTensor"]
+__all__ = ["Fragment"]
 
 # Tensors below this many elements are packed: a message of their own would cost more than the copy.
 SMALL_NUMEL = 1 << 14
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncedTensor:
-    """One tensor that the workers agree on in every round."""
-
-    tensor: torch.Tensor
-    """fp32, any shape, updated in place."""
-
-    name: str
-    """Its global name, for messages."""
-
-    unit: str
-    """The unit it belongs to: one of those that the engine was told of."""
-
-    counted: bool = True
-    """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
 
 
 @dataclass(kw_only=True)
@@ -74,9 +57,6 @@ class _Flight:
 
     state: RoundState | None = None
     """What it works on, until the result is there."""
-
-    overlap: torch.Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
-    """What the pseudo-gradient and the momentum have in common."""
 
     turned: bool = False
     """Whether the outer step was made."""
@@ -109,6 +89,7 @@ class Fragment:
         device: torch.device,
         index: int = 0,
         guarded: bool = False,
+        eager: bool = False,
         observe: bool = False,
     ) -> None:
         """Prepare; no memory is taken before `begin`.
@@ -125,51 +106,44 @@ class Fragment:
             index: which fragment it is.
             guarded: whether rounds must not reduce before all messages are there, because they travel while training
                 goes on, or because workers do not count alike.
+            eager: whether a worker steps by its own share at once, and by the others' a round later.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
         self.units = tuple(units)
         self.values = [entry.tensor for entry in synced]
-        self._synced = tuple(synced)
-        self._outer = outer
-        self._gta = gta
         self._across = across
         self._device = device
         self._index = index
-        # Pairs of workers have no common norms to compare.
-        self._observe = observe and gta.reducer != "pairwise"
+        # Whether every worker has an anchor and an outer state of its own, so that there is no common step to observe.
+        apart = eager or gta.reducer == "pairwise"
+        self._observe = observe and not apart
         self._flight: _Flight | None = None
-        self._shard: OuterShard | None = None
         self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))
-        self._judge = Judge(self._penalty, self.units, clip=config.clip_pseudo_grad, across=across, inside=inside)
+        self._judge = judge = Judge(
+            self._penalty, self.units, clip=config.clip_pseudo_grad, across=across, inside=inside
+        )
         segments = plan_segments(
             [value.numel() for value in self.values],
             [self.units.index(entry.unit) for entry in synced],
             limit=SEGMENT_NUMEL,
             small=SMALL_NUMEL,
         )
-        self._pairwise = gta.reducer == "pairwise"
-        self._owned = OwnedRuns(segments, across, apart=self._pairwise)
-        self._compressed: CompressedRound | None = None
-        if config.codec is not None:
-            # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
-            union = min(1.0, config.codec_density * self._owned.workers)
-            self._compressed = CompressedRound(
-                self._owned,
-                self._judge,
-                outward=build_codec(config.codec, config.codec_density),
-                homeward=build_codec(config.codec, union),
-            )
-        self._background: BackgroundRound = self._compressed or GuardedRound(self._owned, self._judge)
+        self._owned = owned = OwnedRuns(segments, across, apart=apart)
+        self._compressed = None if config.codec is None else _compressed(config.codec, config, owned, judge)
+        self._eager = EagerRound(owned, judge, device) if eager else None
+        self._background: BackgroundRound = self._compressed or GuardedRound(owned, judge)
         plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not guarded
-        self._round: Round = PlainRound(self._owned, self._judge) if plain else self._background
-        if self._pairwise:
-            self._round = PairwiseRound(self._owned, self._judge)
-
-    def begin(self) -> None:
-        """Take the present values, which must be equal on all workers, as the anchor."""
-        self._start(self._owned.cut(self.values))
-        if self._compressed is not None:
-            self._compressed.begin(self.values)
+        self._in_forward = ForwardRound(owned, judge, guarded=not plain) if config.sync_in_forward else None
+        self._round: Round = self._background
+        if self._eager is not None:
+            self._round = self._eager
+        elif apart:
+            self._round = PairwiseRound(owned, judge)
+        elif plain:
+            self._round = PlainRound(owned, judge)
+        self.state = OuterState(
+            synced, owned, self._penalty, outer=outer, gta=gta, compressed=self._compressed, eager=self._eager
+        )
 
     def sync(self, number: int, steps: Sequence[int] | None = None) -> RoundReport:
         """Run one round: collect, guard, reduce, outer step, apply.
@@ -184,16 +158,13 @@ class Fragment:
         """
         clock = RoundClock()
         with clock.measure("seconds"):
-            if not self._pairwise:
+            if not self._owned.apart:
                 self._wait(clock)
-            state, overlap = self._state(number, flattened(self.values), clock, steps)
-            state.shard.prepare(overlap if self._observe else None)
+            state = self._state(number, flattened(self.values), clock, steps)
+            state.shard.prepare(state.overlap if self._observe else None)
             decisions = self._round.run(state)
-            state.shard.release()
             put_back(state.flats, self.values)
-            if self._observe:
-                self._judge.add_up(overlap)
-        return self._report(state, overlap, decisions)
+        return self._report(state, decisions)
 
     def _wait(self, clock: RoundClock) -> None:
         """Wait until all workers have come."""
@@ -201,6 +172,49 @@ class Fragment:
             arrival = torch.zeros((), device=self._device)
             dist.all_reduce(arrival, group=self._across)
             arrival.item()  # on a GPU the reduction has only been launched before
+
+    # A round that ends in the next forward pass.
+
+    def launch(self, number: int) -> RoundReport | None:
+        """Begin a round with the present values, which belong to it until `land` has put the results there.
+
+        Args:
+            number: of the round, from 1.
+
+        Returns:
+            Its report, where norms decide, so that the outer steps have been made; else `conclude` returns it.
+
+        Raises:
+            RuntimeError: as `sync`, where norms decide.
+        """
+        assert self._in_forward is not None
+        clock = RoundClock()
+        with clock.measure("seconds"):
+            state = self._state(number, flattened(self.values), clock)
+            state.shard.prepare(state.overlap if self._observe else None)
+            decisions = self._in_forward.start(state)
+        return None if decisions is None else self._report(state, decisions)
+
+    def land(self, units: Sequence[str]) -> None:
+        """Wait until the results of these units are among the values."""
+        if self._in_forward is not None and self._in_forward.pending:
+            flats = self._in_forward.land([self.units.index(unit) for unit in units if unit in self.units])
+            put_back(flats, self.values)
+
+    def conclude(self) -> RoundReport | None:
+        """End the round that was launched, if there is one; all ranks must call it at the same place.
+
+        Returns:
+            Its report, unless `launch` has returned it.
+
+        Raises:
+            RuntimeError: as `sync`.
+        """
+        if self._in_forward is None or not self._in_forward.pending:
+            return None
+        self.land(self.units)
+        state = self._in_forward.conclude()
+        return None if state is None else self._report(state, [])
 
     # A round in the background.
 
@@ -213,9 +227,9 @@ class Fragment:
         assert self._flight is None, "the last round of this fragment is still on its way"
         clock = RoundClock()
         with clock.measure("seconds"):
-            state, overlap = self._state(number, [flat.clone() for flat in flattened(self.values)], clock)
+            state = self._state(number, [flat.clone() for flat in flattened(self.values)], clock)
             self._background.start(state)
-        self._flight = _Flight(state=state, overlap=overlap)
+        self._flight = _Flight(state=state)
 
     def turn(self) -> RoundReport:
         """Make the outer step of the round on its way with what the workers sent, and start to send the result back.
@@ -226,15 +240,17 @@ class Fragment:
         flight = self._require_flight()
         state = flight.require_state()
         with state.clock.measure("seconds"):
-            state.shard.prepare(flight.overlap if self._observe else None)
+            state.shard.prepare(state.overlap if self._observe else None)
             decisions = self._background.turn(state)
-            state.shard.release()
-            if self._observe:
-                self._judge.add_up(flight.overlap)
         flight.turned = True
-        report = self._report(state, flight.overlap, decisions)
+        report = self._report(state, decisions)
         flight.broken = [worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)]
         return report
+
+    def turn_late(self) -> None:
+        """Send the others what is theirs of an eager round; nothing for other rounds."""
+        if self._eager is not None:
+            self._eager.turn()
 
     def receive(self) -> None:
         """Wait for the result of the round on its way."""
@@ -278,7 +294,7 @@ class Fragment:
         Args:
             broken: the property of that name, at the time of the save.
         """
-        self._flight = _Flight(turned=True, result=flattened(self.gather_anchor()), broken=broken)
+        self._flight = _Flight(turned=True, result=flattened(self.state.gather_anchor()), broken=broken)
 
     def _require_flight(self) -> _Flight:
         assert self._flight is not None, "no round of this fragment is on its way"
@@ -286,34 +302,46 @@ class Fragment:
 
     def _state(
         self, number: int, flats: list[torch.Tensor], clock: RoundClock, steps: Sequence[int] | None = None
-    ) -> tuple[RoundState, torch.Tensor]:
-        """Return what a round works on, and where the comparison with the momentum is added up."""
-        squares = torch.zeros(self._owned.workers + 1, len(self.units), dtype=torch.float64, device=self._device)
-        shard = self._require_shard()
-        state = RoundState(number=number, shard=shard, flats=flats, squares=squares, clock=clock, steps=steps)
-        return state, torch.zeros(2, dtype=torch.float64, device=self._device)
+    ) -> RoundState:
+        """Return what a round works on."""
+        rows, device = self._owned.workers + 1, self._device
+        return RoundState(
+            number=number,
+            shard=self.state.shard,
+            flats=flats,
+            squares=torch.zeros(rows, len(self.units), dtype=torch.float64, device=device),
+            overlap=torch.zeros(2, dtype=torch.float64, device=device),
+            clock=clock,
+            steps=steps,
+        )
 
-    def _report(self, state: RoundState, overlap: torch.Tensor, decisions: Sequence[Decision]) -> RoundReport:
-        """Return the report of the round that has just ended."""
+    def _report(self, state: RoundState, decisions: Sequence[Decision]) -> RoundReport:
+        """Return the report of the round whose outer steps have just been made."""
+        state.shard.release()
+        if self._observe:
+            self._judge.add_up(state.overlap)
         return summarize(
             state,
             fragment=self._index,
             units=self.units,
             decisions=decisions,
-            overlap=overlap.tolist(),
             bytes_sent=self._round.bytes_sent,
         )
 
-    # State.
+    # The end of training.
 
     def unite(self) -> None:
         """Make the workers equal without an outer step: all go on from the mean of their values, as a new anchor.
+
+        What the others still have to give in eager rounds is subtracted first, as it is.
 
         Workers whose values are not finite do not count; when none are finite, all go back to the anchor.
 
         Raises:
             RuntimeError: a worker's values are not finite, and nothing was asked for that could leave it out.
         """
+        for value, late in zip(self.values, self.state.take_late(), strict=False):
+            value.sub_(late)
         sums = torch.stack([value.double().sum() for value in self.values] or [torch.zeros(1, device=self._device)])
         squares = torch.zeros(self._owned.workers, 1, dtype=torch.float64, device=self._device)
         squares[self._owned.worker] = torch.where(torch.isfinite(sums).all(), 0.0, math.nan)
@@ -323,93 +351,17 @@ class Fragment:
             broken = finite.index(False)
             raise RuntimeError(f"worker {broken} has weights that are not finite at the end of training")
         own = finite[self._owned.worker]
-        flats = flattened(self.values) if any(finite) else flattened(self.gather_anchor())
+        flats = flattened(self.values) if any(finite) else flattened(self.state.gather_anchor())
         for flat in flats if any(finite) else []:
             flat.copy_(flat / sum(finite) if own else torch.zeros_like(flat))
             ordered_sum(flat, self._across)
         for value, flat in zip(self.values, flats, strict=True):
             value.copy_(flat.view(value.shape))
-        for anchor, part in zip(self._require_shard().anchors, self._owned.cut(self.values), strict=True):
-            anchor.copy_(part)
-        if self._compressed is not None:
-            self._compressed.begin(self.values)
+        self.state.move_to_values()
 
-    def tensor_state(self) -> dict[str, list[torch.Tensor]]:
-        """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.
 
-        Returns:
-            Lists by name, in the order and shapes of the values. Nothing where no worker knows another's.
-        """
-        return {} if self._pairwise else self._outer_state()
-
-    def worker_state(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this worker alone has beside its values, in their order and shapes, by name."""
-        if self._pairwise:
-            return self._outer_state()
-        return {} if self._compressed is None else {"residual": self._compressed.residuals}
-
-    def _outer_state(self) -> dict[str, list[torch.Tensor]]:
-        shard = self._require_shard()
-        parts = {"anchor": shard.anchors, **shard.optimizer.tensor_state()}
-        state = {name: self._owned.gather(owned, self.values) for name, owned in parts.items()}
-        if self._compressed is not None:
-            state["replica"] = self._compressed.replicas
-        return state
-
-    def gather_anchor(self) -> list[torch.Tensor]:
-        """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it."""
-        if self._compressed is not None:
-            return [replica.clone() for replica in self._compressed.replicas]
-        return self._owned.gather(self._require_shard().anchors, self.values)
-
-    def scalar_state(self) -> dict[str, Any]:
-        """Return the states that are equal on all ranks."""
-        return {"outer": self._require_shard().optimizer.scalar_state(), "penalty": self._penalty.state()}
-
-    def load(
-        self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, Any], own: dict[str, list[torch.Tensor]]
-    ) -> None:
-        """Take over a saved state.
-
-        Args:
-            tensors: as `tensor_state` returned them, perhaps with another number of workers.
-            scalars: as `scalar_state` returned them.
-            own: as `worker_state` returned it.
-        """
-        outer = dict(own if self._pairwise else tensors)
-        replicas = outer.pop("replica", None)
-        if self._compressed is not None:
-            assert replicas is not None
-            self._compressed.begin(replicas, own.get("residual"))
-        parts = {name: self._owned.cut(values) for name, values in outer.items()}
-        self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
-        self._penalty.load(scalars["penalty"])
-
-    def _start(self, anchors: list[torch.Tensor]) -> OuterShard:
-        """Begin at these parts of the anchor."""
-        self._shard = OuterShard(
-            anchors,
-            [self._ranges(run) for _, run in self._owned.numbered],
-            [self._ranges(run, counted=True) for _, run in self._owned.numbered],
-            optimizer=build_outer_optimizer(self._outer, anchors),
-            reducer=build_reducer(self._gta),
-            sparsifier=build_sparsifier(self._gta),
-            # A pair's terms are this worker's own and its partner's.
-            worker=0 if self._pairwise else self._owned.worker,
-            terms_are_gradients=self._compressed is not None,
-        )
-        return self._shard
-
-    def _require_shard(self) -> OuterShard:
-        assert self._shard is not None, "there is no anchor in warm-up"
-        return self._shard
-
-    def _ranges(self, run: Run, counted: bool = False) -> list[tuple[int, int]]:
-        """Return where the pieces of a run are, all of them or those that count in norms."""
-        ranges = []
-        offset = 0
-        for piece in run.pieces:
-            if not counted or self._synced[piece.index].counted:
-                ranges.append((offset, offset + piece.numel))
-            offset += piece.numel
-        return ranges
+def _compressed(codec: str, config: LocalSGDConfig, owned: OwnedRuns, judge: Judge) -> CompressedRound:
+    # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
+    union = min(1.0, config.codec_density * owned.workers)
+    outward, homeward = build_codec(codec, config.codec_density), build_codec(codec, union)
+    return CompressedRound(owned, judge, outward=outward, homeward=homeward)

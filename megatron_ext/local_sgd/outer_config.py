@@ -4,7 +4,6 @@
 # Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +12,10 @@ import torch
 from megatron_ext.local_sgd.options import WITHOUT_FLAG, FromArgs, flag, on_off
 
 __all__ = ["OuterOptimizerConfig"]
+
+
+# Far above any use: beyond it the first outer step alone may leave the range of fp32, unseen before the next round.
+_LARGEST_RATE = 1e3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +48,8 @@ class OuterOptimizerConfig(FromArgs):
             return self._class_problems()
         found = []
         name, rate = self.outer_optimizer, self.outer_optimizer_lr
-        if rate is not None and (not math.isfinite(rate) or rate <= 0):
-            found.append(f"--outer-optimizer-lr is {rate}; it must be a finite number above 0")
+        if rate is not None and not 0 < rate <= _LARGEST_RATE:
+            found.append(f"--outer-optimizer-lr is {rate}; it must be a number above 0 and at most {_LARGEST_RATE:g}")
         if rate is not None and name == "none":
             found.append("--outer-optimizer-lr has no effect with --outer-optimizer none; drop it")
         if rate is None and name != "none" and not self.is_sgd:

@@ -28,7 +28,7 @@ class OwnedRuns:
             group: process group, one rank per worker in worker order.
             apart: whether every worker owns everything, with values of its own.
         """
-        self._apart = apart
+        self.apart = apart
         self.segments = segments
         self.group = group
         self.worker = dist.get_rank(group)
@@ -42,7 +42,7 @@ class OwnedRuns:
 
     def bounds(self, segment: Segment) -> list[tuple[int, int]]:
         """Return (first, one past the last) element of a segment that each worker owns."""
-        if self._apart:
+        if self.apart:
             return [(0, segment.numel)] * self.workers
         return list(pairwise(part_bounds(segment.numel, self.workers)))
 
@@ -88,7 +88,7 @@ class OwnedRuns:
                     run.copy_(next(rest))
                 yield buffer
 
-        whole = buffers() if self._apart else from_owners(buffers(), self.group)
+        whole = buffers() if self.apart else from_owners(buffers(), self.group)
         for segment, buffer in zip(self.segments, whole, strict=True):
             unpack(segment, buffer, flats)
         return tensors

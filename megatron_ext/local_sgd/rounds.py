@@ -15,7 +15,7 @@ from megatron_ext.local_sgd.packing import packed, unpack
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.report import RoundClock
 from megatron_ext.local_sgd.shard import OuterShard
-from megatron_ext.transport.collectives import Exchange, Memory, through_owners
+from megatron_ext.transport.collectives import Combine, Exchange, Memory, through_owners
 
 __all__ = [
     "BackgroundRound",
@@ -25,6 +25,7 @@ __all__ = [
     "Round",
     "RoundState",
     "decide_and_step",
+    "mean_stepping",
 ]
 
 Decision = tuple[Verdict, float]
@@ -53,6 +54,9 @@ class RoundState:
     squares: torch.Tensor
     """fp64, (workers + 1, units), zero: gets the squared norms of every worker's pseudo-gradient, and in the last row
     those of the common one, over the whole model."""
+
+    overlap: torch.Tensor
+    """fp64, (2,), zero: gets what the pseudo-gradient and the momentum have in common, see `OuterShard.prepare`."""
 
     clock: RoundClock
     """Takes the times."""
@@ -104,18 +108,24 @@ class PlainRound:
             RuntimeError: a worker was broken, which has spread by then; the run must end without saving.
         """
         owned, segments = self._owned, self._owned.segments
-
-        def combine(index: int, start: int, terms: list[torch.Tensor]) -> None:
-            with state.clock.measure("applying"):
-                squares = state.squares[:, segments[index].unit]
-                state.shard.mean_step(owned.number(index, start), terms, squares)
-
         buffers = (packed(segment, state.flats) for segment in segments)
-        for segment, buffer in zip(segments, through_owners(buffers, owned.group, combine), strict=True):
+        arriving = through_owners(buffers, owned.group, mean_stepping(owned, state))
+        for segment, buffer in zip(segments, arriving, strict=True):
             unpack(segment, buffer, state.flats)
         self._judge.add_up(state.squares)
         self._judge.refuse_broken(state.squares[:-1], state.number)
         return []
+
+
+def mean_stepping(owned: OwnedRuns, state: RoundState) -> Combine:
+    """Return what makes the outer step by the plain mean of the terms of a run that this rank owns."""
+
+    def step(index: int, start: int, terms: list[torch.Tensor]) -> None:
+        with state.clock.measure("applying"):
+            squares = state.squares[:, owned.segments[index].unit]
+            state.shard.mean_step(owned.number(index, start), terms, squares)
+
+    return step
 
 
 class GuardedRound:
@@ -165,6 +175,11 @@ class GuardedRound:
         for segment, exchange in zip(self._owned.segments, self._exchanges, strict=True):
             unpack(segment, exchange.finish(), state.flats)
         self._exchanges = []
+
+    def give_up(self) -> list[Exchange]:
+        """Return what is on its way home, by segment, to somebody who waits for it instead."""
+        exchanges, self._exchanges = self._exchanges, []
+        return exchanges
 
     def _begin(self, exchanges: list[Exchange]) -> Callable[[], Iterator[OwnedTerms]]:
         """Return what begins to yield every run that this rank owns; the first time while others are on their way."""

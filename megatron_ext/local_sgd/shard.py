@@ -94,13 +94,13 @@ class OuterShard:
             anchor = self.anchors[run][part]
             total, other = self._scratch[0, : anchor.numel()], self._scratch[1, : anchor.numel()]
             torch.sub(anchor, terms[0][part], out=total)
-            self._add_square(squares[0], total, run, start)
+            self.add_square(squares[0], total, run, start)
             for worker, term in enumerate(terms[1:], start=1):
                 torch.sub(anchor, term[part], out=other)
-                self._add_square(squares[worker], other, run, start)
+                self.add_square(squares[worker], other, run, start)
                 total.add_(other)
             mean = total.div_(len(terms))
-            self._add_square(squares[-1], mean, run, start)
+            self.add_square(squares[-1], mean, run, start)
             self._add_overlap(run, start, part, mean)
             self.optimizer.step(run, part, mean)
             terms[self._worker][part] = anchor
@@ -109,7 +109,7 @@ class OuterShard:
         """Add the squared norms of all workers' pseudo-gradients to `squares`, (workers,)."""
         for start, part in self._parts(run, self._elementwise_numel):
             for worker, term in enumerate(terms):
-                self._add_square(squares[worker], self._gradient(run, part, term, self._scratch[1]), run, start)
+                self.add_square(squares[worker], self._gradient(run, part, term, self._scratch[1]), run, start)
 
     def reduce(
         self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, seed: tuple[int, ...]
@@ -135,7 +135,7 @@ class OuterShard:
                 own[part] = self._reducer(gradients, verdict.weights)
             else:
                 own[part] = 0
-            self._add_square(square, own[part], run, start)
+            self.add_square(square, own[part], run, start)
 
     def _gradient(self, run: int, part: slice, term: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the pseudo-gradient in part of a term, in `out` if that is given and needed."""
@@ -174,7 +174,7 @@ class OuterShard:
         for start in range(0, numel, length):
             yield start, slice(start, min(start + length, numel))
 
-    def _add_square(self, total: torch.Tensor, part: torch.Tensor, run: int, start: int) -> None:
+    def add_square(self, total: torch.Tensor, part: torch.Tensor, run: int, start: int) -> None:
         """Add to `total` the squared norm of those elements of `part` that count; it is at `start` of the run."""
         for first, last in self._counted[run]:
             within = part[max(first - start, 0) : max(last - start, 0)]

@@ -35,10 +35,14 @@ class StreamingConfig(FromArgs):
     """What a worker keeps of its own weights where a round's result is applied: alpha * own + (1 - alpha) * global,
     in [0, 1]. 0 takes the global ones, and loses the steps that were made during the delay."""
 
+    eager: bool = flag("--local-sgd-eager-updates", False)
+    """Never wait: step by this worker's own share of the pseudo-gradient at once, and by the others' one round later
+    (arXiv 2502.12996). Every worker then has an anchor and an outer state of its own."""
+
     @property
     def active(self) -> bool:
         """Whether workers differ after a round: in other fragments, by later steps, or by what they keep."""
-        return self.fragments > 1 or self.sync_delay > 0 or self.update_alpha > 0
+        return self.fragments > 1 or self.in_background or self.eager
 
     @property
     def in_background(self) -> bool:
@@ -63,9 +67,26 @@ class StreamingConfig(FromArgs):
                 f"--local-sgd-fragment-sync-delay is {self.sync_delay}; it must be 0 or more, and below "
                 f"--local-sgd-sync-interval {interval}"
             )
+        if self.eager:
+            found += self._eager_problems(local_sgd)
         if not 0 <= self.update_alpha <= 1:
             found.append(f"--local-sgd-fragment-update-alpha is {self.update_alpha}; it must be in 0 to 1")
         return found
+
+    def _eager_problems(self, local_sgd: LocalSGDConfig) -> list[str]:
+        wrong = {
+            "decides over a round before the others' messages are there; drop the options of the penalty": (
+                local_sgd.has_penalty
+            ),
+            "is not combined with --local-sgd-codec; drop one of them": local_sgd.codec is not None,
+            "is not combined with --local-sgd-use-async; drop one of them": local_sgd.use_async,
+            "has a delay of a whole interval already; drop --local-sgd-fragment-sync-delay and "
+            "--local-sgd-fragment-update-alpha": self.in_background,
+            "has no synced weights; validate each worker's own with --local-sgd-evaluation workers": (
+                local_sgd.local_sgd_evaluation == "synced"
+            ),
+        }
+        return [f"--local-sgd-eager-updates {problem}" for problem, is_wrong in wrong.items() if is_wrong]
 
 
 def numbered(unit: str) -> bool:

@@ -18,7 +18,6 @@ def summarize(
     fragment: int,
     units: Sequence[str],
     decisions: Sequence[Decision],
-    overlap: Sequence[float],
     bytes_sent: int,
 ) -> RoundReport:
     """Return the report of a round that has just ended.
@@ -28,7 +27,6 @@ def summarize(
         fragment: which part of the model it moved.
         units: the units of that part.
         decisions: what was decided over each; nothing for the plain mean.
-        overlap: inner product of pseudo-gradient and momentum, and the squared norm of the momentum.
         bytes_sent: by this rank.
     """
     *by_worker, common = state.squares.tolist()
@@ -36,6 +34,7 @@ def summarize(
     counted = {worker for worker in workers if state.steps is None or state.steps[worker]}
     decided = dict(zip(units, decisions, strict=False))
     norm = math.sqrt(math.fsum(common))
+    overlap = state.overlap.tolist()
     scale = norm * math.sqrt(overlap[1])
     return RoundReport(
         round=state.number,

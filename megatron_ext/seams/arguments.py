@@ -122,6 +122,8 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        for feature in hooks.features:
+            feature.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
         if problems:
             raise combine(problems, "arguments")

@@ -68,6 +68,10 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        optimizer_options = given["optim_sd_kwargs"] or {}
+        loading = bool(optimizer_options.get("is_loading", False))
+        if not loading:
+            hooks.fire("before_save")
         filled = given["optimizer"] is not None and fill_empty_states(given["optimizer"])
         state: dict[str, Any] = original(*args, **kwargs)
         if filled and "optimizer" in state:
@@ -76,7 +80,6 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UserError(
                 f"--ckpt-format {given['args'].ckpt_format} cannot hold the state of several workers; use torch_dist"
             )
-        optimizer_options = given["optim_sd_kwargs"] or {}
         context = SaveContext(
             args=given["args"],
             model=given["model"],
@@ -84,7 +87,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             scheduler=given["opt_param_scheduler"],
             state=state,
             metadata=(given["model_sd_kwargs"] or {}).get("metadata", {}),
-            loading=bool(optimizer_options.get("is_loading", False)),
+            loading=loading,
         )
         hooks.fire("on_save", context)
         return state

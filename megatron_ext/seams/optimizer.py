@@ -7,6 +7,7 @@ fp16), or this rank's shard of that copy (distributed optimizer). Nothing here i
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,11 @@ class Value:
     entry: LocalParameter
     """The model parameter that it stands for, and its place in the model."""
 
+    start: int
+    """Its first element among those of the flattened parameter."""
+
     member: int
     """Index of its optimizer in `InnerValues.members`."""
-
-    start: int
-    """Where in the flattened model parameter `tensor` begins."""
 
 
 class InnerValues:
@@ -59,7 +60,7 @@ class InnerValues:
             if shard.main is not None:
                 whole = not is_distributed(self.members[shard.member])
                 tensor = shard.main.view(shard.entry.parameter.shape) if whole else shard.main
-                self.values.append(Value(tensor=tensor, entry=shard.entry, member=shard.member, start=shard.start))
+                self.values.append(Value(tensor=tensor, entry=shard.entry, start=shard.start, member=shard.member))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -93,6 +94,20 @@ class InnerValues:
                     chunk.start_param_sync(force_sync=True)
             elif not member.ddp_config.overlap_param_gather:
                 member.start_param_sync_for_bucket_group_subset()
+
+
+    @torch.no_grad()
+    def refresh_units(self, units: Collection[str]) -> None:
+        """Bring this rank's part of the parameters of some units up to date; what must be gathered is left to others.
+
+        Args:
+            units: their names.
+        """
+        for value in self.values:
+            if value.entry.unit in units:
+                flat = value.entry.parameter.detach().view(-1)[value.start : value.start + value.tensor.numel()]
+                if flat.data_ptr() != value.tensor.data_ptr():  # a parameter in fp32 is its own value
+                    flat.copy_(value.tensor.view(-1))
 
 
 def fill_empty_states(optimizer: Any) -> bool:

@@ -8,7 +8,7 @@ own two formats for its shards, so they reshard wherever the inner optimizer's s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "mark_as_copy",
     "prefix_keys",
     "split_plain",
+    "unstack_experts",
 ]
 
 # Added to replica ids of ranks that read what another worker reads as well; larger than any group.
@@ -49,6 +50,23 @@ def mark_as_copy(entry: Any, index: int) -> None:
             item.replica_id = replica + index * _COPY_STRIDE
         else:
             item.replica_id = (*replica[:-1], replica[-1] + index * _COPY_STRIDE)
+
+
+def unstack_experts(entry: Any) -> None:
+    """Give the tensors of every routed expert of every layer in `entry` names of their own, in place.
+
+    Megatron names the same tensors of all experts, and of all layers, as one, of which no part may be missing. An
+    optimizer that does not train all experts has parts of it alone.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    for item in _sharded(entry):
+        if ".mlp.experts." not in item.key:
+            continue
+        if isinstance(item, ShardedTensorFactory):
+            item.build_fn = _unstacking(item.build_fn)
+        elif isinstance(item, ShardedTensor):
+            _unstack(item)
 
 
 def split_plain(entry: Any) -> Any:
@@ -113,6 +131,27 @@ def load_beside_optimizer(
                 tensor.copy_(loaded[index][name][position])
 
 
+def _unstacking(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a factory (of the halves of a gated MLP) whose tensors are unstacked."""
+
+    def build_unstacked(*args: Any, **kwargs: Any) -> Any:
+        built = build(*args, **kwargs)
+        for item in _sharded(built):
+            _unstack(item)
+        return built
+
+    return build_unstacked
+
+
+def _unstack(tensor: Any) -> None:
+    """Let the axes of layers and experts, which the tensor itself does not have, be a part of its name."""
+    axes = tensor.prepend_axis_num
+    tensor.key = ".".join((tensor.key, *map(str, tensor.global_offset[:axes])))
+    for name in ("global_shape", "global_offset", "axis_fragmentations"):
+        setattr(tensor, name, getattr(tensor, name)[axes:])
+    tensor.prepend_axis_num = 0
+
+
 def _sharded(entry: Any) -> Iterator[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase
@@ -140,9 +179,7 @@ def _in_model_space(
     entry: dict[str, dict[int, Any]] = {name: {} for name in tensors}
     for name, tensor, position in _of_member(values, tensors, index):
         parameter = values.values[position].entry.parameter
-        entry[name][position] = make_sharded_optimizer_tensor(
-            by_parameter[id(parameter)], tensor, prefix=name
-        )
+        entry[name][position] = make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, prefix=name)
     return entry
 
 

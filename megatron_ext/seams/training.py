@@ -8,13 +8,31 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.hooks import EvaluationContext, ModelContext, StepContext, TrainContext, hooks
+from megatron_ext.hooks import ChunksContext, EvaluationContext, ModelContext, StepContext, TrainContext, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import current_groups
 
-__all__ = ["loop_patches", "model_patches", "patches"]
+__all__ = ["chunk_patches", "loop_patches", "model_patches", "patches"]
 
 _MODULE = "megatron.training.training"
+
+
+def chunk_patches() -> list[Patch]:
+    """Return the patches for features that change the model before it is wrapped in DDP."""
+    return [
+        Patch(
+            name=f"training/{name}",
+            target=target,
+            wrap=_wrap_wrapping,
+            parameters=(parameter,),
+            reason="let features freeze parameters before gradient buffers are made",
+        )
+        for name, target, parameter in (
+            # Of models from a provider function, and of those from a config.
+            ("wrap", f"{_MODULE}:wrap_model_chunks_with_ddp", "model_chunks"),
+            ("wrap-configured", "megatron.training.models.dist_utils:_ddp_wrap", "model"),
+        )
+    ]
 
 
 def model_patches() -> list[Patch]:
@@ -77,6 +95,20 @@ def patches() -> list[Patch]:
             reason="timers with a barrier must not make workers wait for each other at every step",
         ),
     ]
+
+
+def _wrap_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrap_model_chunks(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training import get_args
+
+        chunks = next(iter(signature.bind(*args, **kwargs).arguments.values()))
+        hooks.fire("on_chunks_built", ChunksContext(args=get_args(), chunks=chunks))
+        return original(*args, **kwargs)
+
+    return wrap_model_chunks
 
 
 def _wrap_setup(original: Callable[..., Any]) -> Callable[..., Any]:

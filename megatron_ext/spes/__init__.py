@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SPES (arXiv 2602.11543): peers that each train a part of a mixture's experts. Algorithms only, without Megatron."""
+"""SPES (arXiv 2602.11543): peers that each train a part of a mixture's experts.
+
+Algorithms, without Megatron; `spes.feature` makes a Megatron job such a peer.
+"""
 
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config

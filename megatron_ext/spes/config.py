@@ -13,6 +13,10 @@ from megatron_ext.spes.ownership import Ownership
 
 __all__ = ["SpesConfig"]
 
+# Names of their own, because Megatron's argument factory complains about tuples, whose parsing the fields describe.
+type Shares = tuple[int, ...]
+type Owners = tuple[tuple[int, ...], ...]
+
 
 def _peers(text: str) -> tuple[int, ...]:
     """Return the ids in a word such as '0,2'."""
@@ -60,10 +64,14 @@ class SpesConfig(FromArgs):
     """Which experts a peer owns: 'contiguous' = a block of neighbours, as in the paper; 'interleaved' = every
     number-of-peers-th one, so that with expert parallelism all ranks have some that train."""
 
-    experts_per_peer: tuple[int, ...] | None = flag("--spes-experts-per-peer", None, type=int, nargs="+")
+    experts_per_peer: Shares | None = flag(  # noqa: RUF009  # a field; the rule does not see through the alias
+        "--spes-experts-per-peer", None, type=int, nargs="+"
+    )
     """In place of --spes-num-train-experts-per-node, where peers are unequal: how many experts each of them owns."""
 
-    expert_owners: tuple[tuple[int, ...], ...] | None = flag("--spes-expert-owners", None, type=_peers, nargs="+")
+    expert_owners: Owners | None = flag(  # noqa: RUF009  # likewise
+        "--spes-expert-owners", None, type=_peers, nargs="+"
+    )
     """In place of all of these: the owners of expert 0, expert 1, ..., such as '0 0,1 1'. What several peers own is
     averaged over them."""
 

@@ -11,7 +11,7 @@ __all__ = ["DATA_PARALLEL"]
 _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_what_one_rank_computes")
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
-_IGNORED = refused("Megatron 0.19 reads it and ignores it", "use --step-batch-size-schedule")
+_IGNORED = refused("Megatron 0.19 reads it and ignores it")
 _GTP = refused("Megatron does not combine it with groups inside the data-parallel dimension")
 
 DATA_PARALLEL = (

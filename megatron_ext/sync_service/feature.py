@@ -20,6 +20,7 @@ from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import logging, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.spes.arguments import ownership_of
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
 
 if TYPE_CHECKING:
@@ -136,7 +137,7 @@ class SyncServiceFeature(Feature):
         timer.stop()
 
     def _meet(self, peer: _Peer) -> None:
-        outcome = peer.client.sync(peer.slices.read())
+        outcome = peer.client.sync(peer.slices.read(frozen=False))
         peer.slices.write(outcome.values)
         peer.values.refresh()
         peer.client.rest()
@@ -210,6 +211,11 @@ class SyncServiceFeature(Feature):
                 f"{args.sync_service_peer!r}; give every peer its own checkpoint, or start this one with "
                 "--no-load-optim"
             )
+        if args.sync_service_index not in (None, saved["index"]):
+            raise UserError(
+                f"--load {context.directory}: it was saved by the peer of index {saved['index']}, and "
+                f"--sync-service-index is {args.sync_service_index}; drop the option, or start with --no-load-optim"
+            )
         self._saved = saved
 
     def _require_peer(self) -> _Peer:
@@ -230,7 +236,7 @@ def _join(context: ModelContext, index: int | None) -> _Peer:
     assert config.sync_service and config.sync_service_run and config.sync_service_peer and config.sync_service_interval
     view = ParameterView.from_model(context.model)
     values = InnerValues(context.optimizer, view)
-    catalog = catalog_of(view)
+    catalog = catalog_of(view, ownership_of(context.args))
     slices = Slices(values, catalog)
     longest = config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(longest)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.params import ParameterView, global_views
+from megatron_ext.params import LocalParameter, ParameterView, global_views
 from megatron_ext.seams.optimizer import InnerValues, is_distributed
+from megatron_ext.spes.ownership import Ownership
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.parts import Part, Values
@@ -14,17 +15,27 @@ from megatron_ext.sync_service.parts import Part, Values
 __all__ = ["Slices", "catalog_of"]
 
 
-def catalog_of(view: ParameterView) -> Catalog:
-    """Return the parameters of the whole model, the same for all layouts with equal vocabulary padding."""
+def catalog_of(view: ParameterView, ownership: Ownership | None = None) -> Catalog:
+    """Return the parameters of the whole model, the same for all layouts with equal vocabulary padding.
+
+    Args:
+        view: of a rank.
+        ownership: which peers train which experts; all train everything unless given.
+    """
     return Catalog(
-        TensorSpec(name=tensor.name, shape=tensor.shape, unit=tensor.unit)
+        TensorSpec(
+            name=tensor.name,
+            shape=tensor.shape,
+            unit=tensor.unit,
+            owners=() if ownership is None else ownership.owners_of(tensor.name),
+        )
         for tensor in view.placement.tensors
         if tensor.kind == "parameter"
     )
 
 
 class Slices:
-    """The rank's authoritative fp32 values, box by box.
+    """The rank's authoritative values, box by box: those of its optimizer, and the frozen parameters themselves.
 
     Primary are those of the first of several equal copies: of tensor parallel duplicates, of tied embeddings, and of
     data parallel replicas where the optimizer is not distributed. Over all ranks of a job every element is primary
@@ -41,23 +52,38 @@ class Slices:
         self.parts: list[Part] = []
         self._views: dict[str, torch.Tensor] = {}
         for value in values.values:
-            placed = value.entry.placed
             is_shard = is_distributed(values.members[value.member])
-            for start, view in global_views(
-                placed.slice, value.tensor, value.start, value.start + value.tensor.numel()
-            ):
-                part = Part(
-                    key=f"{placed.name}{list(start)}",
-                    spec=catalog[placed.tensor.name],
-                    box=Box(start, tuple(view.shape)),
-                    is_primary=placed.is_primary and (is_shard or placed.replica == 0),
-                )
-                self.parts.append(part)
-                self._views[part.key] = view
+            self._add(catalog, value.entry, value.tensor, value.start, is_shard)
+        trained = set(self._views)
+        for entry in values.view.entries:
+            if not entry.parameter.requires_grad:
+                self._add(catalog, entry, entry.parameter.detach(), 0, False)
+        self._frozen = self._views.keys() - trained
 
-    def read(self) -> Values:
-        """Return the values, on the CPU; they share memory with the optimizer's where that is possible."""
-        return {key: view.detach().cpu().contiguous() for key, view in self._views.items()}
+    def _add(self, catalog: Catalog, entry: LocalParameter, tensor: torch.Tensor, start: int, is_shard: bool) -> None:
+        """Add the boxes of a tensor that holds a parameter from its flattened element `start` on."""
+        placed = entry.placed
+        for at, view in global_views(placed.slice, tensor, start, start + tensor.numel()):
+            part = Part(
+                key=f"{placed.name}{list(at)}",
+                spec=catalog[placed.tensor.name],
+                box=Box(at, tuple(view.shape)),
+                is_primary=placed.is_primary and (is_shard or placed.replica == 0),
+            )
+            self.parts.append(part)
+            self._views[part.key] = view
+
+    def read(self, *, frozen: bool = True) -> Values:
+        """Return the values as fp32 on the CPU; they share memory with the optimizer's where that is possible.
+
+        Args:
+            frozen: those of frozen parameters too.
+        """
+        return {
+            key: view.detach().to("cpu", torch.float32).contiguous()
+            for key, view in self._views.items()
+            if frozen or key not in self._frozen
+        }
 
     @torch.no_grad()
     def write(self, values: Values) -> None:

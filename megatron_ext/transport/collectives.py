@@ -24,6 +24,7 @@ __all__ = [
     "Combine",
     "Exchange",
     "Memory",
+    "add_in_order",
     "from_owners",
     "ordered_sum",
     "part_bounds",
@@ -118,17 +119,21 @@ def ordered_sum(buffer: torch.Tensor, group: Any) -> None:
     rank = dist.get_rank(group)
 
     def add(index: int, start: int, terms: list[torch.Tensor]) -> None:
-        own = terms[rank]
-        step = CACHED_NUMEL if own.device.type == "cpu" else own.numel()
-        for first in range(0, own.numel(), step):
-            part = slice(first, first + step)
-            total = terms[0][part]
-            for term in terms[1:]:
-                total = torch.add(total, term[part])
-            own[part] = total
+        add_in_order(terms, terms[rank])
 
     for _ in through_owners(((segment,) for segment in torch.split(buffer, SEGMENT_NUMEL)), group, add):
         pass
+
+
+def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Put the sum of the terms, added in their order, into `out`, which may be one of them."""
+    step = CACHED_NUMEL if out.device.type == "cpu" else out.numel()
+    for first in range(0, out.numel(), step):
+        part = slice(first, first + step)
+        total = terms[0][part]
+        for term in terms[1:]:
+            total = torch.add(total, term[part])
+        out[part] = total
 
 
 class Memory:

@@ -26,6 +26,14 @@ def names(*inputs: Path, **settings: object) -> list[str]:
     return [source.name for source in find_sources(inputs, **settings).files]  # type: ignore[arg-type] # any flag
 
 
+def test_the_description_of_a_corpus_is_no_text(tmp_path: Path) -> None:
+    for name in ("corpus.json", "corpus.bin", "corpus.idx", "other.json"):
+        (tmp_path / name).write_text("{}")
+    inventory = find_sources([tmp_path], globs=["*.json"])
+    assert [source.name for source in inventory.files] == ["other.json"]
+    assert inventory.skipped["description of another corpus"] == 1
+
+
 def test_order_is_by_bytes_of_the_relative_path_whatever_the_file_system_says(tmp_path: Path) -> None:
     tree(tmp_path, "b/z", "a.txt", "a/y", "a/b/x", "B", "a-c", "\u00e9")
     assert names(tmp_path) == ["B", "a-c", "a.txt", "a/b/x", "a/y", "b/z", "\u00e9"]

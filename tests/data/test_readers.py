@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files to documents; bad files to messages that name the line."""
 
+import codecs
 import gzip
 import json
 import os
@@ -55,6 +56,21 @@ def test_binary_files_are_skipped_in_a_folder_but_refused_when_named(tmp_path: P
     assert read_in_folder(tmp_path) == [Skipped(reason="binary file", path=str(tmp_path / "x.png"))]
     (problem,) = read(tmp_path / "x.png")
     assert str(problem).endswith("x.png: binary data (zero byte at offset 4), not text; leave the file out")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_text_of_another_encoding_is_named_and_not_taken_for_binary(tmp_path: Path, encoding: str) -> None:
+    mark = codecs.BOM_UTF16_BE if encoding == "utf-16-be" else b""
+    (tmp_path / "x.txt").write_bytes(mark + "some text".encode(encoding))
+    (problem,) = read_in_folder(tmp_path)
+    assert "x.txt: UTF-16 or UTF-32 text, as its first bytes say; convert the file to UTF-8" in str(problem)
+
+
+def test_a_problem_is_one_line_whatever_the_file_is_called(tmp_path: Path) -> None:
+    (tmp_path / "two\nlines.txt").write_bytes(b"\xff\xfe\x00")
+    (problem,) = read_in_folder(tmp_path)
+    assert "two\\nlines.txt: " in str(problem)
+    assert "\n" not in str(problem)
 
 
 def test_a_zero_byte_late_in_a_text_does_not_make_it_binary(tmp_path: Path) -> None:

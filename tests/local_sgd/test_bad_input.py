@@ -3,6 +3,7 @@
 
 import pytest
 
+from megatron_ext.local_sgd.arguments import ending_notice
 from tests.local_sgd.runs import arguments
 from tests.support.pretrain import run_failing_pretrain
 
@@ -11,7 +12,15 @@ from tests.support.pretrain import run_failing_pretrain
     ("options", "said"),
     [
         ({"local_sgd_workers": 3}, ["--local-sgd-workers 3 does not divide the data-parallel size 2"]),
-        ({"local_sgd_workers": 1, "outer_optimizer_lr": 0.5}, ["--local-sgd-workers 1", "no effect"]),
+        (
+            {
+                "local_sgd_workers": 1,
+                "outer_optimizer_lr": 0.5,
+                "local_sgd_codec": "int8",
+                "local_sgd_sync_interval": 9,
+            },
+            ["so --outer-optimizer-lr, --local-sgd-codec would have no effect"],
+        ),
         (
             {"train_iters": None, "train_samples": 20, "local_sgd_warmup_steps": 5},
             ["--local-sgd-warmup-steps 5 leaves no local step before --train-samples 20"],
@@ -57,6 +66,7 @@ from tests.support.pretrain import run_failing_pretrain
                 "local_sgd_fragments": 3,
                 "local_sgd_fragment_sync_delay": 4,
                 "local_sgd_fragment_update_alpha": 1.5,
+                "local_sgd_sync_in_forward": True,
                 "local_sgd_sync_interval": 4,
                 "outer_optimizer": "adam",
                 "outer_optimizer_lr": 0.1,
@@ -66,6 +76,7 @@ from tests.support.pretrain import run_failing_pretrain
                 "--local-sgd-fragments above 1 steps fragments apart",
                 "--local-sgd-fragment-sync-delay is 4; it must be 0 or more, and below --local-sgd-sync-interval 4",
                 "--local-sgd-fragment-update-alpha is 1.5",
+                "--local-sgd-sync-in-forward is not combined with the --local-sgd-fragment options",
             ],
         ),
         (
@@ -93,6 +104,15 @@ def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     for part in said:
         assert part in exits[0].stderr
     assert "Traceback" not in exits[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("done", "since", "said"),
+    [(5, 0, "ends 3 steps after a round"), (5, 1, None), (6, 3, "ends 1 step after a round"), (8, 0, None)],
+)
+def test_an_end_between_two_rounds_is_told_wherever_rounds_began(done, since, said):
+    line = ending_notice(8, done, since, 4)
+    assert line is None if said is None else said in line
 
 
 def test_what_would_change_a_tied_embedding_differently_on_two_stages_is_refused():

@@ -26,6 +26,7 @@ PENALTY = {
     "local_sgd_pseudo_grad_sparsification": "random",
     "local_sgd_pseudo_grad_density": 0.5,
 }
+EAGER = {"local_sgd_eager_updates": True, "local_sgd_evaluation": "workers"}
 PAIRS = {"local_sgd_pseudo_grad_reducer": "pairwise", "local_sgd_evaluation": "workers"}
 # At iteration 4 the first fragment's second round is on its way, at 6 the second one's.
 STREAMING = {
@@ -53,6 +54,7 @@ STREAMING = {
         pytest.param("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, id="sharded codec"),
         pytest.param("pp2", "bf16-distopt-overlap", 2, (4, 6), STREAMING, id="streaming"),
         pytest.param("dp2", "bf16-distopt", 2, APART_AND_SYNCED, PAIRS, id="pairs"),
+        pytest.param("single", "bf16", 2, APART_AND_SYNCED, EAGER, id="eager"),
     ],
 )
 def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
@@ -161,10 +163,17 @@ def test_a_stock_checkpoint_starts_a_fresh_outer_state_and_says_so(tmp_path):
     assert first == second
 
 
+def test_a_run_that_finds_nothing_to_load_says_so(tmp_path):
+    ranks = local_run("single", "fp32", workers=2, load=str(tmp_path / "none"), train_iters=2)
+    assert f"no checkpoint was found in --load {tmp_path / 'none'}" in ranks[0].stdout
+
+
 def test_another_number_of_workers_takes_over_worker_i_mod_w(saved, loaded):
     # 4 workers of one rank each, from 2 workers of two: a worker's whole state lies on its one rank now.
-    run = arguments("single", "bf16-distopt", workers=4, load=str(saved), **{**SCHEDULE, **ONLY_LOAD})
+    changed = {**SCHEDULE, **ONLY_LOAD, "outer_optimizer_lr": 0.5}
+    run = arguments("single", "bf16-distopt", workers=4, load=str(saved), **changed)
     ranks = run_pretrain(run, 4, probe=inner_states)
+    assert "; --outer-optimizer-lr was 0.7 and is 0.5 from here on" in ranks[0].stdout
     assert "worker i takes the inner state of worker i mod 2" in ranks[0].stdout
     assert all(rank.parameters == loaded[0].parameters for rank in ranks)
     assert ranks[0].probe == ranks[2].probe != ranks[1].probe == ranks[3].probe
@@ -182,7 +191,7 @@ def test_mid_interval_with_another_number_of_workers_is_refused_with_the_way_out
         4,
     )
     assert "needs --local-sgd-workers 2, not 4" in exits[0].stderr
-    assert "sync point" in exits[0].stderr
+    assert "up to a sync point (iteration 5; where --train-iters has to grow for it" in exits[0].stderr
 
 
 @pytest.mark.parametrize("workers", [None, 1])

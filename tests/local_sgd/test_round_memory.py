@@ -90,7 +90,8 @@ def test_a_value_of_any_size_asks_for_no_buffer_of_its_size():
 def held(outer):
     """Return how many elements the engine holds between rounds."""
     engine = trace([torch.ones(1000), torch.ones(24)], 100, **outer)
-    owned = [engine._fragments[0]._shard.anchors, *engine._fragments[0]._shard.optimizer.tensor_state().values()]
+    shard = engine._fragments[0].state.shard
+    owned = [shard.anchors, *shard.optimizer.tensor_state().values()]
     return sum(tensor.numel() for tensors in owned for tensor in tensors)
 
 

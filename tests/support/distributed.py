@@ -24,11 +24,12 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
+
 from tests.support.processes import group_members
 from tests.support.rank_process import STACK_DUMP_SIGNAL, RankJob, RankReport, rank_main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PORT_ATTEMPTS = 3
 TAIL_CHARACTERS = 4000
 EXIT_SECONDS = 5.0
 """How long a rank may take to end after its release, and what it started after that."""
@@ -142,25 +143,18 @@ def _server_environment() -> Iterator[None]:
 
 def _run(call: Callable[[], Any], world_size: int, timeout: float, grace: float) -> list[RankExit]:
     payload = pickle.dumps(call)
-    for attempt in range(PORT_ATTEMPTS):
-        exits = _run_once(payload, world_size, timeout, grace)
-        if attempt + 1 == PORT_ATTEMPTS or not any(map(_address_in_use, exits)):
-            break
-    return exits
-
-
-def _run_once(payload: bytes, world_size: int, timeout: float, grace: float) -> list[RankExit]:
     # Several threads may each run their ranks; starting the server changes the environment for a moment.
     with _starting:
         warm_up()
         environment = {**SINGLE_THREADED, **os.environ}
+    # As under torchrun the ranks find a store that listens already: one that had to wait for rank 0 would sleep first.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
-        port = free_port()
         jobs = [
             RankJob(
                 rank=rank,
                 world_size=world_size,
-                master_port=port,
+                master_port=store.port,
                 directory=Path(directory),
                 payload=payload,
                 environment=environment,
@@ -298,11 +292,6 @@ def _read(path: Path) -> str:
 
 def _tail(text: str, characters: int = TAIL_CHARACTERS) -> str:
     return text if len(text) <= characters else "[...]" + text[-characters:]
-
-
-def _address_in_use(rank_exit: RankExit) -> bool:
-    text = rank_exit.traceback.lower()
-    return "eaddrinuse" in text or "address already in use" in text
 
 
 def _most_telling(failed: list[RankExit]) -> RankExit:

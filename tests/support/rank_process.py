@@ -99,6 +99,7 @@ def _set_environment(job: RankJob) -> None:
         LOCAL_WORLD_SIZE=str(job.world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(job.master_port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
     )
 
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from tests.support.presets import LAYOUTS, PRECISIONS, Value, toy_gpt
-from tests.support.pretrain import Before, RankOutcome, run_failing_pretrain, run_pretrain
+from tests.support.pretrain import Before, Probe, RankOutcome, run_failing_pretrain, run_pretrain
 from tests.sync_service.service import Service
 
 SINGLE = ("single", "fp32", 1)
@@ -39,11 +39,21 @@ def job_arguments(service: Service, name: str, kind: Kind, **overrides: Value) -
 
 
 def run_job(
-    service: Service, name: str, kind: Kind, *, before: Before | Sequence[Before] = (), **overrides: Value
+    service: Service,
+    name: str,
+    kind: Kind,
+    *,
+    before: Before | Sequence[Before] = (),
+    probe: Probe | None = None,
+    **overrides: Value,
 ) -> list[RankOutcome]:
-    """Run a peer to its end."""
+    """Run a peer to its end; the probe begins with what `values_held` says, which it is unless given."""
     return run_pretrain(
-        job_arguments(service, name, kind, **overrides), kind[2], before=before, probe=values_held, timeout=120
+        job_arguments(service, name, kind, **overrides),
+        kind[2],
+        before=before,
+        probe=values_held if probe is None else probe,
+        timeout=120,
     )
 
 
@@ -64,7 +74,11 @@ def failing_job(
 
 
 def values_held(model, optimizer, args):
-    """Probe: return this rank's authoritative fp32 values in global terms, (name, start, shape, bytes) per box."""
+    """Probe: return this rank's values in global terms, (name, start, shape, bytes of fp32) per box.
+
+    Values are the authoritative ones of what is trained, and the parameters themselves of what is frozen. Besides, the
+    samples that were read, and how many elements this rank would upload.
+    """
     import torch
 
     from megatron_ext.params import ParameterView, global_views
@@ -80,6 +94,10 @@ def values_held(model, optimizer, args):
         for start, view in global_views(value.entry.slice, value.tensor, value.start, stop):
             content = view.detach().contiguous().numpy().tobytes()
             found.append((value.entry.tensor.name, start, tuple(view.shape), content))
+    for entry in values.view.entries:
+        if not entry.parameter.requires_grad:
+            for start, view in global_views(entry.slice, entry.parameter.detach(), 0, entry.parameter.numel()):
+                found.append((entry.tensor.name, start, tuple(view.shape), view.float().contiguous().numpy().tobytes()))
     slices = Slices(values, catalog_of(values.view))
     primary = sum(part.box.numel for part in slices.parts if part.is_primary)
     return found, getattr(args, "samples_seen", None), primary

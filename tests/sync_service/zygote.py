@@ -6,6 +6,7 @@ for the file that takes the output, and `file_size` for a limit on the size of f
 and writes the exit status of a process that has ended to `log` + ".exit".
 """
 
+import gc
 import json
 import os
 import resource
@@ -64,6 +65,9 @@ def _child(job: dict[str, Any]) -> int:
 
 def _serve() -> None:
     torch.set_num_threads(1)
+    # Children need not look for garbage among what they have in common: looking alone would copy all of its memory.
+    gc.collect()
+    gc.freeze()
     logs: dict[int, str] = {}
     for line in _lines(logs):
         job = json.loads(line)

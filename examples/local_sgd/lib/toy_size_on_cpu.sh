@@ -8,6 +8,12 @@
 TRAIN_ITERS="${TRAIN_ITERS:-20}"
 PROCESSES=$((GPUS_PER_NODE * NUM_NODES))
 TENSOR_PARALLEL=$((PROCESSES >= 4 ? 2 : 1))
+case "$PROCESSES" in
+    2 | 4 | 8 | 16) ;;
+    *)
+        launch_error "BACKEND=cpu trains with 2, 4, 8 or 16 processes, not $PROCESSES; set GPUS_PER_NODE and NUM_NODES"
+        ;;
+esac
 
 GPT_MODEL_ARGS=(
     --num-layers 2
@@ -40,7 +46,7 @@ LOCAL_SGD_ARGS=(
     --use-local-sgd
     --local-sgd-workers $((PROCESSES / TENSOR_PARALLEL))
     --local-sgd-sync-interval 4
-    --local-sgd-warmup-steps 1
+    --local-sgd-warmup-steps $((TRAIN_ITERS > 4 ? 4 : 1)) # then the saves below are at sync points
     --outer-optimizer sgd
     --outer-optimizer-lr 0.7
     --outer-optimizer-momentum 0.9
@@ -49,8 +55,8 @@ LOCAL_SGD_ARGS=(
 
 EVAL_AND_LOGGING_ARGS=(
     --log-interval 1
-    --save-interval 10
-    --eval-interval 10
+    --save-interval 8
+    --eval-interval 8
     --eval-iters 2
     --save "$CHECKPOINT_PATH"
     --load "$CHECKPOINT_PATH"

@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Starts one peer of a SPES run per node, and on the node of rank 0 the server as well. Run it on every node, as schedulers do
+# that set RANK and MASTER_ADDR (SLURM: srun examples/spes/run_cluster.sh, with RANK=$SLURM_PROCID), or over ssh.
+#
+#   run_cluster.sh [--resume]
+#
+# Environment: RANK (0 ...: which peer this node is), MASTER_ADDR (where rank 0 is), NPROC_PER_NODE (GPUS_PER_NODE of
+# run_single_node.sh), PORT (50051). What others reach needs TOKEN_FILE, TLS_CA, TLS_CERT and TLS_KEY (files on every node), or
+# INSECURE=1 in a network where nobody else is. All variables of run_parameter_server.sh and run_single_node.sh apply.
+
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=examples/local_sgd/lib/launch.sh
+source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+[[ ${RANK:-} =~ ^[0-9]+$ ]] || launch_error "RANK is ${RANK:-not set}; set it to 0, 1, ..., another number on every node"
+[[ -n ${MASTER_ADDR:-} ]] || launch_error "MASTER_ADDR is not set; set it to the address of the node of RANK 0"
+PORT="${PORT:-50051}"
+if [[ -n ${NPROC_PER_NODE:-} ]]; then
+    export GPUS_PER_NODE="$NPROC_PER_NODE"
+fi
+
+SERVER_SECURITY=() PEER_SECURITY=() STATUS_SECURITY=()
+if [[ -n ${TLS_CA:-} ]]; then
+    for name in TOKEN_FILE TLS_CERT TLS_KEY; do
+        [[ -n ${!name:-} ]] || launch_error "$name is not set; TLS_CA needs TOKEN_FILE, TLS_CERT and TLS_KEY too"
+    done
+    SERVER_SECURITY=(--token-file "$TOKEN_FILE" --tls-cert "$TLS_CERT" --tls-key "$TLS_KEY")
+    STATUS_SECURITY=(--token-file "$TOKEN_FILE" --tls-ca "$TLS_CA")
+    PEER_SECURITY=(--sync-service-token-file "$TOKEN_FILE" --sync-service-tls-ca "$TLS_CA")
+elif [[ ${INSECURE:-0} == 1 ]]; then
+    SERVER_SECURITY=(--insecure) STATUS_SECURITY=(--insecure) PEER_SECURITY=(--sync-service-insecure)
+else
+    launch_error "set TOKEN_FILE, TLS_CA, TLS_CERT and TLS_KEY, or INSECURE=1 where nobody else reaches the server"
+fi
+
+find_python
+# What a launcher of the whole cluster has set is not for the launcher of this node's job.
+node=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u BIND
+    SERVER_ADDR="$MASTER_ADDR:$PORT" EXTRA_ARGS="${EXTRA_ARGS:-} ${PEER_SECURITY[*]}"
+    "$ROOT/examples/spes/run_single_node.sh" "$RANK" "$@")
+if ((RANK > 0)); then
+    exec "${node[@]}"
+fi
+
+PORT="$PORT" BIND="${BIND:-0.0.0.0}" "$ROOT/examples/spes/run_parameter_server.sh" "${SERVER_SECURITY[@]}" &
+server=$!
+trap 'kill "$server" 2>/dev/null || true' EXIT
+status=0
+"${node[@]}" || status=$?
+
+# The others may have steps to go: the server ends when they have left.
+status_of() { python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}"; }
+while ((status == 0)) && kill -0 "$server" 2>/dev/null && status_of | grep -q '"peer"'; do
+    sleep 5
+done
+exit "$status"

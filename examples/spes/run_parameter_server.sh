@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Starts the server at which SPES peers meet, on this machine. Started again with the same STATE_DIR, it goes on.
+#
+#   run_parameter_server.sh [FURTHER ARGUMENTS OF megatron-ext server start]
+#
+# Environment: TOTAL_PEERS (4), SYNC_STEPS (100), PORT (50051), MERGE_INTERVAL (500; 0 never merges), MERGE_ALPHA_START (0.01),
+# MERGE_DECAY_STEPS (10000), BIND (127.0.0.1; another address needs --token-file, --tls-cert and --tls-key, or --insecure),
+# RUN (spes), STATE_DIR (outputs/spes/server). Which experts a peer trains, the peers say.
+
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=examples/local_sgd/lib/launch.sh
+source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+find_python
+
+SERVER_ARGS=(
+    --dir "${STATE_DIR:-$ROOT/outputs/spes/server}"
+    --bind "${BIND:-127.0.0.1}:${PORT:-50051}"
+    --run "${RUN:-spes}"
+    --peers "${TOTAL_PEERS:-4}"
+    --sync-steps "${SYNC_STEPS:-100}"
+)
+if ((${MERGE_INTERVAL:-500} > 0)); then
+    SERVER_ARGS+=(
+        --merge-interval "${MERGE_INTERVAL:-500}"
+        --merge-alpha-start "${MERGE_ALPHA_START:-0.01}"
+        --merge-decay-steps "${MERGE_DECAY_STEPS:-10000}"
+    )
+fi
+
+exec python -m megatron_ext.cli.main server start "${SERVER_ARGS[@]}" "$@"

@@ -1,0 +1,140 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Trains one peer of a SPES run: a mixture of 8 experts per layer (9.4B parameters), of which this peer trains two.
+#
+#   run_single_node.sh NODE_ID [--resume]
+#
+# NODE_ID is 0 to TOTAL_PEERS - 1. Start examples/spes/run_parameter_server.sh first. BACKEND=cpu starts it at toy size.
+#
+# Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), GPUS_PER_NODE (8),
+# OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH with VOCAB_FILE and MERGE_FILE (mock data without), MASTER_PORT,
+# EXTRA_ARGS (further arguments of Megatron, separated by spaces).
+
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=examples/local_sgd/lib/launch.sh
+source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+NODE_ID="${1:-}"
+[[ $NODE_ID =~ ^[0-9]+$ ]] || launch_error "takes NODE_ID [--resume], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
+RESUME="${2:-}"
+if (($# > 2)) || [[ -n $RESUME && $RESUME != --resume ]]; then
+    launch_error "takes NODE_ID [--resume], but was given: $*"
+fi
+
+BACKEND="${BACKEND:-gpu}"
+OUTPUT="${OUTPUT:-$ROOT/outputs/spes}"
+CHECKPOINT_PATH="$OUTPUT/node$NODE_ID"
+DATA_PATH="${DATA_PATH:-}" VOCAB_FILE="${VOCAB_FILE:-}" MERGE_FILE="${MERGE_FILE:-}"
+if [[ -z $RESUME && -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
+    launch_error "$CHECKPOINT_PATH has a checkpoint already; add --resume to go on from it, or remove the folder"
+fi
+if [[ -n $RESUME && ! -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
+    launch_error "--resume: there is no checkpoint in $CHECKPOINT_PATH; start without it"
+fi
+
+SPES_ARGS=(
+    --spes-config "${SPES_CONFIG:-$ROOT/configs/spes_peer.yaml}"
+    --sync-service-index "$NODE_ID"
+    ${SERVER_ADDR:+--sync-service "$SERVER_ADDR"}
+    ${SYNC_STEPS:+--sync-service-interval "$SYNC_STEPS"}
+)
+
+case $BACKEND in
+    gpu)
+        nvidia-smi -L &>/dev/null ||
+            launch_error "no NVIDIA GPU here (nvidia-smi finds none); BACKEND=cpu starts the same job at toy size"
+        export CUDA_DEVICE_MAX_CONNECTIONS=1
+        GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
+        MODEL_ARGS=(
+            --num-layers 28
+            --hidden-size 2048
+            --num-attention-heads 16
+            --group-query-attention
+            --num-query-groups 8
+            --qk-layernorm
+            --seq-length 4096
+            --max-position-embeddings 4096
+            --position-embedding-type rope
+            --rotary-base 1000000
+            --normalization RMSNorm
+            --norm-epsilon 1e-6
+            --swiglu
+            --disable-bias-linear
+            --untie-embeddings-and-output-weights
+            --ffn-hidden-size 6144
+            --num-experts 8
+            --moe-router-topk 2
+            --moe-router-load-balancing-type aux_loss
+            --moe-aux-loss-coeff 0.01
+            --moe-z-loss-coeff 0.001
+            --attention-backend auto
+        )
+        TRAINING_ARGS=(
+            --micro-batch-size 1
+            --global-batch-size 256
+            --train-iters "${TRAIN_ITERS:-100000}"
+            --bf16
+            --lr 1e-4
+            --min-lr 1e-5
+            --lr-decay-style cosine
+            --lr-warmup-iters 1000
+            --weight-decay 0.1
+            --adam-beta1 0.9
+            --adam-beta2 0.95
+            --clip-grad 1.0
+            --use-distributed-optimizer
+            --overlap-grad-reduce
+            --overlap-param-gather
+        )
+        EVAL_AND_LOGGING_ARGS=(--log-interval 10 --save-interval 1000 --eval-interval 1000 --eval-iters 10)
+        ;;
+    cpu)
+        export CUDA_VISIBLE_DEVICES=
+        GPUS_PER_NODE="${GPUS_PER_NODE:-1}"
+        MODEL_ARGS=(
+            --num-layers 2
+            --hidden-size 64
+            --num-attention-heads 4
+            --seq-length 64
+            --max-position-embeddings 64
+            --normalization RMSNorm
+            --swiglu
+            --disable-bias-linear
+            --ffn-hidden-size 64
+            --num-experts 8
+            --moe-router-topk 2
+            --moe-router-load-balancing-type aux_loss
+            --moe-aux-loss-coeff 0.01
+        )
+        TRAINING_ARGS=(
+            --micro-batch-size 2
+            --global-batch-size 8
+            --train-iters "${TRAIN_ITERS:-20}"
+            --lr 1e-3
+            --lr-decay-style constant
+            --clip-grad 1.0
+        )
+        EVAL_AND_LOGGING_ARGS=(--log-interval 1 --save-interval 10 --eval-interval 1000 --eval-iters 0)
+        ;;
+    *) launch_error "BACKEND=$BACKEND is unknown; use gpu or cpu" ;;
+esac
+
+set_data_args
+EVAL_AND_LOGGING_ARGS+=(--save "$CHECKPOINT_PATH")
+if [[ -n $RESUME ]]; then
+    EVAL_AND_LOGGING_ARGS+=(--load "$CHECKPOINT_PATH")
+fi
+find_python
+
+# Every peer has a launcher of its own: peers know each other through the server alone.
+read -r -a EXTRA <<<"${EXTRA_ARGS:-}"
+torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
+    --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" \
+    "${MODEL_ARGS[@]}" \
+    "${TRAINING_ARGS[@]}" \
+    "${DATA_ARGS[@]}" \
+    "${SPES_ARGS[@]}" \
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    ${EXTRA[@]+"${EXTRA[@]}"}

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: the forward pass, which has to wait for parameters that are still on their way. Nothing here is a patch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["wait_before_use"]
+
+Await = Callable[[Iterable[torch.Tensor]], None]
+"""Return once these parameters may be used: on this rank, or gathered from the ranks that share them."""
+
+
+def wait_before_use(model: Sequence[Any], await_parameters: Await) -> None:
+    """Call `await_parameters` before a parameter is used, and with all of a model chunk when its forward pass is over.
+
+    With Megatron's overlapped gathering that is before a bucket is gathered, which Megatron does a bucket ahead of the
+    module that uses it; otherwise before the module.
+
+    Args:
+        model: the chunks, wrapped in Megatron's DistributedDataParallel.
+        await_parameters: called often, at every forward pass.
+    """
+    for chunk in model:
+        if chunk.ddp_config.overlap_param_gather:
+            for bucket_group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                _wait_before_gathering(bucket_group, await_parameters)
+        else:
+            for module in chunk.module.modules():
+                if next(module.parameters(recurse=False), None) is not None:
+                    module.register_forward_pre_hook(_before(await_parameters))
+        # A module that this pass has left out (an expert without tokens) must not miss the optimizer's next step.
+        chunk.register_forward_hook(_after(await_parameters))
+
+
+def _wait_before_gathering(bucket_group: Any, await_parameters: Await) -> None:
+    original = bucket_group.start_param_sync
+
+    @functools.wraps(original)
+    def start_param_sync(*args: Any, **kwargs: Any) -> Any:
+        await_parameters(bucket_group.params)
+        return original(*args, **kwargs)
+
+    bucket_group.start_param_sync = start_param_sync
+
+
+def _before(await_parameters: Await) -> Callable[..., None]:
+    def hook(module: torch.nn.Module, *_: Any) -> None:
+        await_parameters(module.parameters(recurse=False))
+
+    return hook
+
+
+def _after(await_parameters: Await) -> Callable[..., None]:
+    def hook(chunk: torch.nn.Module, *_: Any) -> None:
+        await_parameters(chunk.parameters())
+
+    return hook

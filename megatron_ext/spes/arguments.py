@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A SPES peer's options: from a file, from flags, and what they make of the sync service's own."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.options import WITHOUT_FLAG, flag_of
+from megatron_ext.spes.config import SpesConfig
+from megatron_ext.spes.config_file import read_spes_config
+from megatron_ext.spes.ownership import Ownership
+
+__all__ = ["argument_problems", "complete_arguments", "ownership_of"]
+
+_SYNC_SERVICE = {
+    "num_peers": "sync_service_peers",
+    "peer_id": "sync_service_index",
+    "sync_steps": "sync_service_interval",
+}
+"""Which argument of the sync service a key of `spes_config` stands for."""
+
+
+def complete_arguments(args: Any) -> None:
+    """Fill in what `--spes-config FILE` says and the command line does not, and the names of run and peer.
+
+    Args:
+        args: Megatron's argument namespace; changed in place.
+
+    Raises:
+        UserError: the file cannot be used.
+    """
+    config = SpesConfig() if args.spes_config is None else read_spes_config(Path(args.spes_config))
+    for entry in fields(SpesConfig):
+        if entry.metadata.get(WITHOUT_FLAG):
+            continue
+        name = flag_of(entry).removeprefix("--").replace("-", "_")
+        if getattr(args, name) == entry.default:
+            setattr(args, name, getattr(config, entry.name))
+    if not args.using_spes:
+        return
+    if args.sync_service is None:
+        args.sync_service = config.server_addr
+    if args.sync_service is None:
+        # Said in `argument_problems`; what follows has no meaning without it.
+        return
+    for key, name in _SYNC_SERVICE.items():
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(config, key))
+    if args.sync_service_run is None:
+        args.sync_service_run = "spes"
+    if args.sync_service_peer is None and args.sync_service_index is not None:
+        args.sync_service_peer = f"node{args.sync_service_index}"
+
+
+def ownership_of(args: Any) -> Ownership | None:
+    """Return who trains which experts; None without SPES.
+
+    Args:
+        args: Megatron's argument namespace, completed.
+
+    Raises:
+        UserError: the options cannot be used, or do not fit the model or the number of peers.
+    """
+    if not args.using_spes:
+        return None
+    return SpesConfig.from_args(args).ownership(args.sync_service_peers, args.num_experts)
+
+
+def argument_problems(args: Any) -> list[str]:
+    """Return what is wrong, one sentence each.
+
+    Args:
+        args: Megatron's argument namespace, completed.
+    """
+    config = SpesConfig.from_args(args)
+    problems = config.problems()
+    if not config.using_spes:
+        if args.spes_config is not None:
+            problems.append(f"--spes-config {args.spes_config} does not say using_spes: true; say it, or drop the file")
+        return problems
+    if args.sync_service is None:
+        return [*problems, "--using-spes needs --sync-service HOST:PORT (server_addr), where the peers meet; add it"]
+    if args.sync_service_index is None:
+        problems.append("--using-spes needs --sync-service-index (peer_id), by which experts have owners; add it")
+    if args.num_experts is None:
+        problems.append("--using-spes needs a mixture of experts to share out; give --num-experts")
+    if config.using_decayed_aux_loss and args.moe_router_fusion:
+        problems.append(
+            "--spes-using-decayed-aux-loss weights token counts, which the fused kernel of --moe-router-fusion has not "
+            "been tested with; drop one of them"
+        )
+    kinds = args.moe_router_load_balancing_type
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if config.using_decayed_aux_loss and not any(kind.endswith("aux_loss") for kind in kinds):
+        problems.append(
+            f"--spes-using-decayed-aux-loss has no effect with --moe-router-load-balancing-type {' '.join(kinds)}; use "
+            "aux_loss, or drop it"
+        )
+    if problems or args.sync_service_peers is None:
+        return problems
+    try:
+        ownership = ownership_of(args)
+    except UserError as error:
+        return [str(error)]
+    assert ownership is not None
+    return _problems_of_frozen(args, ownership)
+
+
+def _problems_of_frozen(args: Any, ownership: Ownership) -> list[str]:
+    """Return what does not work for a peer that freezes experts."""
+    owned = set(ownership.owned_by(args.sync_service_index))
+    if len(owned) == ownership.experts:
+        return []
+    problems = []
+    if args.moe_grouped_gemm:
+        problems.append(
+            "--moe-grouped-gemm with frozen experts: Transformer Engine asks the first expert of a rank alone whether "
+            "it is frozen, so that a peer's own experts might not learn; drop it (SequentialMLP trains them)"
+        )
+    ranks = args.expert_model_parallel_size
+    each = ownership.experts // ranks
+    idle = [rank for rank in range(ranks) if owned.isdisjoint(range(rank * each, (rank + 1) * each))]
+    if idle:
+        problems.append(
+            f"--expert-model-parallel-size {ranks}: expert-parallel rank {idle[0]} would have no expert of this peer's "
+            "to train; use --spes-expert-assignment interleaved, or fewer ranks"
+        )
+    return problems

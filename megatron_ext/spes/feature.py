@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SPES as a feature of a Megatron run: what other peers own is frozen. The sync service's feature does the rest."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.hooks import ChunksContext, Feature, SaveContext, StepContext, TrainContext
+from megatron_ext.params import ParameterView
+from megatron_ext.patching import Patch
+from megatron_ext.seams import checkpoint, router, training
+from megatron_ext.seams.arguments import add_config_group, say
+from megatron_ext.seams.sharded_state import unstack_experts
+from megatron_ext.spes.arguments import argument_problems, complete_arguments, ownership_of
+from megatron_ext.spes.config import SpesConfig
+from megatron_ext.spes.load_balance import count_weights, decayed_factor
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SpesFeature"]
+
+
+class SpesFeature(Feature):
+    """Freezes experts before anything is made for their training."""
+
+    name = "spes"
+
+    def __init__(self) -> None:
+        self._args: Any = None
+        self._expert_weights: Tensor | None = None
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the group of a SPES peer's options."""
+        add_config_group(parser, SpesConfig, "spes (experts shared out to peers of the sync service)")
+        file = parser.add_argument_group("spes, from a file")
+        file.add_argument(
+            "--spes-config",
+            metavar="FILE",
+            default=None,
+            help="YAML file with using_spes and spes_config; what the command line gives replaces what it says",
+        )
+
+    def complete_arguments(self, args: Any) -> None:
+        """Take over what the file says."""
+        complete_arguments(args)
+
+    def enabled(self, args: Any) -> bool:
+        """Return whether this job trains a part of the experts."""
+        return bool(args.using_spes)
+
+    def validate(self, args: Any) -> list[str]:
+        """Check the options."""
+        return argument_problems(args)
+
+    def adjust_arguments(self, args: Any) -> list[str]:
+        """Say what was chosen."""
+        ownership = ownership_of(args)
+        assert ownership is not None
+        owned = ownership.owned_by(args.sync_service_index)
+        return [f"spes: trains {len(owned)} of {ownership.experts} experts: {', '.join(map(str, owned))}"]
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the seams of freezing, of the routers' loss and of the optimizer's checkpoints."""
+        return [*training.chunk_patches(), *training.loop_patches(), *router.patches(), *checkpoint.patches()]
+
+    def expert_weights(self, experts: int) -> Tensor | None:
+        """Let this peer's own experts look less loaded at first, where that was asked for."""
+        return self._expert_weights
+
+    def on_chunks_built(self, context: ChunksContext) -> None:
+        """Freeze the experts that others own."""
+        ownership = ownership_of(context.args)
+        assert ownership is not None
+        frozen = 0
+        for entry in ParameterView.from_model(context.chunks).entries:
+            if not ownership.is_trained(entry.tensor.name, context.args.sync_service_index):
+                entry.parameter.requires_grad_(False)
+                frozen += entry.parameter.numel()
+        say(f"spes: {frozen} parameters of this rank are frozen")
+
+    def on_save(self, context: SaveContext) -> None:
+        """Let the optimizer's state hold the experts that it trains, in a checkpoint and in the request of a read."""
+        ownership = ownership_of(context.args)
+        assert ownership is not None
+        has_all = len(ownership.owned_by(context.args.sync_service_index)) == ownership.experts
+        if context.optimizer is not None and "optimizer" in context.state and not has_all:
+            unstack_experts(context.state["optimizer"])
+
+    def on_train_start(self, context: TrainContext) -> None:
+        """Keep what `before_step` needs: by now Megatron knows how long the training is."""
+        self._args = context.args
+
+    def before_step(self, context: StepContext) -> None:
+        """Bring the weights of the load-balancing loss up to date."""
+        args = self._args
+        config, ownership = SpesConfig.from_args(args), ownership_of(args)
+        if config.using_decayed_aux_loss and ownership is not None:
+            owned = ownership.owned_by(args.sync_service_index)
+            factor = decayed_factor(context.iteration, args.train_iters, config.decayed_factor_update_steps)
+            self._expert_weights = None if factor == 1 else count_weights(ownership.experts, owned, factor)

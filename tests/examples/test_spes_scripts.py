@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SPES scripts: what they start, and what they refuse."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.test_launch_scripts import RECORD_ARGUMENTS, Desk, desk, split_at_script  # noqa: F401  # a fixture
+from tests.support.distributed import REPOSITORY, free_port, run_ranks
+from tests.sync_service.service import until
+
+FOLDER = REPOSITORY / "examples/spes"
+SERVER = FOLDER / "run_parameter_server.sh"
+NODE = FOLDER / "run_single_node.sh"
+CLUSTER = FOLDER / "run_cluster.sh"
+
+
+@pytest.mark.parametrize("script", sorted(FOLDER.rglob("*.sh")), ids=lambda path: path.name)
+def test_bash_can_read_and_run_every_script(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK)
+
+
+def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
+    """Parse and validate a GPU run's command line in a rank, as the training script does."""
+    import torch
+    from megatron.training import arguments as megatron_arguments
+
+    from megatron_ext import patch_megatron
+    from megatron_ext.spes.arguments import ownership_of
+
+    if not torch.cuda.is_available():
+        megatron_arguments.get_device_arch_version = lambda: 9
+    os.environ["WORLD_SIZE"] = str(world_size)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    patch_megatron("cuda")
+    args = megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    names = ("sync_service", "sync_service_peer", "sync_service_peers", "sync_service_interval", "save", "load")
+    owned = ownership_of(args).owned_by(args.sync_service_index)
+    return {"owned": owned, **{name: getattr(args, name) for name in names}}
+
+
+def test_megatron_accepts_what_a_node_starts_on_gpus(desk: Desk) -> None:  # noqa: F811  # the fixture
+    desk.command("nvidia-smi", "exit 0")
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    recorded = desk.folder / "arguments"
+    environment = {"RECORDED_ARGUMENTS": str(recorded), "OUTPUT": str(desk.folder), "SERVER_ADDR": "127.0.0.1:5"}
+    code, output = desk.run(NODE, ["3"], **environment)
+    assert code == 0, output
+    launch, training = split_at_script(recorded.read_text().splitlines())
+    assert (launch["--nproc_per_node"], launch["--nnodes"], launch["--master_port"]) == ("8", "1", "29503")
+    (parsed,) = run_ranks(parse, 1, training, 8)
+    assert parsed == {
+        "owned": (6, 7),
+        "sync_service": "127.0.0.1:5",
+        "sync_service_peer": "node3",
+        "sync_service_peers": 4,
+        "sync_service_interval": 100,
+        "save": str(desk.folder / "node3"),
+        "load": None,
+    }
+    (desk.folder / "node3").mkdir()
+    (desk.folder / "node3/latest_checkpointed_iteration.txt").write_text("1000")
+    code, output = desk.run(NODE, ["3", "--resume"], **environment)
+    assert code == 0, output
+    assert recorded.read_text().splitlines()[-2:] == ["--load", str(desk.folder / "node3")]
+    code, output = desk.run(NODE, ["3"], **environment)
+    assert code == 1 and "has a checkpoint already; add --resume" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "NODE_ID is missing"),
+        (["one"], {}, "NODE_ID is one; give 0, 1, ..."),
+        (["1", "again"], {}, "takes NODE_ID [--resume], but was given: 1 again"),
+        (["1"], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
+        (["1"], {}, "no NVIDIA GPU here"),
+        (["1", "--resume"], {"BACKEND": "cpu"}, "--resume: there is no checkpoint in"),
+    ],
+)
+def test_bad_input_of_a_node_is_refused_with_the_way_out(
+    desk: Desk,  # noqa: F811  # the fixture
+    arguments: list[str],
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    desk.command("torchrun", "echo started")
+    desk.command("nvidia-smi", "exit 9")
+    code, output = desk.run(NODE, arguments, OUTPUT=str(desk.folder / "out"), **environment)
+    assert code == 1 and message in output and len(output.splitlines()) == 1, output
+
+
+def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:  # noqa: F811  # the fixture
+    state = desk.folder / "state"
+    with desk.start(SERVER, PORT="0", STATE_DIR=str(state), TOTAL_PEERS="2", MERGE_INTERVAL="200") as started:
+        until(lambda: "listening at" in started.output.read_text() or started.process.poll() is not None, "the start")
+        assert "listening at 127.0.0.1:" in started.output.read_text(), started.output.read_text()
+        started.process.terminate()
+        assert started.finish()[0] == 0
+    assert '"peers":2' in (state / "runs/spes/journal.jsonl").read_text().replace(" ", "")
+
+
+def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk) -> None:  # noqa: F811  # the fixture
+    state, port = desk.folder / "state", free_port()
+    # Training takes until the server is there.
+    waits = 'if [[ -n ${WAITS:-} ]]; then until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done; fi'
+    desk.command("torchrun", f"{RECORD_ARGUMENTS}\n{waits}")
+    environment = {
+        "BACKEND": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "NPROC_PER_NODE": "2",
+        "WORLD_SIZE": "9",
+        "PORT": str(port),
+        "INSECURE": "1",
+        "STATE_DIR": str(state),
+        "OUTPUT": str(desk.folder),
+    }
+    for rank in (1, 0):
+        recorded = desk.folder / f"arguments{rank}"
+        own = {"RANK": str(rank), "RECORDED_ARGUMENTS": str(recorded), **({"WAITS": "1"} if rank == 0 else {})}
+        code, output = desk.run(CLUSTER, **environment, **own)
+        assert code == 0, output
+        launch, training = split_at_script(recorded.read_text().splitlines())
+        assert launch["--nproc_per_node"] == "2"
+        wanted = ["--sync-service-index", str(rank), "--sync-service", f"127.0.0.1:{port}"]
+        assert wanted == training[training.index("--sync-service-index") :][:4]
+        assert training[-1] == "--sync-service-insecure"
+        assert (f"listening at 0.0.0.0:{port}" in output) == (rank == 0), output
+    for missing, sentence in (
+        ("RANK", "RANK is not set"),
+        ("MASTER_ADDR", "MASTER_ADDR is not"),
+        ("INSECURE", "or INSECU"),
+    ):
+        code, output = desk.run(CLUSTER, **{**environment, "RANK": "1", missing: ""})
+        assert code == 1 and sentence in output

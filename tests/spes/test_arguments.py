@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of a SPES peer: the file's keys, what the command line replaces, and what is refused by name."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.spes.arguments import argument_problems, complete_arguments, ownership_of
+from megatron_ext.spes.config import SpesConfig
+from megatron_ext.sync_service.arguments import SyncServiceConfig
+
+FILE = """\
+using_spes: true
+spes_config:
+  num_peers: 2
+  peer_id: 0
+  num_train_experts_per_node: 2
+  expert_assignment: interleaved
+  sync_steps: 4
+  server_addr: {address}
+"""
+FLAGS = {
+    "using_spes": True,
+    "spes_num_train_experts_per_node": 2,
+    "sync_service": "127.0.0.1:50051",
+    "sync_service_index": 0,
+    "sync_service_peers": 2,
+}
+
+
+def parsed(**given: Any) -> SimpleNamespace:
+    """Return arguments as Megatron parses them."""
+    options = {**SpesConfig().by_flag(), **SyncServiceConfig().by_flag()}
+    defaults = {flag.removeprefix("--").replace("-", "_"): value for flag, value in options.items()}
+    model = {
+        "num_experts": 4,
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": 1,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_router_fusion": False,
+    }
+    return SimpleNamespace(**{**defaults, "spes_config": None, **model, **given})
+
+
+def completed(**given: Any) -> SimpleNamespace:
+    args = parsed(**given)
+    complete_arguments(args)
+    return args
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "spes.yaml"
+    path.write_text(FILE.format(address="127.0.0.1:50051"))
+    return str(path)
+
+
+def test_the_file_gives_the_options_of_the_sync_service(file: str):
+    args = completed(spes_config=file)
+    assert argument_problems(args) == [] and SyncServiceConfig.from_args(args).problems() == []
+    found = {
+        name: getattr(args, f"sync_service{name}") for name in ("", "_run", "_peer", "_peers", "_index", "_interval")
+    }
+    assert found == {
+        "": "127.0.0.1:50051",
+        "_run": "spes",
+        "_peer": "node0",
+        "_peers": 2,
+        "_index": 0,
+        "_interval": 4,
+    }
+    assert ownership_of(args).owners == ((0,), (1,), (0,), (1,))
+
+
+def test_the_command_line_replaces_what_the_file_says(file: str):
+    args = completed(spes_config=file, sync_service_index=1, sync_service_interval=7, sync_service_run="big")
+    assert argument_problems(args) == []
+    assert (args.sync_service_peer, args.sync_service_interval, args.sync_service_run) == ("node1", 7, "big")
+
+
+def test_flags_alone_are_enough():
+    args = completed(**FLAGS)
+    assert argument_problems(args) == [] and SyncServiceConfig.from_args(args).problems() == []
+    # As in the paper's code unless said otherwise.
+    assert args.sync_service_interval == 100 and ownership_of(args).owners == ((0,), (0,), (1,), (1,))
+
+
+def test_without_spes_nothing_is_completed():
+    args = completed()
+    assert args == parsed() and argument_problems(args) == [] and ownership_of(args) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sync_service": None}, "--using-spes needs --sync-service HOST:PORT (server_addr)"),
+        ({"sync_service_index": None}, "--using-spes needs --sync-service-index (peer_id)"),
+        ({"num_experts": None}, "--using-spes needs a mixture of experts"),
+        ({"num_experts": 6}, "num_train_experts_per_node is 2, which with 2 peers makes 4 experts"),
+        ({"using_spes": False}, "num_train_experts_per_node has no effect without using_spes"),
+        ({"moe_grouped_gemm": True}, "--moe-grouped-gemm with frozen experts"),
+        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: expert-parallel rank 1 would have no"),
+        (
+            {"spes_using_decayed_aux_loss": True, "moe_router_load_balancing_type": ["sinkhorn"]},
+            "--spes-using-decayed-aux-loss has no effect with --moe-router-load-balancing-type sinkhorn",
+        ),
+        (
+            {"spes_using_decayed_aux_loss": True, "moe_router_fusion": True},
+            "--spes-using-decayed-aux-loss weights token counts, which the fused kernel",
+        ),
+    ],
+)
+def test_what_does_not_work_is_named(change: dict[str, Any], sentence: str):
+    problems = argument_problems(completed(**{**FLAGS, **change}))
+    assert [problem for problem in problems if problem.startswith(sentence)], problems
+
+
+def test_where_nothing_is_frozen_experts_may_be_grouped():
+    everywhere = {**FLAGS, "spes_num_train_experts_per_node": 4, "moe_grouped_gemm": True}
+    assert argument_problems(completed(**everywhere)) == []
+    dealt_out = {**FLAGS, "expert_model_parallel_size": 2, "spes_expert_assignment": "interleaved"}
+    assert argument_problems(completed(**dealt_out)) == []
+
+
+def test_a_file_that_asks_for_nothing_is_refused(tmp_path: Path):
+    path = tmp_path / "spes.yaml"
+    path.write_text("spes_config: {num_peers: 2}\n")
+    try:
+        problems = argument_problems(completed(spes_config=str(path)))
+    except UserError as error:
+        problems = [str(error)]
+    assert "using_spes" in problems[0]
