@@ -26,7 +26,7 @@ for arg in "$@"; do
 done
 if [[ -z $chosen ]]; then
     # Tests of several processes wait for each other most of their time, so two at once take less than twice as long.
-    pytest_args+=(-n 2 --dist loadfile)
+    pytest_args+=(-n 2 --dist loadfile --durations=25)
 fi
 
 use_python_env || exit 1
