@@ -103,8 +103,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _compare(plan: StreamingPlan) -> Case:
-    processes = 2 * plan.side_processes + 1
-    outcomes = [found for found in run_ranks(compare_rank, processes, plan, timeout=3600) if found is not None]
+    outcomes = run_ranks(compare_rank, 2 * plan.side_processes, plan, timeout=3600)
     sides = [
         [
             statistics.mean(block) / plan.block

@@ -120,15 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compare_rank(plan: Plan) -> Outcome | None:
-    """Be one process of the comparison: a rank of a job, or (the last one) the conductor of the turns."""
-    from benchmarks.turns import Place, Turns, conduct
+def compare_rank(plan: Plan) -> Outcome:
+    """Be one process of the comparison: a rank of one of its jobs."""
+    from benchmarks.turns import Place, Turns
     from tests.support.pretrain_rank import pretrain_rank, shift_sampler
 
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
-    if rank == 2 * plan.side_processes:
-        conduct(port)
-        return None
     side, place_in_side = divmod(rank, plan.side_processes)
     worker, rank_in_worker = divmod(place_in_side, plan.ranks_per_worker)
     if plan.is_stock(side):
@@ -212,8 +209,7 @@ def _model(options: argparse.Namespace) -> list[str]:
 
 
 def _compare(plan: Plan, warmup: int) -> Case:
-    processes = 2 * plan.side_processes + 1
-    outcomes = [found for found in run_ranks(compare_rank, processes, plan, timeout=3600) if found is not None]
+    outcomes = run_ranks(compare_rank, 2 * plan.side_processes, plan, timeout=3600)
     require_equal_weights(outcomes)
     sides = [
         [
@@ -289,7 +285,8 @@ def _take_turns(turns: Turns, iterations: int) -> None:
 
 
 def _become(rank: int, world_size: int, port: int) -> None:
-    """Make this process a rank of a job, as torchrun would."""
+    """Make this process a rank of a job whose first rank holds the job's store."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

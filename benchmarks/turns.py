@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["Place", "Turns", "conduct", "turn_of"]
+__all__ = ["Place", "Turns", "turn_of"]
 
 _PATIENCE = timedelta(hours=6)
 _FIRST, _OVER, _READY = "turn/0", "over", "ready"
@@ -25,7 +25,7 @@ class Place:
     """Where a process stands in the comparison."""
 
     port: int
-    """TCP port of the conductor on this machine."""
+    """TCP port of the store on this machine that all processes share."""
 
     side: int
     """0 or 1."""
@@ -43,14 +43,6 @@ class Place:
 def turn_of(block: int, side: int) -> int:
     """Return the turn in which `side` runs its block number `block`: 0 1, 1 0, 0 1, ..."""
     return 2 * block + (side if block % 2 == 0 else 1 - side)
-
-
-def conduct(port: int) -> None:
-    """Hold the turns' state for the other processes until all turns are over."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", port, is_master=True, timeout=_PATIENCE)
-    store.wait([_OVER], _PATIENCE)
 
 
 class Turns:
