@@ -50,10 +50,10 @@ def test_workers_without_local_sgd_are_refused_instead_of_ignored():
     assert "--use-local-sgd" in LocalSGDConfig(local_sgd_workers=2).problems()[0]
 
 
-@given(st.floats())
-def test_an_outer_learning_rate_is_accepted_only_when_finite_and_positive(rate):
+@given(st.floats() | st.sampled_from([1e-9, 0.7, 1000.0, math.nextafter(1000.0, 2000.0)]))
+def test_an_outer_learning_rate_is_accepted_only_above_zero_and_up_to_a_thousand(rate):
     problems = OuterOptimizerConfig(outer_optimizer_lr=rate).problems()
-    assert bool(problems) == (not math.isfinite(rate) or rate <= 0)
+    assert bool(problems) == (not 0 < rate <= 1000)
 
 
 @given(st.floats())
