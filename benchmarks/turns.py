@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["Place", "Turns", "turn_of"]
 
 _PATIENCE = timedelta(hours=6)
-_FIRST, _OVER, _READY = "turn/0", "over", "ready"
+_FIRST, _READY = "turn/0", "ready"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,5 +86,4 @@ class Turns:
     def _leave(self, turn: int) -> None:
         if self._store.add(f"left/{turn}", 1) < self._place.side_processes:
             return
-        last = turn == 2 * self._place.blocks - 1
-        self._store.set(_OVER if last else f"turn/{turn + 1}", "")
+        self._store.set(f"turn/{turn + 1}", "")

@@ -17,8 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))  # the other quickstart's stages
 
-from settings import IMPLEMENTATION  # noqa: E402
-from stages import StageError, run_stage  # noqa: E402
+from settings import IMPLEMENTATION  # noqa: E402  # found through the path above
+from stages import StageError, run_stage  # noqa: E402  # found through the path above
 
 PROCESSES = 4
 CONTEXT = 1024

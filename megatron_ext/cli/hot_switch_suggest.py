@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,13 +197,7 @@ def _print_report(options: argparse.Namespace, static: list[Suggestion], best: S
         f"{static[0].seconds / best.seconds:.2f} times as fast as the best single strategy"
     )
     if len(listed.strategies) > 1:
-        texts = " ".join(f'"{replace_others(strategy)}"' for strategy in listed.strategies)
+        texts = " ".join(f'"{strategy.label}"' for strategy in listed.strategies)
         sequence = " --sequence-parallel" if any(strategy.sequence_parallel for strategy in listed.strategies) else ""
         bounds = " ".join(map(str, _bounds(best)))
         print(f"\n--hot-switch-strategies {texts} --hot-switch-bucket-sizes {bounds}{sequence}")
-
-
-def replace_others(strategy: Any) -> str:
-    """Return `dp,tp,pp` of a strategy."""
-    plain: str = replace(strategy, cp=1, ep=1, etp=None, vpp=1).label
-    return plain

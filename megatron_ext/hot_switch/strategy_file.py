@@ -11,6 +11,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.hot_switch.strategy_list import StrategyList, check_strategies
 from megatron_ext.params import GptShape
+from megatron_ext.yaml_file import read_yaml
 
 __all__ = ["read_strategy_file"]
 
@@ -42,7 +43,7 @@ def read_strategy_file(
     Raises:
         UserError: the file cannot be read, or with all problems of its content and their fixes.
     """
-    content = _load(path)
+    content = read_yaml(path, "hot-switch")
     if not isinstance(content, dict) or not isinstance(content.get("strategies"), list):
         raise UserError(
             f"{path}: there is no list 'strategies'; write one entry such as {{dp: 1, tp: 4, pp: 2}} per strategy"
@@ -63,21 +64,6 @@ def read_strategy_file(
     return check_strategies(
         strategies, sizes, world_size=world_size, seq_length=seq_length, shape=shape, problems=problems
     )
-
-
-def _load(path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise UserError(
-            f"{path}: reading YAML needs PyYAML; install it with: pip install 'megatron-ext[hot-switch]'"
-        ) from None
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _strategy(entry: Any, where: str, problems: list[str]) -> Strategy | None:

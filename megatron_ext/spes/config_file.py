@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.spes.config import SpesConfig
+from megatron_ext.yaml_file import read_yaml
 
 __all__ = ["read_spes_config"]
 
@@ -36,7 +37,7 @@ def read_spes_config(path: Path) -> SpesConfig:
     Raises:
         UserError: the file cannot be read, or with all problems of its content and their fixes.
     """
-    content = _load(path)
+    content = read_yaml(path, "spes")
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping with using_spes and spes_config")
     inner = content.get("spes_config", {})
@@ -64,21 +65,6 @@ def read_spes_config(path: Path) -> SpesConfig:
     if problems:
         raise combine(problems, str(path))
     return SpesConfig(**values)
-
-
-def _load(path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise UserError(
-            f"{path}: reading YAML needs PyYAML; install it with: pip install 'megatron-ext[spes]'"
-        ) from None
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def _value(key: str, value: Any) -> Any:
