@@ -301,6 +301,28 @@ def test_helpers_are_compiled_unless_they_are_shipped_without_a_makefile(tmp_pat
     assert run_ranks(helpers, 1, os.fspath(tmp_path)) == [(False, True, True)]
 
 
+def start_checkpoint_queue(folder):
+    """Start the queue of a script that leaves a mark when it is imported; return what went through, and the mark."""
+    import types
+    from pathlib import Path
+
+    activated()
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    mark = Path(folder) / "imported"
+    script = sys.modules["__main__"] = types.ModuleType("__main__")
+    script.__file__ = os.fspath(Path(folder) / "script.py")
+    Path(script.__file__).write_text(f"open({os.fspath(mark)!r}, 'w')")
+    filesystem_async._results_queue = None  # the test's ranks start with one
+    queue = filesystem_async.get_write_results_queue()
+    queue.put("result")
+    return queue.get(timeout=30), mark.exists(), sys.modules["__main__"] is script
+
+
+def test_the_queue_of_checkpoint_writers_starts_without_importing_the_script(tmp_path):
+    assert run_ranks(start_checkpoint_queue, 1, os.fspath(tmp_path)) == [("result", False, True)]
+
+
 @pytest.mark.gpu
 def test_a_run_on_gpu_gets_none_of_the_backend_but_the_helpers():
     ((names, available),) = run_ranks(patch_on_gpu, 1)

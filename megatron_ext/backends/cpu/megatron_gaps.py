@@ -6,6 +6,8 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +92,20 @@ def _move_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
+def _queue_without_script(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
+        script = sys.modules["__main__"]
+        # A spawned process imports the file of this module, which here has none.
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            return original(*args, **kwargs)
+        finally:
+            sys.modules["__main__"] = script
+
+    return get_write_results_queue
+
+
 _COMPILE_HELPERS = Patch(
     name="wheel/compile-helpers",
     target="megatron.core.datasets.utils:compile_helpers",
@@ -125,5 +141,13 @@ _PATCHES = (
         wrap=_move_from_cpu,
         reason="Split sizes of the all-to-all are turned into numpy arrays only when they come from a GPU.",
         parameters=("tensor", "as_numpy", "record_stream"),
+    ),
+    Patch(
+        name="cpu/checkpoint-queue",
+        target="megatron.core.dist_checkpointing.strategies.filesystem_async:get_write_results_queue",
+        wrap=_queue_without_script,
+        reason="At a rank's first save the process of the writers' queue imports the script and all of Megatron, which "
+        "it has no use for, on the cores that train.",
+        parameters=("mp_mode",),
     ),
 )
