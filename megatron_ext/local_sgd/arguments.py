@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.options import FromArgs
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
@@ -125,6 +127,8 @@ def notices(args: Any) -> list[str]:
             f"interval, applied {streaming.sync_delay} steps after it began, with alpha {streaming.update_alpha:g}; "
             "the last iteration makes all workers equal"
         )
+    if config.cpu_offload and not torch.cuda.is_available():
+        lines.append("local SGD: --local-sgd-cpu-offload saves nothing on CPU, where it only copies")
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
     if config.codec == "topk" and args.outer_optimizer == "sgd" and args.outer_optimizer_momentum > 0:

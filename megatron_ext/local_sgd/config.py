@@ -68,7 +68,8 @@ class LocalSGDConfig(FromArgs):
     """Steps are counted by the optimizer's, whatever was accumulated for one: only 1 is accepted."""
 
     cpu_offload: bool = flag("--local-sgd-cpu-offload", False)
-    """Keep anchor and outer state in the host's memory. Refused: there is no such form yet."""
+    """Keep anchor and outer optimizer in the host's memory, pinned, from which they visit the GPU part by part during
+    a round. What a codec or eager updates keep stays on the GPU."""
 
     is_debug: bool = flag("--local-sgd-is-debug", False)
     """Say in the log which units were clipped, too; workers that are left out always are."""
@@ -143,8 +144,6 @@ class LocalSGDConfig(FromArgs):
                 f"{self._flag('gradient_accumulation_steps')} is {self.gradient_accumulation_steps}; drop it: the "
                 "optimizer's steps are counted, whatever was accumulated for one"
             )
-        if self.cpu_offload:
-            found.append(f"{self._flag('cpu_offload')} is not supported yet; drop it")
         if not self.use_async:
             for name in ("local_sgd_sync_time", "min_total_global_steps", "use_step_weight"):
                 if getattr(self, name) != self.__dataclass_fields__[name].default:

@@ -74,7 +74,7 @@ class EagerRound:
                     part = slice(start, start + own.numel())
                     run = owned.number(index, start)
                     shard.measure(run, [own], state.squares[owned.worker : owned.worker + 1, segment.unit])
-                    torch.sub(shard.anchors[run], own, out=sent[part])
+                    shard.subtract(run, own, sent[part])
                     torch.div(sent[part], owned.workers, out=own)
                     own += others[part]
                     shard.add_square(state.squares[-1, segment.unit], own, run, 0)

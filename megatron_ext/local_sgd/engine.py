@@ -22,6 +22,7 @@ import torch.distributed as dist
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.digest import equal_across
 from megatron_ext.local_sgd.fragment import Fragment
+from megatron_ext.local_sgd.host_memory import require_room
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
 from megatron_ext.local_sgd.report import RoundReport
@@ -73,6 +74,9 @@ class LocalSGD:
             inside: process group of all ranks of this worker; None when it is this one alone.
             streaming: fragments, and how rounds overlap with training; by default the whole model at once.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
+
+        Raises:
+            UserError: the host has no room for what is to be kept there.
         """
         self.config = config
         self.outer = outer
@@ -113,6 +117,7 @@ class LocalSGD:
             )
             self._fragments.append(fragment)
             self._members.append(members)
+        require_room(sum(fragment.state.offloaded_bytes for fragment in self._fragments))
 
     @property
     def synced(self) -> bool:

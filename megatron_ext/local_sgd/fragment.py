@@ -142,7 +142,15 @@ class Fragment:
         elif plain:
             self._round = PlainRound(owned, judge)
         self.state = OuterState(
-            synced, owned, self._penalty, outer=outer, gta=gta, compressed=self._compressed, eager=self._eager
+            synced,
+            owned,
+            self._penalty,
+            outer=outer,
+            gta=gta,
+            compressed=self._compressed,
+            eager=self._eager,
+            device=device,
+            offload=config.cpu_offload,
         )
 
     def sync(self, number: int, steps: Sequence[int] | None = None) -> RoundReport:

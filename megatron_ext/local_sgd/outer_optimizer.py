@@ -18,6 +18,7 @@ __all__ = [
     "TorchOuter",
     "build_outer_optimizer",
     "outer_optimizer_problems",
+    "outer_state_names",
     "resolve_class",
 ]
 
@@ -87,6 +88,9 @@ class OuterOptimizer(Protocol):
     def momentum(self, index: int, part: slice) -> torch.Tensor | None:
         """Return elements `part` of what anchor `index` has of earlier pseudo-gradients; None without such a state."""
 
+    def states(self, index: int) -> list[torch.Tensor]:
+        """Return what there is of states with the shape of anchor `index`, the tensors themselves."""
+
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the states that have the shape of their anchor, by name, each list in the order of the anchors."""
 
@@ -113,7 +117,7 @@ class OuterSGD:
         self._lr = lr
         self._momentum = momentum
         self._nesterov = nesterov
-        self._buffers = [torch.zeros_like(anchor) for anchor in anchors] if momentum else []
+        self._buffers = [_like(anchor).zero_() for anchor in anchors] if momentum else []
 
     def step(self, index: int, part: slice, gradient: torch.Tensor) -> None:
         """Do v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or - lr v without Nesterov."""
@@ -125,6 +129,10 @@ class OuterSGD:
     def momentum(self, index: int, part: slice) -> torch.Tensor | None:
         """Return the momentum."""
         return self._buffers[index][part] if self._momentum else None
+
+    def states(self, index: int) -> list[torch.Tensor]:
+        """Return the momentum of an anchor."""
+        return [self._buffers[index]] if self._momentum else []
 
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the momentum under torch's name for it."""
@@ -163,6 +171,11 @@ class TorchOuter:
         found = state.get("momentum_buffer", state.get("exp_avg"))
         return found[part] if isinstance(found, torch.Tensor) and found.dim() == 1 else None
 
+    def states(self, index: int) -> list[torch.Tensor]:
+        """Return the states of an anchor that are more than one number; none before its first step."""
+        state = self._optimizer.state.get(self._anchors[index], {})
+        return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
+
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the optimizer's states of more than one element.
 
@@ -197,9 +210,21 @@ class TorchOuter:
         for index, anchor in enumerate(self._anchors):
             state = self._optimizer.state[anchor]
             for name, values in tensors.items():
-                state[name] = values[index].clone()
+                state[name] = _like(anchor).copy_(values[index])
             for name, value in scalars.items():
                 state[name] = torch.tensor(value, dtype=torch.float32)
+
+
+def _like(anchor: torch.Tensor) -> torch.Tensor:
+    """Return new memory like an anchor's, pinned if that is."""
+    return torch.empty_like(anchor, pin_memory=anchor.is_pinned())
+
+
+def outer_state_names(config: OuterOptimizerConfig) -> list[str]:
+    """Return the names of the states with the shape of their anchor, as a first step on a small tensor shows them."""
+    tried = build_outer_optimizer(config, [torch.zeros(2)])
+    tried.step(0, slice(0, 2), torch.ones(2))
+    return sorted(tried.tensor_state())
 
 
 def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.Tensor]) -> OuterOptimizer:

@@ -12,8 +12,9 @@ import torch
 from megatron_ext.local_sgd.compression import CompressedRound
 from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.eager import EagerRound
+from megatron_ext.local_sgd.host_memory import HostMemory
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
+from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer, outer_state_names
 from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
@@ -53,6 +54,8 @@ class OuterState:
         gta: GTAConfig,
         compressed: CompressedRound | None,
         eager: EagerRound | None,
+        device: torch.device,
+        offload: bool = False,
     ) -> None:
         """Prepare; there is no anchor before `begin` or `load`.
 
@@ -64,6 +67,8 @@ class OuterState:
             gta: how pseudo-gradients become one.
             compressed: the fragment's compressed rounds, if it has any.
             eager: its eager rounds, if it has any.
+            device: of the values.
+            offload: keep anchor and outer optimizer in the host's memory.
         """
         self._synced = tuple(synced)
         self._values = [entry.tensor for entry in synced]
@@ -73,6 +78,8 @@ class OuterState:
         self._gta = gta
         self._compressed = compressed
         self._eager = eager
+        self._device = device
+        self._host = HostMemory(device) if offload else None
         self._shard: OuterShard | None = None
 
     @property
@@ -81,15 +88,22 @@ class OuterState:
         assert self._shard is not None, "there is no anchor in warm-up"
         return self._shard
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of host memory that anchor and outer optimizer take from `begin` on."""
+        if self._host is None:
+            return 0
+        return 4 * (1 + len(outer_state_names(self._outer))) * sum(run.numel for _, run in self._owned.numbered)
+
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""
-        self._start(self._owned.cut(self._values))
+        self._start(self._kept(self._values))
         if self._compressed is not None:
             self._compressed.begin(self._values)
 
     def move_to_values(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor; the outer optimizer stays."""
-        for anchor, part in zip(self.shard.anchors, self._owned.cut(self._values), strict=True):
+        for anchor, part in zip(self.shard.anchors, self._owned.runs(self._values), strict=True):
             anchor.copy_(part)
         if self._compressed is not None:
             self._compressed.begin(self._values)
@@ -121,7 +135,8 @@ class OuterState:
     def _outer_state(self) -> dict[str, list[torch.Tensor]]:
         shard = self.shard
         parts = {"anchor": shard.anchors, **shard.optimizer.tensor_state()}
-        state = {name: self._owned.gather(owned, self._values) for name, owned in parts.items()}
+        at = None if self._host is None else torch.device("cpu")
+        state = {name: self._owned.gather(owned, self._values, at) for name, owned in parts.items()}
         if self._compressed is not None:
             state["replica"] = self._compressed.replicas
         return state
@@ -151,11 +166,16 @@ class OuterState:
         if self._compressed is not None:
             assert replicas is not None
             self._compressed.begin(replicas, own.get("residual"))
-        parts = {name: self._owned.cut(values) for name, values in outer.items()}
+        parts = {name: self._kept(values) for name, values in outer.items()}
         if self._eager is not None:
             self._eager.load(parts.pop("late"))
         self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
         self._penalty.load(scalars["penalty"])
+
+    def _kept(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of what this rank owns of tensors like the values, where its state is kept."""
+        keep = torch.clone if self._host is None else self._host.keep
+        return [keep(run) for run in self._owned.runs(tensors)]
 
     def _start(self, anchors: list[torch.Tensor]) -> OuterShard:
         """Begin at these parts of the anchor."""
@@ -168,7 +188,9 @@ class OuterState:
             sparsifier=build_sparsifier(self._gta),
             # The terms are this worker's own, and of a pair its partner's.
             worker=0 if self._owned.apart else self._owned.worker,
+            device=self._device,
             terms_are_gradients=self._compressed is not None,
+            host=self._host,
         )
         return self._shard
 

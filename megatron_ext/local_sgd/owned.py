@@ -63,32 +63,42 @@ class OwnedRuns:
         """Return what of the tensors a worker owns of a segment."""
         return list(segment.within(*self.bounds(segment)[worker]))
 
-    def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return copies of this rank's runs of `tensors`, which are those that the segments were made of."""
+    def runs(self, tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield this rank's runs of `tensors`, which are those that the segments were made of; to look at only."""
         flats = flattened(tensors)
-        return [
-            run.clone()
-            for segment in self.segments
-            for run in runs_within(packed(segment, flats), *self.bounds(segment)[self.worker])
-        ]
+        for segment in self.segments:
+            yield from runs_within(packed(segment, flats), *self.bounds(segment)[self.worker])
 
-    def gather(self, runs: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(
+        self, runs: Sequence[torch.Tensor], like: Sequence[torch.Tensor], at: torch.device | None = None
+    ) -> list[torch.Tensor]:
         """Return fp32 tensors like `like`, put together from the runs that each worker owns; all must call it.
 
         Where every worker owns everything they are this one's, and nothing is exchanged.
+
+        Args:
+            runs: this rank's.
+            like: tensors of the shapes to return, on the device over which the workers exchange.
+            at: where to put what is returned: there as well when None. Elsewhere, segments visit that device.
         """
-        tensors = [torch.empty(value.shape, dtype=torch.float32, device=value.device) for value in like]
+        tensors = [torch.empty(value.shape, dtype=torch.float32, device=at or value.device) for value in like]
         flats = flattened(tensors)
 
         def buffers() -> Iterator[Buffer]:
             rest = iter(runs)
             for segment in self.segments:
-                buffer = packed(segment, flats)
+                # The same memory, where it is on that device already.
+                buffer = [part.to(like[0].device) for part in packed(segment, flats)]
                 for run in runs_within(buffer, *self.bounds(segment)[self.worker]):
                     run.copy_(next(rest))
                 yield buffer
 
         whole = buffers() if self.apart else from_owners(buffers(), self.group)
         for segment, buffer in zip(self.segments, whole, strict=True):
+            if at is not None and at != like[0].device:
+                parts = packed(segment, flats)
+                for part, visitor in zip(parts, buffer, strict=True):
+                    part.copy_(visitor)
+                buffer = parts
             unpack(segment, buffer, flats)
         return tensors

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from megatron_ext.local_sgd.host_memory import HostMemory
 from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Reducer
@@ -39,7 +41,9 @@ class OuterShard:
         reducer: Reducer,
         sparsifier: Sparsifier | None,
         worker: int,
+        device: torch.device,
         terms_are_gradients: bool = False,
+        host: HostMemory | None = None,
     ) -> None:
         """Take over the anchors.
 
@@ -51,7 +55,9 @@ class OuterShard:
             reducer: makes one pseudo-gradient of several.
             sparsifier: thins out every worker's pseudo-gradient of a tensor before they are reduced.
             worker: which worker this rank belongs to.
+            device: where the terms are.
             terms_are_gradients: whether terms are pseudo-gradients instead of values.
+            host: where anchors and outer state are between their steps; on the device when None.
         """
         self.anchors = anchors
         self.optimizer = optimizer
@@ -61,11 +67,12 @@ class OuterShard:
         self._sparsifier = sparsifier
         self._worker = worker
         self._terms_are_gradients = terms_are_gradients
+        self._host = host
         longest = max((anchor.numel() for anchor in anchors), default=1)
-        cached = bool(anchors) and anchors[0].device.type == "cpu"
+        cached = device.type == "cpu"
         self._elementwise_numel = min(longest, CACHED_NUMEL) if cached else longest
         self._step_numel = self._elementwise_numel if optimizer.elementwise else longest
-        self._scratch = anchors[0].new_empty(0) if anchors else torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._overlap: torch.Tensor | None = None
 
     def prepare(self, overlap: torch.Tensor | None = None) -> None:
@@ -81,6 +88,8 @@ class OuterShard:
     def release(self) -> None:
         """Give that memory back."""
         self._scratch = self._scratch.new_empty(0)
+        if self._host is not None:
+            self._host.settle()
 
     def mean_step(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor) -> None:
         """Make the whole step by the plain mean, in one pass.
@@ -90,26 +99,33 @@ class OuterShard:
             terms: see the class.
             squares: (workers + 1,), to which the squared norms of all pseudo-gradients and of their mean are added.
         """
-        for start, part in self._parts(run, self._step_numel):
-            anchor = self.anchors[run][part]
-            total, other = self._scratch[0, : anchor.numel()], self._scratch[1, : anchor.numel()]
-            torch.sub(anchor, terms[0][part], out=total)
-            self.add_square(squares[0], total, run, start)
-            for worker, term in enumerate(terms[1:], start=1):
-                torch.sub(anchor, term[part], out=other)
-                self.add_square(squares[worker], other, run, start)
-                total.add_(other)
-            mean = total.div_(len(terms))
-            self.add_square(squares[-1], mean, run, start)
-            self._add_overlap(run, start, part, mean)
-            self.optimizer.step(run, part, mean)
-            terms[self._worker][part] = anchor
+        with self._here(run, changed=True):
+            for start, part in self._parts(run, self._step_numel):
+                anchor = self.anchors[run][part]
+                total, other = self._scratch[0, : anchor.numel()], self._scratch[1, : anchor.numel()]
+                torch.sub(anchor, terms[0][part], out=total)
+                self.add_square(squares[0], total, run, start)
+                for worker, term in enumerate(terms[1:], start=1):
+                    torch.sub(anchor, term[part], out=other)
+                    self.add_square(squares[worker], other, run, start)
+                    total.add_(other)
+                mean = total.div_(len(terms))
+                self.add_square(squares[-1], mean, run, start)
+                self._add_overlap(run, start, part, mean)
+                self.optimizer.step(run, part, mean)
+                terms[self._worker][part] = anchor
 
     def measure(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor) -> None:
         """Add the squared norms of all workers' pseudo-gradients to `squares`, (workers,)."""
-        for start, part in self._parts(run, self._elementwise_numel):
-            for worker, term in enumerate(terms):
-                self.add_square(squares[worker], self._gradient(run, part, term, self._scratch[1]), run, start)
+        with self._anchor_here(run):
+            for start, part in self._parts(run, self._elementwise_numel):
+                for worker, term in enumerate(terms):
+                    self.add_square(squares[worker], self._gradient(run, part, term, self._scratch[1]), run, start)
+
+    def subtract(self, run: int, own: torch.Tensor, out: torch.Tensor) -> None:
+        """Put the pseudo-gradient of this rank's own values of a run into `out`."""
+        with self._anchor_here(run):
+            torch.sub(self.anchors[run], own, out=out)
 
     def reduce(
         self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, seed: tuple[int, ...]
@@ -124,8 +140,11 @@ class OuterShard:
             seed: of the random numbers, with the worker's number: the same whenever this round is made.
         """
         own = terms[self._worker]
-        for start, part in self._reduced_parts(run):
-            if verdict.accepted:
+        if not verdict.accepted:
+            own.zero_()
+            return
+        with self._anchor_here(run):
+            for start, part in self._reduced_parts(run):
                 gradients = [self._gradient(run, part, terms[worker]) for worker in verdict.accepted]
                 if self._sparsifier is not None:
                     gradients = [
@@ -133,9 +152,7 @@ class OuterShard:
                         for gradient, worker in zip(gradients, verdict.accepted, strict=True)
                     ]
                 own[part] = self._reducer(gradients, verdict.weights)
-            else:
-                own[part] = 0
-            self.add_square(square, own[part], run, start)
+                self.add_square(square, own[part], run, start)
 
     def _gradient(self, run: int, part: slice, term: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the pseudo-gradient in part of a term, in `out` if that is given and needed."""
@@ -161,12 +178,34 @@ class OuterShard:
             own: what `reduce` left in this rank's own term.
             coefficient: multiplies the pseudo-gradient; None leaves the anchor and the outer state as they are.
         """
-        for start, part in self._parts(run, self._step_numel):
-            anchor = self.anchors[run][part]
-            self._add_overlap(run, start, part, own[part])
-            if coefficient is not None:
-                self.optimizer.step(run, part, own[part].mul_(coefficient))
-            own[part] = anchor
+        with self._here(run, changed=coefficient is not None):
+            for start, part in self._parts(run, self._step_numel):
+                anchor = self.anchors[run][part]
+                self._add_overlap(run, start, part, own[part])
+                if coefficient is not None:
+                    self.optimizer.step(run, part, own[part].mul_(coefficient))
+                own[part] = anchor
+
+    def _here(self, run: int, *, changed: bool) -> contextlib.AbstractContextManager[None]:
+        """Have anchor and outer state of a run on the device, and those of the next run on their way."""
+        if self._host is None:
+            return contextlib.nullcontext()
+        visitors = self._stateful(run)
+        return self._host.visit(
+            visitors,
+            changed=changed,
+            following=self._stateful(run + 1) if run + 1 < len(self.anchors) else [],
+            new=lambda: self._stateful(run)[len(visitors) :],
+        )
+
+    def _stateful(self, run: int) -> list[torch.Tensor]:
+        return [self.anchors[run], *self.optimizer.states(run)]
+
+    def _anchor_here(self, run: int) -> contextlib.AbstractContextManager[None]:
+        """Have the anchor of a run on the device, to look at, and that of the next run on its way."""
+        if self._host is None or self._terms_are_gradients:
+            return contextlib.nullcontext()
+        return self._host.visit([self.anchors[run]], changed=False, following=self.anchors[run + 1 : run + 2])
 
     def _parts(self, run: int, length: int) -> Iterator[tuple[int, slice]]:
         """Yield (start, slice) of the parts of a run to work on one after the other."""

@@ -200,7 +200,6 @@ def test_a_resume_between_two_meetings_repeats_the_schedule_exactly():
         ),
         ({"use_async": False}, "--local-sgd-min-total-global-steps has no effect without --local-sgd-use-async"),
         ({"gradient_accumulation_steps": 4}, "--local-sgd-gradient-accumulation-steps is 4; drop it"),
-        ({"cpu_offload": True}, "--local-sgd-cpu-offload is not supported yet"),
     ],
 )
 def test_a_bad_value_is_named_by_its_flag(fields, said):
