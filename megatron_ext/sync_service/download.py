@@ -95,7 +95,7 @@ def _receive(
                 raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
             at = slice(frame.offset, frame.offset + frame.count)
             if frame.codec == "fp32":
-                values[place].view(-1)[at] = frame.values()
+                frame.decode_into(values[place].view(-1)[at])
             elif place in base:
                 torch.add(base[place].view(-1)[at], frame.values(), out=values[place].view(-1)[at])
             else:

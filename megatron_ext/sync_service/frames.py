@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_ext.sync_service.catalog import TensorSpec
+from megatron_ext.sync_service.checksum import crc32
 from megatron_ext.sync_service.protocol import DecodeError, pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.transport.codecs import BLOCK, Codec, build_codec
@@ -114,7 +115,7 @@ class Frame:
     codec: str
     """How they are coded."""
 
-    payload: bytes
+    payload: bytes | memoryview
     """The coded elements."""
 
     checksum: int
@@ -135,7 +136,14 @@ class Frame:
             codec: how to code them.
         """
         payload = codec_of(codec).encode(values).numpy().tobytes()
-        head: dict[str, Any] = {"name": name, "shape": shape, "box": box, "offset": offset, "count": values.numel()}
+        return cls.of_payload(name, shape, box, offset, values.numel(), codec, payload)
+
+    @classmethod
+    def of_payload(
+        cls, name: str, shape: tuple[int, ...], box: Box, offset: int, count: int, codec: str, payload: bytes
+    ) -> Frame:
+        """Return the frame of `count` values that are coded already; otherwise as `make`."""
+        head: dict[str, Any] = {"name": name, "shape": shape, "box": box, "offset": offset, "count": count}
         checksum = _checksum(**head, codec=codec, payload=payload)
         return cls(**head, codec=codec, payload=payload, checksum=checksum)
 
@@ -147,6 +155,13 @@ class Frame:
     def values(self) -> torch.Tensor:
         """Return the elements as fp32, 1-D, in memory of their own."""
         return codec_of(self.codec).decode(torch.frombuffer(bytearray(self.payload), dtype=torch.uint8), self.count)
+
+    def decode_into(self, out: torch.Tensor) -> None:
+        """Put the elements into fp32 memory, 1-D on the CPU."""
+        if self.codec == "fp32":
+            out.numpy().view(np.uint8)[:] = np.frombuffer(self.payload, dtype=np.uint8)
+        else:
+            out.copy_(self.values())
 
     def check(self) -> None:
         """Check that the frame is whole and makes sense in itself.
@@ -182,8 +197,8 @@ class Frame:
         if self.shape != spec.shape:
             raise Refusal("invalid", f"shape of tensor {self.name!r} is {self.shape} instead of {spec.shape}")
 
-    def to_message(self) -> Any:
-        """Return the frame as a message of the protocol."""
+    def to_message(self, *, payload: bool = True) -> Any:
+        """Return the frame as a message of the protocol, with its payload or without."""
         return pb2.Frame(
             name=self.name,
             shape=self.shape,
@@ -192,13 +207,13 @@ class Frame:
             offset=self.offset,
             count=self.count,
             codec=self.codec,
-            payload=self.payload,
+            payload=bytes(self.payload) if payload else b"",
             checksum=self.checksum,
         )
 
     @classmethod
-    def from_message(cls, message: Any) -> Frame:
-        """Return what a message holds, unchecked."""
+    def from_message(cls, message: Any, payload: memoryview | None = None) -> Frame:
+        """Return what a message holds, unchecked; with the payload from elsewhere, if one is given."""
         return cls(
             name=message.name,
             shape=tuple(message.shape),
@@ -206,13 +221,13 @@ class Frame:
             offset=message.offset,
             count=message.count,
             codec=message.codec,
-            payload=message.payload,
+            payload=message.payload if payload is None else payload,
             checksum=message.checksum,
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Frame:
-        """Return the frame that bytes hold, checked.
+    def from_bytes(cls, data: bytes, payload: memoryview | None = None) -> Frame:
+        """Return the frame that bytes hold, checked; with the payload from elsewhere, if one is given.
 
         Raises:
             Refusal: they hold none, or a damaged one.
@@ -221,7 +236,7 @@ class Frame:
             message = pb2.Frame.FromString(data)
         except DecodeError as error:
             raise Refusal("damaged", f"bytes that are no frame: {error}") from error
-        frame = cls.from_message(message)
+        frame = cls.from_message(message, payload)
         frame.check()
         return frame
 
@@ -240,7 +255,7 @@ def cut(numel: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _checksum(
-    *, name: str, shape: tuple[int, ...], box: Box, offset: int, count: int, codec: str, payload: bytes
+    *, name: str, shape: tuple[int, ...], box: Box, offset: int, count: int, codec: str, payload: bytes | memoryview
 ) -> int:
     head = json.dumps([name, shape, box.start, box.shape, offset, count, codec]).encode()
-    return zlib.crc32(payload, zlib.crc32(head))
+    return crc32(payload, crc32(head))

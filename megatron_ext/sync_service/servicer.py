@@ -124,7 +124,7 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
             unchanged: list[int] = []
             for place, wanted in enumerate(request.slices):
                 where = snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)
-                if wanted.expected and wanted.expected == _digest(_frames(*where)):
+                if wanted.expected and wanted.expected == _digest(*where):
                     unchanged.append(place)
                     continue
                 for frame in _frames(*where, codec):
@@ -193,12 +193,29 @@ def _catalog(messages: Any) -> Catalog:
     )
 
 
-def _digest(frames: Iterator[Frame]) -> bytes:
-    """Return the SHA-256 of the values of a box, of which these are the frames."""
+def _digest(snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> bytes:
+    """Return the SHA-256 of the values of a box of a tensor; of the whole tensor when the box is empty."""
     found = hashlib.sha256()
-    for frame in frames:
-        found.update(frame.payload)
+    box, first = _box(spec, start, shape)
+    if first is None:
+        found.update(memoryview(snapshot.read_box(spec.name, box).numpy()).cast("B"))
+        return found.digest()
+    for offset, count in cut(box.numel, FRAME_BYTES):
+        found.update(snapshot.read_bytes(spec.name, first + offset, count))
     return found.digest()
+
+
+def _box(spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int | None]:
+    """Return a box of a tensor, the whole when it is empty, and where it begins in the tensor if it has no gaps.
+
+    Raises:
+        Refusal: the tensor has no such box.
+    """
+    box = Box(start, shape) if start or shape else whole_box(spec.shape)
+    fits = len(box.start) == len(box.shape) == len(spec.shape)
+    if not fits or any(n < 1 or a + n > size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)):
+        raise Refusal("invalid", f"the box {start} + {shape} is not in the shape {spec.shape} of tensor {spec.name!r}")
+    return box, flat_offset(spec.shape, box.start, box.shape)
 
 
 def _frames(
@@ -208,19 +225,19 @@ def _frames(
 
     With a lossy codec they are of its update, where there is one for this box, else of its values.
     """
-    box = Box(start, shape) if start or shape else whole_box(spec.shape)
-    fits = len(box.start) == len(box.shape) == len(spec.shape)
-    if not fits or any(n < 1 or a + n > size for a, n, size in zip(box.start, box.shape, spec.shape, strict=True)):
-        raise Refusal("invalid", f"the box {start} + {shape} is not in the shape {spec.shape} of tensor {spec.name!r}")
-    first = flat_offset(spec.shape, box.start, box.shape)
+    box, first = _box(spec, start, shape)
     if codec != "fp32" and not has_update(snapshot, spec.name, codec, first, box, spec.numel):
         codec = "fp32"
     source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)
     if first is not None:
         # A box without gaps is read frame by frame.
         for offset, count in cut(box.numel, FRAME_BYTES):
-            values = snapshot.read(source, first + offset, count)
-            yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
+            if codec == "fp32":
+                payload = snapshot.read_bytes(source, first + offset, count)
+                yield Frame.of_payload(spec.name, spec.shape, box, offset, count, codec, payload)
+            else:
+                values = snapshot.read(source, first + offset, count)
+                yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
         return
     values = snapshot.read_box(source, box)
     for offset, count in cut(box.numel, FRAME_BYTES):

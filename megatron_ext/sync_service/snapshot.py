@@ -175,6 +175,14 @@ class Snapshot:
         count = (end - start) // 4 - offset if count is None else count
         return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}")
 
+    def read_bytes(self, name: str, offset: int, count: int) -> bytes:
+        """Return elements of a tensor as the bytes that they are in the file, little-endian fp32."""
+        start, _ = self._entries[name]["data_offsets"]
+        data = os.pread(self._file.fileno(), 4 * count, self._begin + start + 4 * offset)
+        if len(data) == 4 * count:
+            return data
+        return bytes(_bytes_of(self.read(name, offset, count)))  # a read may bring less than it was asked for
+
     def read_box(self, name: str, box: Box) -> torch.Tensor:
         """Return a box of a tensor: fp32, 1-D, in row-major order."""
         shape = self._entries[name]["shape"]

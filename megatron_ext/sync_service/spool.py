@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spool: what the peers have uploaded for the open round, on the disk until the round is committed.
 
-One file per contribution, frames one after the other as they come, each behind its length. Their checksums are checked
-when they arrive, when a restarted server finds them, and when they are read to be reduced.
+One file per contribution, frames one after the other as they come: two lengths, the frame without its payload, the
+payload. Their checksums are checked when they arrive, when a restarted server finds them, and when they are read to be
+reduced.
 """
 
 from __future__ import annotations
@@ -13,22 +14,45 @@ import shutil
 import struct
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
-from megatron_ext.sync_service.frames import Box, Frame, whole_box
+from megatron_ext.sync_service.frames import MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.journal import sync_folder
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["Contribution", "Discarded", "Spool"]
 
-_LENGTH = struct.Struct("<I")
-_MAX_RECORD = 8 << 20
+_LENGTHS = struct.Struct("<II")
+_MAX_HEAD = 1 << 20
 
 _Key = tuple[Box, int]
+
+
+@dataclass(frozen=True)
+class _Record:
+    """Where a frame is in the file."""
+
+    start: int
+    """Position of its lengths."""
+
+    head: int
+    """Bytes of the frame without its payload."""
+
+    payload: int
+    """Bytes of the payload."""
+
+    checksum: int = 0
+    """The frame's."""
+
+    @property
+    def end(self) -> int:
+        """Position of what follows."""
+        return self.start + _LENGTHS.size + self.head + self.payload
 
 
 class Discarded(Exception):
@@ -43,15 +67,14 @@ class Contribution:
         self._catalog = catalog
         self._codec = codec
         self._lock = threading.Lock()
-        self._index: dict[str, dict[_Key, tuple[int, int, int]]] = {}
+        self._index: dict[str, dict[_Key, _Record]] = {}
         self._coverage: dict[str, Coverage] = {}
         self._discarded = False
         self._path = path
         self._file = path.open("a+b", buffering=0)
         self._size = 0
-        for frame, end in self._records():
-            self._take(frame, self._size, end)
-            self._size = end
+        for frame, record in self._records():
+            self._take(frame, record)
         self._file.truncate(self._size)
 
     @property
@@ -78,26 +101,26 @@ class Contribution:
         frame.check_against(self._catalog[frame.name])
         if frame.codec != self._codec:
             raise Refusal("invalid", f"codec of a frame is {frame.codec!r}; the run's is {self._codec!r}")
-        data = frame.to_message().SerializeToString()
+        head = frame.to_message(payload=False).SerializeToString()
         with self._lock:
             if self._discarded:
                 raise Discarded
             known = self._index.get(frame.name, {}).get(_key(frame))
-            if known is not None and known[2] == frame.checksum:
+            if known is not None and known.checksum == frame.checksum:
                 return False
             if known is not None:
                 raise Refusal("invalid", f"a frame differs from the one that has arrived before ({frame.place})")
             self._coverage.setdefault(frame.name, Coverage()).check(frame)
-            record = _LENGTH.pack(len(data)) + data
+            record = _Record(self._size, len(head), len(frame.payload))
             try:
-                written = self._file.write(record)
-                if written != len(record):
+                lengths = _LENGTHS.pack(record.head, record.payload)
+                written = os.writev(self._file.fileno(), [lengths, head, frame.payload])
+                if written != record.end - record.start:
                     raise OSError(errno.ENOSPC, "the disk is full", str(self._path))
             except OSError:
                 self._file.truncate(self._size)
                 raise
-            self._take(frame, self._size, self._size + len(record))
-            self._size += len(record)
+            self._take(frame, record)
         return True
 
     def missing(self, index: int | None) -> str | None:
@@ -130,11 +153,16 @@ class Contribution:
         for box, entries in self._by_box(spec.name).items():
             is_whole = box == whole_box(spec.shape)
             values = total.view(-1) if is_whole else torch.empty(box.numel, dtype=torch.float32)
-            for offset, start, length in entries:
-                frame = self._load(start, length)
+            for offset, record in entries:
+                if self._codec == "fp32":
+                    # From the disk to where it belongs.
+                    frame = self._load(record, values[offset : offset + record.payload // 4])
+                else:
+                    frame = self._load(record)
                 if (frame.name, *_key(frame)) != (spec.name, box, offset):
                     raise Refusal("damaged", f"another frame is where {spec.name!r} should be ({frame.place})")
-                values[offset : offset + frame.count] = frame.values()
+                if self._codec != "fp32":
+                    frame.decode_into(values[offset : offset + frame.count])
             if not is_whole:
                 total[box.slices] = values.view(box.shape)
         return total.view(-1)
@@ -146,35 +174,41 @@ class Contribution:
             self._file.close()
             self._path.unlink(missing_ok=True)
 
-    def _take(self, frame: Frame, start: int, end: int) -> None:
-        self._index.setdefault(frame.name, {})[_key(frame)] = (start, end - start, frame.checksum)
+    def _take(self, frame: Frame, record: _Record) -> None:
+        self._index.setdefault(frame.name, {})[_key(frame)] = replace(record, checksum=frame.checksum)
         self._coverage.setdefault(frame.name, Coverage()).add(frame)
+        self._size = record.end
 
-    def _by_box(self, name: str) -> dict[Box, list[tuple[int, int, int]]]:
-        """Return (offset, start, length) of the frames of a tensor, by their box."""
-        found: dict[Box, list[tuple[int, int, int]]] = {}
-        for (box, offset), (start, length, _) in self._index.get(name, {}).items():
-            found.setdefault(box, []).append((offset, start, length))
+    def _by_box(self, name: str) -> dict[Box, list[tuple[int, _Record]]]:
+        """Return (offset, record) of the frames of a tensor, by their box."""
+        found: dict[Box, list[tuple[int, _Record]]] = {}
+        for (box, offset), record in self._index.get(name, {}).items():
+            found.setdefault(box, []).append((offset, record))
         return found
 
-    def _load(self, start: int, length: int) -> Frame:
-        record = os.pread(self._file.fileno(), length, start)
-        return Frame.from_bytes(record[_LENGTH.size :])
+    def _load(self, record: _Record, out: torch.Tensor | None = None) -> Frame:
+        """Return a frame, checked, with its payload in `out` (fp32, 1-D), if that is given."""
+        head = bytearray(record.head)
+        payload = memoryview(bytearray(record.payload)) if out is None else memoryview(out.numpy()).cast("B")
+        read = os.preadv(self._file.fileno(), [head, payload], record.start + _LENGTHS.size)
+        if read != record.head + record.payload:
+            raise Refusal("damaged", "the file ends in the middle of a frame")
+        return Frame.from_bytes(bytes(head), payload)
 
-    def _records(self) -> Iterator[tuple[Frame, int]]:
-        """Yield the frames in the file with their ends, up to the first that is not whole."""
+    def _records(self) -> Iterator[tuple[Frame, _Record]]:
+        """Yield the frames in the file, up to the first that is not whole."""
         position, size = 0, self._path.stat().st_size
-        while position + _LENGTH.size <= size:
-            (length,) = _LENGTH.unpack(os.pread(self._file.fileno(), _LENGTH.size, position))
-            end = position + _LENGTH.size + length
-            if length > _MAX_RECORD or end > size:
+        while position + _LENGTHS.size <= size:
+            lengths = _LENGTHS.unpack(os.pread(self._file.fileno(), _LENGTHS.size, position))
+            record = _Record(position, *lengths)
+            if record.head > _MAX_HEAD or record.payload > MAX_PAYLOAD or record.end > size:
                 return
             try:
-                frame = self._load(position, end - position)
+                frame = self._load(record)
             except Refusal:
                 return
-            yield frame, end
-            position = end
+            yield frame, record
+            position = record.end
 
 
 class Spool:
