@@ -83,6 +83,14 @@ class Outcome:
     """How much experts took over from each other; 0 where nothing was merged."""
 
 
+class _Scratch:
+    """Memory for two tensors at a time that is used again and again: fresh memory costs more than what is read into."""
+
+    def __init__(self, numel: int) -> None:
+        """Take the number of elements of the largest tensor; no memory is taken before it is used."""
+        self.first, self.second = torch.empty(2, numel, dtype=torch.float32)
+
+
 class Reduction:
     """One round's work."""
 
@@ -142,8 +150,9 @@ class Reduction:
         """
         outcome = Outcome()
         sound: dict[int, dict[Judged, float]] = {}
+        scratch = _Scratch(max((spec.numel for spec in self._catalog), default=0))
         for contributor in contributors:
-            squares, broken = self._squares(contributor)
+            squares, broken = self._squares(contributor, scratch)
             if broken is not None:
                 outcome.rejected[contributor.peer] = f"tensor {broken!r} holds values that are not finite"
                 continue
@@ -210,13 +219,13 @@ class Reduction:
         outcome.digest = digest.hex()
         return writer
 
-    def _squares(self, contributor: Contributor) -> tuple[dict[Judged, float], str | None]:
+    def _squares(self, contributor: Contributor, scratch: _Scratch) -> tuple[dict[Judged, float], str | None]:
         """Return the squared norms of a contribution, and the first tensor of it that is not finite."""
         squares: dict[Judged, float] = {}
         for spec in self._catalog:
             if self._before is not None and not spec.is_trained_by(contributor.index):
                 continue
-            square = _square(self._gradient(spec, contributor))
+            square = _square(self._gradient(spec, contributor, scratch))
             if not math.isfinite(square):
                 return {}, spec.name
             squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + square
@@ -310,22 +319,22 @@ class Reduction:
             return self._guards.verdict(spec, [(place, contributors[place].index) for place in accepted])
         return Verdict(accepted=accepted, weights=(1.0,) * len(accepted))
 
-    def _anchor(self, spec: TensorSpec) -> torch.Tensor:
+    def _anchor(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._before is not None
-        return self._before.read(spec.name)
+        return self._before.read(spec.name, out=out)
 
-    def _uploaded(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
+    def _uploaded(self, spec: TensorSpec, contributor: Contributor, out: torch.Tensor | None = None) -> torch.Tensor:
         try:
-            return contributor.contribution.read(spec)
+            return contributor.contribution.read(spec, out)
         except (Refusal, OSError) as error:
             raise DamagedContribution(contributor.peer, str(error)) from error
 
-    def _gradient(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
-        """Return a peer's pseudo-gradient of a tensor; at the start its values."""
-        uploaded = self._uploaded(spec, contributor)
+    def _gradient(self, spec: TensorSpec, contributor: Contributor, scratch: _Scratch | None = None) -> torch.Tensor:
+        """Return a peer's pseudo-gradient of a tensor, in `scratch` if that is given; at the start its values."""
+        uploaded = self._uploaded(spec, contributor, None if scratch is None else scratch.first)
         if self._before is None or not self._absolute:
             return uploaded
-        return torch.sub(self._anchor(spec), uploaded, out=uploaded)
+        return torch.sub(self._anchor(spec, None if scratch is None else scratch.second), uploaded, out=uploaded)
 
     def _values(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
         uploaded = self._uploaded(spec, contributor)

@@ -163,17 +163,20 @@ class Snapshot:
         """Close the file."""
         self._file.close()
 
-    def read(self, name: str, offset: int = 0, count: int | None = None) -> torch.Tensor:
+    def read(
+        self, name: str, offset: int = 0, count: int | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return elements of a tensor: fp32, 1-D, in memory of their own.
 
         Args:
             name: of a tensor or a state.
             offset: first element.
             count: how many; all that follow when None.
+            out: memory for them, fp32, 1-D on the CPU, no shorter; new memory when None.
         """
         start, end = self._entries[name]["data_offsets"]
         count = (end - start) // 4 - offset if count is None else count
-        return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}")
+        return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}", out)
 
     def read_bytes(self, name: str, offset: int, count: int) -> bytes:
         """Return elements of a tensor as the bytes that they are in the file, little-endian fp32."""
@@ -197,13 +200,13 @@ def _bytes_of(values: torch.Tensor) -> memoryview:
     return memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")
 
 
-def _read(handle: int, position: int, count: int, what: str) -> torch.Tensor:
-    """Return fp32 values of a file, 1-D, in memory of their own."""
-    data = bytearray(4 * count)
-    view, done = memoryview(data), 0
-    while done < len(data):
+def _read(handle: int, position: int, count: int, what: str, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return fp32 values of a file, 1-D, in memory of their own or at the beginning of `out`."""
+    values = torch.empty(count, dtype=torch.float32) if out is None else out[:count]
+    view, done = memoryview(values.numpy()).cast("B"), 0
+    while done < len(view):
         got = os.preadv(handle, [view[done:]], position + done)
         if got == 0:
             raise OSError(f"{what}: the file ends in the middle")
         done += got
-    return torch.frombuffer(data, dtype=torch.float32)
+    return values

@@ -143,13 +143,18 @@ class Contribution:
         os.fsync(self._file.fileno())
         sync_folder(self._path.parent)
 
-    def read(self, spec: TensorSpec) -> torch.Tensor:
-        """Return what was uploaded of a tensor, decoded: fp32, 1-D, memory of its own.
+    def read(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return what was uploaded of a tensor, decoded: fp32, 1-D.
+
+        Args:
+            spec: the tensor.
+            out: memory for it, fp32, 1-D on the CPU, no shorter; memory of its own when None.
 
         Raises:
             Refusal: the file is damaged.
         """
-        total = torch.empty(spec.shape, dtype=torch.float32)
+        out = torch.empty(spec.numel, dtype=torch.float32) if out is None else out[: spec.numel]
+        total = out.view(spec.shape)
         for box, entries in self._by_box(spec.name).items():
             is_whole = box == whole_box(spec.shape)
             values = total.view(-1) if is_whole else torch.empty(box.numel, dtype=torch.float32)

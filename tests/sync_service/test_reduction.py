@@ -184,8 +184,8 @@ class Watched(Contribution):
     alive: ClassVar[list[weakref.ref[torch.Tensor]]] = []
     most: ClassVar[int] = 0
 
-    def read(self, spec: TensorSpec) -> torch.Tensor:
-        values = super().read(spec)
+    def read(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
+        values = super().read(spec, out)
         Watched.alive = [found for found in Watched.alive if found() is not None] + [weakref.ref(values)]
         Watched.most = max(Watched.most, len(Watched.alive))
         return values
