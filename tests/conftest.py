@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guards of the whole session: no module without tests, no process left behind, GPU tests skipped."""
 
+import gc
 import os
 import signal
 import sys
@@ -70,3 +71,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         os.kill(process.pid, signal.SIGKILL)
     if leftovers:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    # Pytest is about to look for garbage five times, among all of torch.
+    gc.collect()
+    gc.freeze()

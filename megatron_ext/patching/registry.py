@@ -16,8 +16,10 @@ __all__ = ["PatchRegistry"]
 
 # Modules in which a copy of a patched function is replaced: Megatron itself, the scripts that drive it, and the
 # package that publishes torch's collectives.
-_COPY_PREFIXES = ("megatron.", "__main__", "gpt_builders", "model_provider", "pretrain_")
+_SCRIPT_PREFIXES = ("__main__", "gpt_builders", "model_provider", "pretrain_")
+_COPY_PREFIXES = ("megatron.", *_SCRIPT_PREFIXES)
 _COPY_MODULES = ("megatron", "torch.distributed")
+_NEVER_PATCHED = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, ModuleType})
 _ABSENT = object()
 
 
@@ -38,6 +40,7 @@ class PatchRegistry:
 
     def __init__(self) -> None:
         self._applied: list[_Applied] = []
+        self._globals = _Globals()
 
     @property
     def applied(self) -> tuple[Patch, ...]:
@@ -61,10 +64,10 @@ class PatchRegistry:
                 raise PatchError(f"{patch.describe()}: another patch of that name targets {known.target}")
         for patch in fresh:
             gates.check(patch)
-        globals_ = _Globals()
+        self._globals.refresh()
         for count, patch in enumerate(fresh):
             try:
-                self._applied.append(_apply_one(patch, globals_))
+                self._applied.append(_apply_one(patch, self._globals))
             except BaseException:
                 self.revert([done.name for done in fresh[:count]])
                 raise
@@ -84,6 +87,7 @@ class PatchRegistry:
             if record.patch.name in wanted:
                 _revert_one(record)
                 self._applied.remove(record)
+        self._globals = _Globals()
 
     def explain(self, patches: Iterable[Patch]) -> list[PatchStatus]:
         """Return the status of each of `patches` against the installed packages."""
@@ -136,27 +140,34 @@ class _Globals:
 
     def __init__(self) -> None:
         self._places: dict[int, list[tuple[ModuleType, str]]] = {}
+        self._sizes: dict[str, int] = {}
+        """By module, how many globals it had when it was read."""
         self._modules = 0
 
     def holding(self, value: Any) -> list[tuple[ModuleType, str]]:
         """Return (module, name) of every global that is this very object."""
         if len(sys.modules) != self._modules:
-            self._read()  # a wrapper has imported something
-        places = self._places.get(id(value), [])
+            self.refresh()  # a wrapper has imported something
+        places = dict.fromkeys(self._places.get(id(value), []))
         return [(module, key) for module, key in places if vars(module).get(key) is value]
 
     def replaced(self, value: Any, replacement: Any) -> None:
         """Take note that the globals that were `value` are `replacement` now."""
         self._places[id(replacement)] = self._places.pop(id(value), [])
 
-    def _read(self) -> None:
+    def refresh(self) -> None:
+        """Read the modules that are new or have got other globals, and the user's scripts."""
         self._modules = len(sys.modules)
-        self._places = {}
-        for module_name, module in tuple(sys.modules.items()):
-            if not module_name.startswith(_COPY_PREFIXES) and module_name not in _COPY_MODULES:
+        for name, module in tuple(sys.modules.items()):
+            if not isinstance(module, ModuleType):
                 continue
-            if isinstance(module, ModuleType):
-                for key, value in tuple(vars(module).items()):
+            if not name.startswith(_COPY_PREFIXES) and name not in _COPY_MODULES:
+                continue
+            if self._sizes.get(name) == len(vars(module)) and not name.startswith(_SCRIPT_PREFIXES):
+                continue
+            self._sizes[name] = len(vars(module))
+            for key, value in tuple(vars(module).items()):
+                if type(value) not in _NEVER_PATCHED:
                     self._places.setdefault(id(value), []).append((module, key))
 
 

@@ -137,6 +137,26 @@ def test_copies_in_scripts_follow_by_identity_whatever_their_name(registry):
         del sys.modules[script.__name__]
 
 
+@pytest.mark.parametrize("name", ["pretrain_something", "megatron.something"])
+def test_copies_that_were_made_since_the_last_patches_follow_as_well(registry, monkeypatch, name):
+    module = types.ModuleType(name)
+    module.first = module.second = None
+    monkeypatch.setitem(sys.modules, name, module)
+    registry.apply([])
+    if name.startswith("pretrain"):
+        module.first = targets.double  # in the place of something else: looked for in scripts alone
+    module.third = targets.double
+    original = targets.double
+    registry.apply([patch()])
+    assert module.third is targets.double is not original
+    assert module.first in (None, targets.double)
+    assert [*registry.explain(registry.applied)[0].rebound].count(f"{name}.third") == 1
+    registry.revert()
+    assert module.third is original
+    registry.apply([patch()])
+    assert module.third is targets.double
+
+
 def test_a_target_that_someone_else_replaced_is_not_undone_silently():
     registry = PatchRegistry()
     original = targets.double

@@ -26,12 +26,13 @@ from typing import Any
 
 import torch.distributed
 
-from tests.support.processes import group_members
+from tests.support.processes import group_exists, group_members
 from tests.support.rank_process import STACK_DUMP_SIGNAL, RankJob, RankReport, rank_main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL_CHARACTERS = 4000
 EXIT_SECONDS = 5.0
+QUICK_EXIT_SECONDS = 0.5
 """How long a rank may take to end after its release, and what it started after that."""
 SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
@@ -245,7 +246,11 @@ def _release(processes: list[ForkServerProcess], channels: list[Connection]) -> 
             raise RankFailure(f"rank {rank} did not end within {EXIT_SECONDS:g} s of finishing its work")
     for rank, process in enumerate(processes):
         assert process.pid is not None
-        while left := group_members(process.pid):
+        # Most need less time to end than it takes to look for them in /proc.
+        soon = time.monotonic() + QUICK_EXIT_SECONDS
+        while group_exists(process.pid) and time.monotonic() < soon:
+            time.sleep(0.01)
+        while group_exists(process.pid) and (left := group_members(process.pid)):
             if time.monotonic() > deadline:
                 raise RankFailure(f"rank {rank} left processes behind: {', '.join(map(str, left))}")
             time.sleep(0.05)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the fork server does once, so that a rank starts in milliseconds instead of ten seconds.
 
-`megatron_ext` is not among it: it is small, and a rank must see for itself what importing it does. Nothing
-here may start a thread or touch process groups: the ranks are forked from this process.
+What importing `megatron_ext` does, a rank does not see for that reason: tests of that start processes of their own.
+Nothing here may start a thread or touch process groups: the ranks are forked from this process.
 """
 
 import argparse
@@ -27,6 +27,14 @@ MODULES = (
     "megatron.training.training",
     "pytest",
     "torch.distributed.checkpoint",
+    "megatron_ext.__main__",
+    "megatron_ext.activation",
+    "megatron_ext.backends.cpu.feature",
+    "megatron_ext.hot_switch.feature",
+    "megatron_ext.local_sgd.feature",
+    "megatron_ext.seams.data",
+    "megatron_ext.spes.feature",
+    "megatron_ext.sync_service.feature",
 )
 
 
@@ -41,12 +49,14 @@ def _import_quietly() -> None:
 
 
 def _remember_docstrings() -> None:
-    """Parse the docstrings of Megatron's config classes once, instead of three times in every rank.
+    """Parse the docstrings of all config classes once, instead of three times in every rank.
 
     Megatron builds its parser that often in one start, and finds the help texts in its source code each time.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
     from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.features import all_features
 
     original = ArgumentGroupFactory._get_field_docstrings
     known: dict[type, dict[str, str]] = {}
@@ -58,7 +68,10 @@ def _remember_docstrings() -> None:
         return dict(known[config_class])
 
     ArgumentGroupFactory._get_field_docstrings = remembered
-    add_megatron_arguments(argparse.ArgumentParser())
+    parser = argparse.ArgumentParser()
+    add_megatron_arguments(parser)
+    for feature in all_features():
+        feature.add_arguments(parser)
 
 
 def _shrink_mock_data() -> None:
@@ -68,8 +81,16 @@ def _shrink_mock_data() -> None:
     MockGPTLowLevelDataset.size = 1_000
 
 
+def _look_for_copies() -> None:
+    """Let the registry find once what Megatron's modules hold, instead of in every rank."""
+    from megatron_ext.activation import registry
+
+    registry().apply([])
+
+
 torch.set_num_threads(1)
 _import_quietly()
+_look_for_copies()
 _remember_docstrings()
 _shrink_mock_data()
 # Ranks need not look for garbage among what they have in common: looking alone would copy all of its memory.

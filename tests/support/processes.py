@@ -27,6 +27,15 @@ class FoundProcess:
         return f"{self.pid} ({self.command[:200]})"
 
 
+def group_exists(group: int) -> bool:
+    """Return whether a process group has members, be they zombies only."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def group_members(group: int) -> list[FoundProcess]:
     """Return the living members of a process group."""
     return [found for _, found in _processes() if found.group == group and not found.zombie]
