@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switches between strategies on 4 processes, against a bare exchange of the same bytes between the same ranks, and
-against megatron-core's resharding on its own plan; and a switch that moves nothing.
+"""Switches between strategies on 4 processes, against a bare exchange of the same bytes between the same ranks,
+against megatron-core's resharding on its own plan, and against the way round by a checkpoint; a switch that moves
+nothing; and what switches of a training step send beside parameters and gradients.
 
     python benchmarks/switch.py [--json FILE]
 
 The bare exchange has one message per pair of ranks, from one flat buffer into another one, and is prepared beforehand.
+Checkpoints are saved and loaded by the processes that switch, or loaded by new ones.
 """
 
 from __future__ import annotations
@@ -12,21 +14,27 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from benchmarks.switch_bytes import bytes_beside_the_plans
+from benchmarks.switch_checkpoint import rank_seconds as checkpoint_seconds
+from benchmarks.switch_checkpoint import restart_seconds
 from tests.support.distributed import run_ranks
 
 RANKS = 4
 # DP, TP, PP before and after.
 SWITCHES = {"dp_to_tp": ((2, 1, 2), (1, 4, 1)), "tp_to_dp": ((1, 4, 1), (4, 1, 1)), "no_move": ((4, 1, 1), (2, 1, 2))}
 GOAL_OVER_BARE, GOAL_NO_MOVE_MS = 1.2, 1.0
+BY_CHECKPOINT = "tp_to_dp"  # the switch that moves most
+GOAL_OVER_SAVE_LOAD, GOAL_OVER_RESTART = 0.2, 0.025
 # megatron-core's senders are balanced in one of the switches, and one of them sends twice as much in the other.
 OVER_MCORE = {"dp_to_tp": ("over_mcore_unbalanced", 0.67), "tp_to_dp": ("over_mcore_balanced", 1.0)}
 
@@ -95,9 +103,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases.append(Case(case=case, value=ratio, unit="ratio", goal=goal, direction="lower"))
             times = (f"{statistics.median(sides[side]) * 1e3:.2f}" for side in ("switch", other))
             rows.append((*switch, *times, other, f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"))
+    cases += _over_checkpoint(setting, options, rows)
+    cases.append(
+        Case(case="optimizer_bytes_moved", value=bytes_beside_the_plans(), unit="bytes", goal=0, direction="lower")
+    )
     print_table(("switch", "received MiB", "switch ms", "other ms", "other", "ratio", "95 % interval"), rows)
     report(cases, options.json)
     return 0
+
+
+def _over_checkpoint(setting: Setting, options: argparse.Namespace, rows: list[tuple[str, ...]]) -> list[Case]:
+    """Compare with checkpoints, and add to the table's rows."""
+    source, target = SWITCHES[BY_CHECKPOINT]
+    few = replace(setting, pairs=options.checkpoint_pairs, warmup=1)
+    with tempfile.TemporaryDirectory(prefix="switch-") as folder:
+        by_rank = run_ranks(checkpoint_seconds, RANKS, (source, target), few, folder, timeout=900)
+        restarts = [restart_seconds(Path(folder) / "0", target, setting, ranks=RANKS) for _ in range(options.restarts)]
+    sides = slowest(by_rank)
+    switch = statistics.median(sides["switch"])
+    ratios = [ours / theirs for ours, theirs in zip(sides["switch"], sides["save_load"], strict=True)]
+    low, high = bootstrap_interval(ratios)
+    found = [
+        (
+            *("save_load", statistics.median(sides["save_load"]), GOAL_OVER_SAVE_LOAD),
+            *(statistics.median(ratios), f"{low:.3f} - {high:.3f}"),
+        )
+    ]
+    if restarts:
+        restart = statistics.median(restarts)
+        found.append(("restart", restart, GOAL_OVER_RESTART, switch / restart, "-"))
+    cases = []
+    for other, seconds, goal, ratio, interval in found:
+        cases.append(Case(case=f"over_{other}", value=ratio, unit="ratio", goal=goal, direction="lower"))
+        times = f"{switch * 1e3:.2f}", f"{seconds * 1e3:.2f}"
+        rows.append((f"{_text(source)} > {_text(target)}", "-", *times, other, f"{ratio:.4f}", interval))
+    return cases
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
@@ -122,24 +162,19 @@ def numel(setting: Setting) -> int:
 
 def rank_seconds(name: str, setting: Setting) -> tuple[dict[str, list[float]], int]:
     """Run on one rank: return the seconds of each side, pair by pair, and the bytes that the rank receives."""
-    import torch
     import torch.distributed as dist
 
     from benchmarks.mcore_resharding import resharding
-    from megatron_ext.backends.cpu import CpuBackend
-    from megatron_ext.hot_switch import SwitchExecutor, plan_switch
+    from megatron_ext.hot_switch import plan_switch
     from megatron_ext.params import Layout
-    from megatron_ext.patching import PatchRegistry
 
-    torch.set_num_threads(1)
-    CpuBackend().activate(PatchRegistry())  # megatron-core's side asks for CUDA streams
-    dist.init_process_group("gloo")
+    start()
     group, rank = dist.group.WORLD, dist.get_rank()
     source, target = (Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in SWITCHES[name])
     shape = setting.shape()
     plan = plan_switch(shape, source, target)
-    executor = SwitchExecutor(plan, group, sizes=_sizes(setting))
-    tensors = _held(shape, source, rank)
+    executor = executor_of(setting, source, target)
+    tensors = held(shape, source, rank)
     received = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.receives(rank).items()}
     sent = {peer: sum(move.nbytes for move in moves) for peer, moves in plan.sends(rank).items()}
     sides: dict[str, Callable[[], object]] = {"switch": lambda: executor.switch(tensors)}
@@ -147,11 +182,33 @@ def rank_seconds(name: str, setting: Setting) -> tuple[dict[str, list[float]], i
         sides["bare"] = _bare_exchange(received, sent, group)
         sides["mcore"], theirs = resharding(shape, source, target, rank, tensors)
     seconds = measure_by_turns(sides, pairs=setting.pairs, warmup=setting.warmup)
-    expected = _held(shape, target, rank)
+    expected = held(shape, target, rank)
     require_equal(executor.switch(tensors), expected)
     if name != "no_move":
         require_equal(theirs, expected)
     return seconds, sum(received.values())
+
+
+def start() -> None:
+    """Make this process a rank of the group."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_ext.backends.cpu import CpuBackend
+    from megatron_ext.patching import PatchRegistry
+
+    torch.set_num_threads(1)
+    CpuBackend().activate(PatchRegistry())  # megatron-core's sides ask for CUDA streams
+    dist.init_process_group("gloo")
+
+
+def executor_of(setting: Setting, source: Any, target: Any) -> Any:
+    """Return what switches between two layouts in this process."""
+    import torch.distributed as dist
+
+    from megatron_ext.hot_switch import SwitchExecutor, plan_switch
+
+    return SwitchExecutor(plan_switch(setting.shape(), source, target), dist.group.WORLD, sizes=_sizes(setting))
 
 
 def measure_by_turns(sides: dict[str, Callable[[], object]], *, pairs: int, warmup: int) -> dict[str, list[float]]:
@@ -183,6 +240,8 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--pairs", type=at_least(1), default=15, help="measured pairs (15)")
     found.add_argument("--warmup", type=at_least(0), default=3, help="pairs before those, not counted (3)")
+    found.add_argument("--checkpoint-pairs", type=at_least(1), default=5, help="pairs with a checkpoint (5)")
+    found.add_argument("--restarts", type=at_least(0), default=2, help="restarts from a checkpoint (2; 0: none)")
     found.add_argument("--layers", type=at_least(2), default=12, help="layers of the model, even (12)")
     found.add_argument("--hidden", type=at_least(16), default=512, help="hidden size (512)")
     found.add_argument("--vocab", type=at_least(16), default=32768, help="vocabulary (32768)")
@@ -209,8 +268,8 @@ def _sizes(setting: Setting) -> Any:
     )
 
 
-def _held(shape: Any, layout: Any, rank: int) -> dict[str, Any]:
-    """Return what a rank holds of made-up values."""
+def held(shape: Any, layout: Any, rank: int) -> dict[str, Any]:
+    """Return what a rank of a layout holds of made-up values."""
     from megatron_ext.params import Placement, scatter
     from tests.params.models import full_values
 

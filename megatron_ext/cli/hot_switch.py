@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
+from megatron_ext.cli.hot_switch_profile import add_profile
 from megatron_ext.cli.hot_switch_suggest import add_suggest
 from megatron_ext.errors import UserError
 
@@ -97,6 +98,7 @@ def add_parser(subparsers: Any) -> None:
     plan.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     plan.set_defaults(func=run_plan)
     add_suggest(actions)
+    add_profile(actions)
 
 
 def run_plan(options: argparse.Namespace) -> int:

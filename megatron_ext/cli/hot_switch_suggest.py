@@ -73,6 +73,13 @@ def add_suggest(actions: Any) -> None:
         ("--inter-node-bandwidth", 25.0, "GB/S", "of one GPU to other nodes, each way"),
     ):
         machine.add_argument(name, type=float, default=default, metavar=unit, help=f"{text} (default %(default)g)")
+    machine.add_argument(
+        "--attention",
+        choices=("documents", "rows"),
+        default="rows",
+        help="over what a GPU computes it: each document of a packed row alone, or the whole row, as Megatron's local "
+        "implementation does (default)",
+    )
     machine.add_argument("--times", type=Path, metavar="FILE", help="measured times, see below")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     parser.set_defaults(func=run_suggest)
@@ -103,7 +110,9 @@ def run_suggest(options: argparse.Namespace) -> int:
         active_experts=options.moe_router_topk,
     )
     lengths = typical_batch(read_lengths(options.lengths), sequences=options.global_batch_size, context=options.context)
-    suggester = Suggester(StepTimes(times=times), gpus=options.gpus, lengths=lengths, context=options.context)
+    suggester = Suggester(
+        StepTimes(times=times, attention=options.attention), gpus=options.gpus, lengths=lengths, context=options.context
+    )
     bounds = options.bounds or [options.context >> halved for halved in range(1, 5)]
     static, best = suggester.static(), suggester.best(bounds)
     if options.json:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The models of HotSPa's experiments, with the shapes of its artifact."""
+"""The models of HotSPa's experiments, with the shapes of its artifact: the table in presets.txt."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from importlib import resources
 from types import MappingProxyType
 
 import torch
@@ -12,14 +14,20 @@ from megatron_ext.params import GptShape
 __all__ = ["PRESETS"]
 
 
-def _llama(num_layers: int, hidden_size: int, ffn_hidden_size: int, num_attention_heads: int) -> GptShape:
+def _read() -> Mapping[str, GptShape]:
+    text = resources.files("megatron_ext.hot_switch").joinpath("presets.txt").read_text(encoding="utf-8")
+    head, *rows = [line.split() for line in text.splitlines() if not line.startswith("#")]
+    return {name: _llama(dict(zip(head[1:], map(int, sizes), strict=True))) for name, *sizes in rows}
+
+
+def _llama(sizes: Mapping[str, int]) -> GptShape:
     # The artifact's models differ from published LLaMAs: vocabulary 30592, norms with a bias.
     return GptShape(
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-        num_attention_heads=num_attention_heads,
-        padded_vocab_size=30592,
+        num_layers=sizes["num-layers"],
+        hidden_size=sizes["hidden-size"],
+        ffn_hidden_size=sizes["ffn-hidden-size"],
+        num_attention_heads=sizes["num-attention-heads"],
+        padded_vocab_size=sizes["vocab-size"],
         gated_linear_unit=True,
         add_bias_linear=False,
         normalization="LayerNorm",
@@ -27,12 +35,5 @@ def _llama(num_layers: int, hidden_size: int, ffn_hidden_size: int, num_attentio
     )
 
 
-PRESETS = MappingProxyType(
-    {
-        "llama-3b": _llama(16, 2048, 5120, 32),
-        "llama-7b": _llama(32, 4096, 11008, 32),
-        "llama-13b": _llama(40, 5120, 13824, 40),
-        "llama-32b": _llama(60, 6656, 17920, 64),
-    }
-)
+PRESETS = MappingProxyType(_read())
 """By name; parameters in bf16."""

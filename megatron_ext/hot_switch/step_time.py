@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from megatron_ext.hot_switch.figures import Links
 from megatron_ext.hot_switch.packing import StrategyBatch
@@ -136,6 +137,10 @@ class StepTimes:
     times: ModelledTimes
     """Of rows."""
 
+    attention: Literal["documents", "rows"] = "documents"
+    """Over what attention is computed: each document of a row, or the whole row, the scores of other documents being
+    masked afterwards, as Megatron's local implementation does."""
+
     def seconds(self, strategy: Strategy, batch: StrategyBatch, lengths: Sequence[int]) -> float:
         """Return how long a strategy computes, and adds up its gradients over the data-parallel ranks.
 
@@ -148,7 +153,12 @@ class StepTimes:
         slowest = 0.0
         for replica in batch.micro_batches:
             rows = [
-                coefficients.seconds(sum(lengths[sequence] ** 2 for sequence in row), batch.row_length)
+                coefficients.seconds(
+                    batch.row_length**2
+                    if self.attention == "rows"
+                    else sum(lengths[sequence] ** 2 for sequence in row),
+                    batch.row_length,
+                )
                 for rows in replica
                 for row in rows
             ]

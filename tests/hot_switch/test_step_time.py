@@ -54,6 +54,17 @@ def test_a_pipeline_of_p_stages_and_m_rows_takes_m_plus_p_minus_1_times_a_row() 
     assert computed == pytest.approx((3 + 4 - 1) * row)
 
 
+def test_attention_over_whole_rows_counts_their_length_instead_of_the_documents() -> None:
+    chosen = strategy(1, 1, 1)
+    listed = StrategyList(strategies=(chosen,), buckets=(Bucket(above=0, up_to=100),))
+    lengths = [60, 30, 10]
+    (batch,) = plan_batch(lengths, listed)
+    assert batch is not None and batch.row_length == 100
+    apart, whole = StepTimes(times=TIMES), StepTimes(times=TIMES, attention="rows")
+    difference = whole.seconds(chosen, batch, lengths) - apart.seconds(chosen, batch, lengths)
+    assert difference == pytest.approx(TIMES.of(chosen).squared * (100**2 - 60**2 - 30**2 - 10**2))
+
+
 def test_memory_is_parameters_of_home_and_guest_and_the_activations_of_all_layers() -> None:
     times = StepTimes(times=TIMES)
     home, guest = strategy(2, 4, 1), strategy(4, 2, 1)

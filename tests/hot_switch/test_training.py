@@ -124,26 +124,59 @@ def test_options_that_change_no_result():
     assert len(set(losses(plain))) == 4
 
 
+_turns: list = []
+
+
+def watch_turns():
+    """Note what every guest holds whenever a model's turn ends."""
+    from contextlib import contextmanager
+
+    from megatron_ext.hot_switch.guest import Guest
+    from megatron_ext.hot_switch.placed_model import PlacedModel
+
+    guests, make, turn = [], Guest.__init__, PlacedModel.turn
+
+    def made(self, *args, **options):
+        make(self, *args, **options)
+        guests.append(self)
+
+    @contextmanager
+    def watched(self, *args):
+        with turn(self, *args):
+            yield
+            _turns.append((self.strategy.label, {guest.strategy.label: held_bytes(guest) for guest in guests}))
+
+    Guest.__init__, PlacedModel.turn = made, watched
+
+
+def held_bytes(guest):
+    """Bytes of a guest's parameters and gradients on this rank."""
+    parameters = [entry.parameter for entry in guest.view.entries]
+    return tuple(
+        sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        for tensors in (parameters, guest.gradients().values())
+    )
+
+
 def held_memory(model, optimizer, args):
-    """Bytes that guests, and the sums of their gradients, still have when training ends."""
+    """What guests held at the end of all turns, and what the sums of their gradients hold when training ends."""
     from megatron_ext.hooks import hooks
 
     (feature,) = hooks.active[-1:]
-    guests = [
-        tensor.untyped_storage().nbytes()
-        for guest in feature._guests
-        for tensor in (
-            *(entry.parameter for entry in guest.view.entries),
-            *guest.gradients().values(),
-        )
-    ]
     sums = [tensor.untyped_storage().nbytes() for tensor in feature._step._sums.views.values()]
-    return sum(guests), sum(sums), len(guests), len(sums)
+    return _turns, sum(sums), len(sums)
 
 
 def test_guests_have_no_memory_outside_their_turns():
-    command = arguments(["1,2,1", "2,1,1"], [32, 16, 0], train_iters=2)
-    for rank in run_pretrain(command, 2, probe=held_memory):
-        of_guests, of_sums, guests, sums = rank.probe
-        assert (of_guests, of_sums) == (0, 0)
-        assert guests > 20 and sums > 10
+    # Home has all parameters on every rank, so that both guests take them from there.
+    command = arguments(["2,1,1", "1,2,1", "1,1,2"], [32, 16, 8, 0], train_iters=2)
+    for rank in run_pretrain(command, 2, before=watch_turns, probe=held_memory):
+        turns, of_sums, sums = rank.probe
+        assert [label for label, _ in turns] == 2 * ["1,2,1", "1,1,2", "2,1,1"]
+        for label, held in turns:
+            for guest, (parameters, gradients) in held.items():
+                if guest == label:
+                    assert parameters > 0 and gradients > 0
+                else:
+                    assert (parameters, gradients) == (0, 0), (label, guest)
+        assert of_sums == 0 and sums > 10

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the switches of a training run send, counted at the sends, against parameters and gradients of their plans."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from tests.hot_switch.runs import arguments
+from tests.support.pretrain import run_pretrain
+
+__all__ = ["bytes_beside_the_plans"]
+
+STRATEGIES, BUCKETS = ("1,2,2", "4,1,1", "2,2,1"), (32, 16, 8, 0)
+
+_seen = {"sent": 0, "planned": 0, "switches": 0}
+
+
+def bytes_beside_the_plans() -> int:
+    """Train a toy GPT with Adam and three strategies; return the bytes of switches that are in no plan.
+
+    Plans have parameters, and the gradients of them, alone: what is left would be the optimizer's.
+
+    Raises:
+        RuntimeError: the switches sent nothing, so that nothing was counted.
+    """
+    command = arguments(STRATEGIES, BUCKETS, train_iters=2)
+    seen = [rank.probe for rank in run_pretrain(command, 4, before=count_sends, probe=counted)]
+    sent, planned, switches = (sum(each[name] for each in seen) for name in ("sent", "planned", "switches"))
+    if not (sent and switches):
+        raise RuntimeError("the switches of the training run sent nothing")
+    return sent - planned
+
+
+def counted(model: Any, optimizer: Any, args: Any) -> dict[str, int]:
+    """Return what this rank counted."""
+    return dict(_seen)
+
+
+def count_sends() -> None:
+    """Count, on this rank, what switches send and what their plans say."""
+    import torch.distributed as dist
+
+    from megatron_ext.hot_switch.executor import SwitchExecutor
+
+    planned: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    make, switch, exchange = SwitchExecutor.__init__, SwitchExecutor.switch, dist.batch_isend_irecv
+
+    @functools.wraps(make)
+    def made(self: Any, plan: Any, group: Any, **options: Any) -> None:
+        make(self, plan, group, **options)
+        moves = [move for to_peer in plan.sends(dist.get_rank(group)).values() for move in to_peer]
+        factor = 4 // plan.tensors[0].tensor.dtype.itemsize if options.get("gradients") else 1
+        planned[self] = factor * sum(move.nbytes for move in moves)
+
+    @functools.wraps(switch)
+    def switched(self: Any, *args: Any, **options: Any) -> Any:
+        dist.batch_isend_irecv = counting
+        try:
+            return switch(self, *args, **options)
+        finally:
+            dist.batch_isend_irecv = exchange
+            _seen["planned"] += planned[self]
+            _seen["switches"] += 1
+
+    def counting(operations: Sequence[Any]) -> Any:
+        _seen["sent"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
+        return exchange(operations)
+
+    SwitchExecutor.__init__, SwitchExecutor.switch = made, switched

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Makes a training corpus of web pages or code: Parquet -> PREFIX.jsonl -> PREFIX.bin and .idx. What is there already and was
+# made from the same files is not made again.
+#
+#   create_web_dataset.sh PREFIX PARQUET...
+#
+# E.g. create_web_dataset.sh outputs/data/commoncrawl refinedweb/*.parquet. Nothing is downloaded: RefinedWeb and StarCoder's
+# files, which HotSPa used, are on their publishers' pages. Environment: COLUMN of the text (content), TOKENIZER, the folder of
+# a Hugging Face tokenizer (bytes without), WORKERS, tokenizing processes (1).
+
+set -euo pipefail
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+# shellcheck source=examples/hot_switch/lib/llama.sh
+source "$ROOT/examples/hot_switch/lib/llama.sh"
+
+read_options 10000 "$@"
+((${#POSITIONAL[@]} >= 2)) || launch_error "takes PREFIX PARQUET...; see --help"
+PREFIX="${POSITIONAL[0]}"
+COLUMN="${COLUMN:-content}"
+LINES_ARGS=("${POSITIONAL[@]:1}" --output "$PREFIX.jsonl" --column "$COLUMN")
+PREPARE_ARGS=(
+    data prepare "$PREFIX.jsonl"
+    --jsonl-key "$COLUMN"
+    --output-prefix "$PREFIX"
+    --workers "${WORKERS:-1}"
+    --reuse
+    --overwrite
+    ${TOKENIZER:+--tokenizer "$TOKENIZER"}
+)
+if [[ $DRY_RUN == 1 ]]; then
+    quoted python "$ROOT/examples/hot_switch/create_web_dataset.py" "${LINES_ARGS[@]}" && echo
+    quoted python -m megatron_ext.cli.main "${PREPARE_ARGS[@]}" && echo
+    exit
+fi
+
+find_python
+python "$ROOT/examples/hot_switch/create_web_dataset.py" "${LINES_ARGS[@]}"
+python -m megatron_ext.cli.main "${PREPARE_ARGS[@]}"

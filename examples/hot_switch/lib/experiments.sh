@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+#
+# Runs several trainings one after the other and compares their speed. Source it after ROOT, the repository's folder, is set.
+
+# shellcheck source=examples/hot_switch/lib/llama.sh
+source "$ROOT/examples/hot_switch/lib/llama.sh"
+
+CONTEXTS=(4096 8192 16384 32768)
+
+# Runs $2, a script of this folder, with the arguments after it, and keeps its log in OUTPUT under the name $1. With
+# DRY_RUN=1 the script prints its command line instead.
+run_experiment() {
+    local name="$1" script="$ROOT/examples/hot_switch/$2"
+    shift 2
+    if [[ $DRY_RUN == 1 ]]; then
+        "$script" --dry-run "$@"
+        return
+    fi
+    mkdir -p "$OUTPUT"
+    echo "== $name; log in $OUTPUT/$name.log"
+    "$script" "$@" |& tee "$OUTPUT/$name.log"
+    SUMMARY+=("$(summary_of "$name")")
+}
+
+# Prints the speed in a run's log: medians over all steps but the first, which makes plans and groups.
+summary_of() {
+    local name="$1"
+    awk -v name="$name" '
+        function number(label) {
+            return match($0, label "[^0-9]*[0-9.]+") ? substr($0, RSTART + length(label), RLENGTH - length(label)) + 0 : 0
+        }
+        function median(values, count, i, j, kept) {
+            for (i = 1; i < count; i++)
+                for (j = i + 1; j <= count; j++)
+                    if (values[j] < values[i]) { kept = values[i]; values[i] = values[j]; values[j] = kept }
+            return count ? (values[int((count + 1) / 2)] + values[int(count / 2) + 1]) / 2 : 0
+        }
+        / iteration +[0-9]+\// && / elapsed time per iteration / {
+            gsub(/\(ms\): */, "")
+            if (++seen == 1) next
+            taken[++count] = number("elapsed time per iteration "); moved[count] = number("switching ")
+            tokens += number("tokens: "); total += taken[count]
+        }
+        END {
+            if (!count) { printf "%-24s (fewer than two steps)", name; exit }
+            printf "%-24s %12.1f %14.1f %12.0f", name, median(taken, count), median(moved, count), 1000 * tokens / total
+        }' "$OUTPUT/$name.log"
+}
+
+# Prints what run_experiment has collected.
+print_summary() {
+    [[ $DRY_RUN == 0 ]] || return 0
+    printf '\n%-24s %12s %14s %12s\n' "" "ms per step" "ms switching" "tokens/s"
+    printf '%s\n' "${SUMMARY[@]}"
+}
+
+# One case of the paper: a data set, a model and a number of GPUs, with both combinations of strategies at every context.
+# The rest are the script's own arguments.
+run_paper_case() {
+    local dataset="$1" model="$2" gpus="$3" context combination
+    shift 3
+    read_options 2 "$@"
+    local hosts="${POSITIONAL[0]:-$ROOT/examples/hot_switch/hostfile}"
+    DATA_PATH="${POSITIONAL[1]:-}"
+    BACKEND="${BACKEND:-gpu}"
+    STEPS="${STEPS:-100}"
+    OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}/${dataset}_${model}_${gpus}gpus"
+    SUMMARY=()
+    if [[ $BACKEND == cpu ]]; then
+        # The hosts are not used, but tell which strategies the real run has.
+        hosts="$(mktemp)"
+        # shellcheck disable=SC2064 # this file
+        trap "rm -f '$hosts'" EXIT
+        echo "localhost slots=$gpus" >"$hosts"
+    else
+        DATA_PATH="${DATA_PATH:-$ROOT/outputs/data/$dataset}"
+        read_hostfile "$hosts"
+        ((${#HOSTS[@]} * SLOTS == gpus)) ||
+            launch_error "this experiment needs $gpus GPUs, and $hosts has $((${#HOSTS[@]} * SLOTS)); give another hostfile"
+    fi
+    require_positive STEPS
+    check_data
+    for context in "${CONTEXTS[@]}"; do
+        for combination in c1 c2; do
+            # At the shortest context the two are the same.
+            if ((context > CONTEXTS[0])) || [[ $combination == c1 ]]; then
+                run_experiment "${context}_$combination" llama_hot_switch.sh \
+                    "$model" "$context" 512 "$hosts" "$STEPS" 1 "$DATA_PATH" "$combination"
+            fi
+        done
+    done
+    print_summary
+}

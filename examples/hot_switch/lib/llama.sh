@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash disable=SC2034 # the scripts use the variables
+#
+# What the LLaMA scripts share: their arguments, models and strategies. Source it after ROOT, the repository's folder, is set.
+
+# shellcheck source=examples/local_sgd/lib/launch.sh
+source "$ROOT/examples/local_sgd/lib/launch.sh"
+# shellcheck source=examples/hot_switch/lib/hosts.sh
+source "$ROOT/examples/hot_switch/lib/hosts.sh"
+
+STRATEGY_TABLE="$ROOT/configs/hot_switch_strategies.txt"
+MODEL_TABLE="$ROOT/megatron_ext/hot_switch/presets.txt"
+
+# Takes --dry-run and --help from a script's arguments: sets DRY_RUN, and POSITIONAL to the rest, of which there may be $1.
+read_options() {
+    local most="$1"
+    shift
+    DRY_RUN=0 POSITIONAL=()
+    while (($# > 0)); do
+        case $1 in
+            --dry-run) DRY_RUN=1 ;;
+            -h | --help)
+                # The comment at the head of the script.
+                sed -n '4,/^[^#]/s/^# \{0,1\}//p' "$0"
+                exit 0
+                ;;
+            -*) launch_error "does not know the option $1; see --help" ;;
+            *) POSITIONAL+=("$1") ;;
+        esac
+        shift
+    done
+    ((${#POSITIONAL[@]} <= most)) || launch_error "takes $most arguments, but ${#POSITIONAL[@]} were given; see --help"
+}
+
+# Refuses variables (by their names) that are no positive integers.
+require_positive() {
+    local name
+    for name in "$@"; do
+        [[ ${!name} =~ ^[1-9][0-9]{0,8}$ ]] || launch_error "$name is '${!name}'; give an integer of at least 1; see --help"
+    done
+}
+
+# Sets MODEL_SIZE_ARGS to the options of the model named $1 (7b, ...) in the table that
+# `megatron-ext hot-switch plan --model llama-7b` reads too.
+read_model() {
+    local words names=() known=() column
+    MODEL_SIZE_ARGS=()
+    while read -r -a words; do
+        case ${words[0]:-#} in
+            \#*) ;;
+            model) names=("${words[@]}") ;;
+            "llama-$1")
+                for ((column = 1; column < ${#words[@]}; column++)); do
+                    MODEL_SIZE_ARGS+=("--${names[column]}" "${words[column]}")
+                done
+                return
+                ;;
+            *) known+=("${words[0]#llama-}") ;;
+        esac
+    done <"$MODEL_TABLE"
+    launch_error "the model '$1' is not known; use one of ${known[*]}"
+}
+
+# Sets BUCKETS and STRATEGIES: as BUCKET_SIZES and ALL_PARALLEL_STRATEGY in the environment say, else from the table.
+choose_strategies() {
+    local model="$1" gpus="$2" context="$3" combination="$4" words contexts=()
+    if [[ -n ${BUCKET_SIZES:-}${ALL_PARALLEL_STRATEGY:-} ]]; then
+        [[ -n ${BUCKET_SIZES:-} && -n ${ALL_PARALLEL_STRATEGY:-} ]] ||
+            launch_error "set both BUCKET_SIZES and ALL_PARALLEL_STRATEGY, or neither"
+        read -r -a BUCKETS <<<"$BUCKET_SIZES"
+        read -r -a STRATEGIES <<<"$ALL_PARALLEL_STRATEGY"
+        return
+    fi
+    while read -r -a words; do
+        if [[ "${words[*]:0:3}" == "$combination $model $gpus" ]]; then
+            contexts+=("${words[3]}")
+            if [[ ${words[3]} == "$context" ]]; then
+                IFS=, read -r -a BUCKETS <<<"${words[4]}"
+                STRATEGIES=("${words[@]:5}")
+                return
+            fi
+        fi
+    done <"$STRATEGY_TABLE"
+    launch_error "configs/hot_switch_strategies.txt has no strategies ($combination) for $model on $gpus GPUs with a context of" \
+        "$context (only of: ${contexts[*]:-none}); set BUCKET_SIZES and ALL_PARALLEL_STRATEGY, which" \
+        "\`megatron-ext hot-switch suggest\` proposes"
+}
+
+# Refuses a DATA_PATH without files, or in another vocabulary than TOKENIZER's.
+check_data() {
+    local how="make it with examples/hot_switch/create_web_dataset.sh or \`megatron-ext data prepare\`"
+    if [[ -z $DATA_PATH || $DRY_RUN == 1 ]]; then
+        return
+    fi
+    [[ -f $DATA_PATH.idx ]] || launch_error "DATA_PATH: there is no $DATA_PATH.idx; $how, and give its prefix"
+    if [[ -z ${TOKENIZER:-} ]] && grep -q HuggingFaceTokenizer "$DATA_PATH.json" 2>/dev/null; then
+        launch_error "$DATA_PATH was made with a Hugging Face tokenizer; set TOKENIZER to its folder"
+    fi
+}
+
+# Checks BACKEND and the hosts, puts a Python on the PATH, and starts training with the arrays of llama_arguments.sh.
+start_llama() {
+    case $BACKEND in
+        gpu)
+            # Megatron overlaps communication with computation in the order that one connection keeps.
+            export CUDA_DEVICE_MAX_CONNECTIONS=1
+            if [[ $DRY_RUN == 0 ]] && is_this_machine "${HOSTS[0]}" && ! nvidia-smi -L &>/dev/null; then
+                launch_error "no NVIDIA GPU here (nvidia-smi finds none); BACKEND=cpu starts the same job at toy size"
+            fi
+            ;;
+        cpu) export CUDA_VISIBLE_DEVICES= ;;
+    esac
+    if [[ $DRY_RUN == 1 ]]; then
+        export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    else
+        find_python
+    fi
+    local extra
+    read -r -a extra <<<"${EXTRA_ARGS:-}"
+    # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
+    train_on_hosts "$ROOT/examples/pretrain_gpt.py" \
+        "${GPT_MODEL_ARGS[@]}" \
+        "${TRAINING_ARGS[@]}" \
+        "${MODEL_PARALLEL_ARGS[@]}" \
+        "${HOT_SWITCH_ARGS[@]}" \
+        "${DATA_ARGS[@]}" \
+        "${EVAL_AND_LOGGING_ARGS[@]}" \
+        ${extra[@]+"${extra[@]}"}
+}

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext hot-switch profile`: stages are really run, and bad input is named."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_ext.cli.hot_switch_profile import stage_arguments
+from megatron_ext.cli.main import main
+from megatron_ext.hot_switch import PRESETS
+from megatron_ext.params import GptShape
+from tests.support.distributed import run_ranks
+
+STAGE = replace(
+    PRESETS["llama-3b"],
+    num_layers=1,
+    hidden_size=32,
+    ffn_hidden_size=64,
+    num_attention_heads=4,
+    num_query_groups=2,
+    padded_vocab_size=64,
+)
+
+
+def time_stage(arguments: list[str]) -> int:
+    from megatron_ext.hot_switch import stage_timing
+
+    return stage_timing.main(arguments)
+
+
+def test_a_stage_runs_on_tensor_parallel_ranks_and_longer_rows_take_longer(tmp_path: Any) -> None:
+    output = tmp_path / "seconds.json"
+    arguments = ["--shape", stage_arguments(STAGE), "--lengths", "16", "64", "1024", "--repeats", "2"]
+    assert run_ranks(time_stage, 2, [*arguments, "--recompute", "selective", "--output", str(output)]) == [0, 0]
+    seconds = json.loads(output.read_text())
+    assert len(seconds) == 3 and 0 < seconds[0] < seconds[2]
+
+
+@pytest.mark.parametrize("shape", [STAGE, *PRESETS.values()], ids=["other", *PRESETS])
+def test_a_stage_survives_its_way_to_other_processes(shape: GptShape) -> None:
+    assert replace(GptShape(**json.loads(stage_arguments(shape))), dtype=shape.dtype) == shape
+
+
+def test_every_mistake_is_named_at_once(tmp_path: Any, capsys: Any) -> None:
+    bad = ["--lengths", "100", "100", "--tp", "3", "0", "--repeats", "0", "--output", str(tmp_path / "no/such.json")]
+    assert main(["hot-switch", "profile", "--model", "llama-7b", *bad]) == 2
+    said = capsys.readouterr().err
+    for part in (
+        "--tp has 0",
+        "--lengths needs three different lengths",
+        "--repeats is 0",
+        "--tp 3 does not divide 32 heads",
+        "--lengths cannot all be divided by --tp 3",
+        "there is no folder",
+    ):
+        assert part in said

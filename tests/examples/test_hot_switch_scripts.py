@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The LLaMA scripts of hot switching: what they start, what they refuse, and that they train."""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.test_launch_scripts import Desk, desk  # noqa: F401  # a fixture
+from tests.support.distributed import REPOSITORY, free_port, run_ranks
+
+FOLDER = REPOSITORY / "examples/hot_switch"
+HOT = FOLDER / "llama_hot_switch.sh"
+STATIC = FOLDER / "llama_static_parallel.sh"
+A100 = FOLDER / "exprs_for_A100_40G.sh"
+DATASET = FOLDER / "create_web_dataset.sh"
+
+CONTEXTS = (4096, 8192, 16384, 32768)
+BUCKETS = {
+    "c1": ("4096 0", "8192 4096 0", "16384 4096 0", "32768 16384 4096 0"),
+    "c2": ("4096 0", "8192 4096 0", "16384 8192 4096 0", "32768 16384 8192 4096 0"),
+}
+# HotSPa's tables, by model and GPUs, then context.
+STRATEGIES = {
+    "c1": {
+        ("7b", 8): ("8,1,1", "2,2,2 8,1,1", "2,2,2 8,1,1", "1,4,2 8,1,1 2,2,2"),
+        ("7b", 16): ("16,1,1", "4,4,1 16,1,1", "4,4,1 16,1,1", "2,4,2 16,1,1 4,4,1"),
+        ("13b", 8): ("4,2,1", "1,4,2 4,2,1", "1,4,2 4,2,1", "1,8,1 4,2,1 1,4,2"),
+        ("13b", 16): ("8,2,1", "4,4,1 8,2,1", "4,4,1 8,2,1", "2,8,1 8,2,1 4,4,1"),
+        ("32b", 32): ("4,2,4", "2,8,2 4,2,4", "2,8,2 4,2,4", "1,16,2 4,2,4 2,8,2"),
+    },
+    "c2": {
+        ("7b", 8): ("8,1,1", "4,2,1 8,1,1", "2,2,2 8,1,1 4,2,1", "1,4,2 8,1,1 4,2,1 2,2,2"),
+        ("7b", 16): ("16,1,1", "8,2,1 16,1,1", "4,4,1 16,1,1 8,2,1", "2,4,2 16,1,1 8,2,1 4,4,1"),
+        ("13b", 8): ("4,2,1", "2,2,2 4,2,1", "1,4,2 4,2,1 2,2,2", "1,8,1 4,2,1 2,2,2 1,4,2"),
+        ("13b", 16): ("8,2,1", "4,2,2 8,2,1", "4,4,1 8,2,1 4,2,2", "2,8,1 8,2,1 4,2,2 4,4,1"),
+        ("32b", 32): ("4,2,4", "4,4,2 4,2,4", "2,8,2 4,2,4 4,4,2", "1,16,2 4,2,4 4,4,2 2,8,2"),
+    },
+}
+CASES = [(dataset, *case) for dataset in ("commoncrawl", "github") for case in STRATEGIES["c1"]]
+
+
+def paper_script(dataset: str, model: str, gpus: int) -> Path:
+    return FOLDER / "exprs_for_paper" / dataset / f"{dataset}_{model}_{gpus}gpus.sh"
+
+
+def dry_run(desk: Desk, script: Path, arguments: list[str], **environment: str) -> list[list[str]]:  # noqa: F811  # the fixture
+    """Return the command lines that a script would start on this machine or over ssh, word by word."""
+    code, output = desk.run(script, ["--dry-run", *arguments], **environment)
+    assert code == 0, output
+    return [shlex.split(line) for line in output.splitlines()]
+
+
+def hostfile(desk: Desk, *lines: str) -> str:  # noqa: F811  # the fixture
+    path = desk.folder / "hosts"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return str(path)
+
+
+def values(words: list[str], option: str) -> list[str]:
+    """Return what follows an option."""
+    rest = words[words.index(option) + 1 :]
+    end = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
+    return rest[:end]
+
+
+def training_arguments(words: list[str]) -> list[str]:
+    return words[words.index(str(REPOSITORY / "examples/pretrain_gpt.py")) + 1 :]
+
+
+def test_bash_can_read_and_run_every_script() -> None:
+    scripts = set(FOLDER.rglob("*.sh"))
+    assert {paper_script(*case) for case in CASES} | {HOT, STATIC, A100, DATASET} <= scripts
+    for script in scripts:
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert script.parent.name == "lib" or os.access(script, os.X_OK), script
+
+
+# What is started ---------------------------------------------------------------------------------
+
+
+def test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it(desk: Desk) -> None:  # noqa: F811  # the fixture
+    runs = []
+    for dataset, model, gpus in CASES:
+        hosts = hostfile(desk, *(f"10.0.0.{number} slots=8" for number in range(gpus // 8)))
+        lines = dry_run(desk, paper_script(dataset, model, gpus), [hosts], BACKEND="gpu")
+        first = [line[-1] for line in lines if "--node_rank 0" in line[-1]]
+        assert len(lines) == len(first) * gpus // 8
+        started = [training_arguments(shlex.split(line)) for line in first]
+        expected = [
+            (BUCKETS[combination][number].split(), STRATEGIES[combination][model, gpus][number].split())
+            for number, _ in enumerate(CONTEXTS)
+            for combination in ("c1", "c2")
+            if number or combination == "c1"
+        ]
+        found = [(values(run, "--hot-switch-bucket-sizes"), values(run, "--hot-switch-strategies")) for run in started]
+        assert found == expected, (dataset, model, gpus)
+        assert {values(run, "--data-path")[0] for run in started} == {str(REPOSITORY / "outputs/data" / dataset)}
+        if dataset == "github":  # the same runs on other data
+            runs += [(run, model, gpus) for run in started]
+    assert len(runs) == 35
+    (problems,) = run_ranks(problems_of, 1, runs)
+    assert problems == []
+
+
+def problems_of(runs: list[tuple[list[str], str, int]]) -> list[Any]:
+    """What Megatron's parser, hot switching and the presets have against command lines, parsed in a rank."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.features import all_features
+    from megatron_ext.hot_switch import PRESETS
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    features = all_features()
+    for feature in features:
+        feature.add_arguments(parser)
+    (hot_switch,) = (feature for feature in features if feature.name == "hot-switch")
+    found: list[Any] = []
+    for words, model, gpus in runs:
+        args = parser.parse_args(words)
+        args.world_size = gpus
+        found += hot_switch.validate(args)
+        shape = PRESETS[f"llama-{model}"]
+        names = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")
+        given = {name: getattr(args, name) for name in names} | {"padded_vocab_size": args.vocab_size}
+        found += [(name, value) for name, value in given.items() if value != getattr(shape, name)]
+        found += [name for name in ("swiglu", "untie_embeddings_and_output_weights") if not getattr(args, name)]
+        found += ["bias"] if args.add_bias_linear else []
+    return found
+
+
+def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
+    """Parse and validate a GPU run's command line in a rank, as the training script does."""
+    import sys
+
+    import torch
+    from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
+    from megatron.training import arguments as megatron_arguments
+
+    from megatron_ext import patch_megatron
+
+    if not torch.cuda.is_available():
+        megatron_arguments.get_device_arch_version = lambda: 9
+    os.environ["WORLD_SIZE"] = str(world_size)
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    sys.argv = ["pretrain_gpt.py", *arguments]
+    patch_megatron("cuda")
+    args = megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    rows = vocab_size_with_padding(args.vocab_size, args)
+    return {"rows": rows, "tp": args.tensor_model_parallel_size, "iterations": args.train_iters}
+
+
+def test_megatron_takes_a_whole_run_with_the_presets_vocabulary(desk: Desk) -> None:  # noqa: F811  # the fixture
+    hosts = hostfile(desk, *(f"host{number} slots=8" for number in range(4)))
+    lines = dry_run(desk, HOT, ["32b", "32768", "512", hosts, "7", "3"])
+    (parsed,) = run_ranks(parse, 1, training_arguments(shlex.split(lines[0][-1])), 32)
+    assert parsed == {"rows": 30592, "tp": 16, "iterations": 21}
+
+
+def test_the_small_evaluation_compares_hot_and_static(desk: Desk) -> None:  # noqa: F811  # the fixture
+    runs = [training_arguments(line) for line in dry_run(desk, A100, [])]
+    found = [(values(run, "--seq-length")[0], " ".join(values(run, "--hot-switch-strategies"))) for run in runs]
+    assert found == [
+        ("4096", "8,1,1"),
+        *(("8192", "2,2,2 8,1,1"), ("8192", "2,2,2"), ("16384", "2,2,2 8,1,1"), ("16384", "2,2,2")),
+        *(("32768", "1,4,2 8,1,1 2,2,2"), ("32768", "1,4,2")),
+    ]
+    assert all(values(run, "--train-iters") == ["10"] and "--mock-data" in run for run in runs)
+
+
+def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:  # noqa: F811  # the fixture
+    hosts = hostfile(desk, "# two of four", "", "localhost  slots=4 # this one")
+    own = {"BUCKET_SIZES": "512 128 0", "ALL_PARALLEL_STRATEGY": "1,4,1 4,1,1"}
+    (line,) = dry_run(
+        desk, HOT, ["7b", "512", "64", hosts, "5", "2", "a corpus"], **own, EXTRA_ARGS="--lr 2e-5", TOKENIZER="tok"
+    )
+    assert line[: line.index("--nnodes")] == ["torchrun", "--nproc_per_node", "4"]
+    assert values(line, "--hot-switch-strategies") == ["1,4,1", "4,1,1"]
+    assert values(line, "--hot-switch-bucket-sizes") == ["512", "128", "0"]
+    assert values(line, "--hot-switch-gpus-per-node") == ["4"]
+    assert (values(line, "--train-iters"), values(line, "--global-batch-size")) == (["10"], ["64"])
+    assert (values(line, "--data-path"), values(line, "--tokenizer-model")) == (["a corpus"], ["tok"])
+    assert line[-2:] == ["--lr", "2e-5"]
+    static = {"ALL_PARALLEL_STRATEGY": "2,1,2"}
+    (line,) = dry_run(desk, STATIC, ["13b", "4096", "256", "2", hosts, "5"], **static)
+    assert values(line, "--hot-switch-strategies") == ["2,1,2"]
+    assert values(line, "--hot-switch-bucket-sizes") == ["4096", "0"]
+    assert (values(line, "--micro-batch-size"), values(line, "--num-layers")) == (["2"], ["40"])
+
+
+# Several hosts -----------------------------------------------------------------------------------
+
+# Starts what it is given here, as ssh would there.
+FAKE_SSH = """host=${@: -2:1}; printf '%s\\n' "$@" >"$RECORDS/$host.ssh"; exec bash -c "${@: -1}" """
+RECORDING_TORCHRUN = (
+    """printf '%s\\n' "$@" >"$RECORDS/$6.torchrun"; echo "${NCCL_IB_HCA:-unset} $PWD" >"$RECORDS/$6.env" """
+)
+
+
+def test_every_host_gets_its_torchrun_over_ssh(desk: Desk) -> None:  # noqa: F811  # the fixture
+    desk.command("nvidia-smi", "exit 0")
+    desk.command("ssh", FAKE_SSH)
+    desk.command("torchrun", RECORDING_TORCHRUN)
+    hosts = hostfile(desk, "alpha slots=8", "user@beta slots=8")
+    environment = {"RECORDS": str(desk.folder), "NCCL_IB_HCA": "mlx5_0 it's", "MASTER_PORT": "1234"}
+    code, output = desk.run(HOT, ["7b", "8192", "512", hosts], **environment)
+    assert code == 0, output
+    for rank, host in enumerate(("alpha", "user@beta")):
+        launched = (desk.folder / f"{rank}.torchrun").read_text().splitlines()
+        assert launched[:10] == [
+            *("--nproc_per_node", "8", "--nnodes", "2", "--node_rank", str(rank)),
+            *("--master_addr", "alpha", "--master_port", "1234"),
+        ]
+        assert "4,4,1" in launched and "16,1,1" in launched
+        assert (desk.folder / f"{rank}.env").read_text() == f"mlx5_0 it's {desk.folder}\n"
+        assert (desk.folder / f"{host}.ssh").exists()
+
+
+def test_a_host_that_fails_ends_the_others(desk: Desk) -> None:  # noqa: F811  # the fixture
+    desk.command("nvidia-smi", "exit 0")
+    desk.command("ssh", "[[ ${@: -2:1} == alpha ]] || exit 3; exec sleep 60")
+    desk.command("torchrun", "exit 9")
+    begin = time.monotonic()
+    code, output = desk.run(HOT, ["7b", "8192", "512", hostfile(desk, "alpha slots=8", "beta slots=8")])
+    assert code == 3
+    assert "a host's job ended with exit code 3; ending the others" in output
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["a slots=8", "b"], "line 2: 'b' is not of the form 'HOST slots=N'"),
+        (["# hosts", "a slots=0"], "line 2: 'a slots=0' is not of the form"),
+        (["a slots=eight"], "line 1: 'a slots=eight' is not of the form"),
+        (["a slots=8 max_slots=8"], "line 1: 'a slots=8 max_slots=8' is not"),
+        (["-oProxyCommand=x slots=8"], "line 1: '-oProxyCommand=x slots=8' is not"),
+        (["a slots=8", "", "a slots=8"], "line 3: a is there already"),
+        (["", "a slots=8", "b slots=4"], "line 3: slots=4, but line 2 has 8"),
+        (["a slots=8", "localhost slots=8"], "localhost is one of several hosts"),
+        (["# nobody"], "has no host"),
+    ],
+)
+def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], message: str) -> None:  # noqa: F811  # the fixture
+    code, output = desk.run(HOT, ["--dry-run", "7b", "4096", "512", hostfile(desk, *lines)])
+    assert code == 1 and message in output and len(output.splitlines()) == 1, output
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "environment", "message"),
+    [
+        (HOT, ["70b"], {}, "the model '70b' is not known; use one of 3b 7b 13b 32b"),
+        (HOT, ["7b", "32k"], {}, "CONTEXT is '32k'; give an integer"),
+        (HOT, ["7b", "5000"], {}, "with a context of 5000 (only of: 4096 8192 16384 32768)"),
+        (HOT, ["32b"], {}, "has no strategies (c1) for 32b on 8 GPUs with a context of 32768 (only of: none)"),
+        (HOT, ["7b", "4096", "512", "nowhere"], {}, "hostfile: there is no file nowhere"),
+        (HOT, ["7b", "4096", "512", "", "1", "1", "no/such"], {}, "DATA_PATH: there is no no/such.idx; make it with"),
+        (HOT, ["7b", "4096", "512", "", "1", "1", "", "c3"], {}, "COMBINATION is 'c3'; use c1 or c2"),
+        (HOT, ["7b", "4096", "512", "", "1", "1", "", "c1", "more"], {}, "takes 8 arguments, but 9 were given"),
+        (HOT, ["--dryrun"], {}, "does not know the option --dryrun"),
+        (HOT, [], {"ALL_PARALLEL_STRATEGY": "8,1,1"}, "set both BUCKET_SIZES and ALL_PARALLEL_STRATEGY"),
+        (HOT, [], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
+        (HOT, [], {}, "no NVIDIA GPU here"),
+        (STATIC, ["7b", "4096", "512", "0"], {}, "MICRO_BATCH is '0'"),
+        (paper_script("github", "7b", 16), [], {}, "this experiment needs 16 GPUs, and"),
+        (DATASET, ["corpus"], {}, "takes PREFIX PARQUET..."),
+    ],
+)
+def test_bad_input_is_refused_with_the_way_out(
+    desk: Desk,  # noqa: F811  # the fixture
+    script: Path,
+    arguments: list[str],
+    environment: Mapping[str, str],
+    message: str,
+) -> None:
+    desk.command("torchrun", "echo started")
+    desk.command("nvidia-smi", "exit 9")
+    code, output = desk.run(script, arguments, **environment)
+    assert code == 1 and message in output and len(output.splitlines()) == 1, output
+
+
+def test_a_corpus_of_other_tokens_needs_its_tokenizer(desk: Desk) -> None:  # noqa: F811  # the fixture
+    desk.command("torchrun", "exit 0")
+    (desk.folder / "corpus.idx").touch()
+    (desk.folder / "corpus.json").write_text('{"megatron_args": ["--tokenizer-type", "HuggingFaceTokenizer"]}')
+    arguments = ["7b", "4096", "512", "", "1", "1", "corpus"]
+    code, output = desk.run(HOT, arguments, BACKEND="cpu")
+    assert code == 1 and "set TOKENIZER to its folder" in output
+    assert desk.run(HOT, arguments, BACKEND="cpu", TOKENIZER="gpt2")[0] == 0
+
+
+# Data, training and the table of speeds ----------------------------------------------------------
+
+
+def test_web_pages_become_a_corpus_once(desk: Desk) -> None:  # noqa: F811  # the fixture
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
+    from pyarrow import parquet
+
+    texts = ["a page", None, "another\npage"]
+    table = pyarrow.table({"content": texts, "url": ["x", "y", "z"]})
+    parquet.write_table(table, desk.folder / "web.parquet")
+    arguments = ["data/web", "web.parquet"]
+    code, output = desk.run(DATASET, arguments)
+    assert code == 0, output
+    lines = (desk.folder / "data/web.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"content": "a page"}, {"content": "another\npage"}]
+    assert json.loads((desk.folder / "data/web.json").read_text())["documents"] == 2
+    assert (desk.folder / "data/web.bin").stat().st_size == 2 * (len("a page") + len("another\npage") + 2)
+    code, output = desk.run(DATASET, arguments)
+    assert code == 0 and output.count("up to date, nothing done") == 2, output
+    code, output = desk.run(DATASET, arguments, COLUMN="text")
+    assert code == 2 and "web.parquet: has no column 'text'; --column takes one of content, url" in output
+
+
+def test_toy_runs_have_as_many_strategies_as_the_real_ones(desk: Desk) -> None:  # noqa: F811  # the fixture
+    lines = dry_run(desk, paper_script("github", "32b", 32), [], BACKEND="cpu")
+    runs = [training_arguments(line) for line in lines]
+    assert [len(values(run, "--hot-switch-strategies")) for run in runs] == [1, 2, 2, 2, 3, 3, 4]
+    assert all(line[:3] == ["torchrun", "--nproc_per_node", "4"] for line in lines)
+    static = training_arguments(dry_run(desk, STATIC, [], BACKEND="cpu")[0])
+    assert values(static, "--hot-switch-strategies") == ["1,2,2"]
+
+
+LOG = """
+ iteration        1/       3 | elapsed time per iteration (ms): 900.0 | tokens: 100 | switching (ms): 90.0 |
+ iteration        2/       3 | elapsed time per iteration (ms): 100.0 | tokens: 100 | switching (ms): 10.0 |
+ iteration        3/       3 | elapsed time per iteration (ms): 300.0 | tokens: 500 | switching (ms): 20.0 |
+"""
+
+
+def test_experiments_are_compared_by_what_their_logs_say(desk: Desk) -> None:  # noqa: F811  # the fixture
+    desk.command("torchrun", f"cat <<'END'\n{LOG}\nEND")
+    code, output = desk.run(A100, [], BACKEND="cpu", OUTPUT=str(desk.folder))
+    assert code == 0, output
+    rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +(\d+)$", output, re.MULTILINE)
+    assert len(rows) == 7
+    assert rows[1] == ("8192_hot", "200.0", "15.0", "1500")  # without the first iteration
+    assert (desk.folder / "A100_40G/32768_static.log").exists()
+
+
+@pytest.mark.slow
+def test_a_toy_trains_on_cpu(desk: Desk) -> None:  # noqa: F811  # the fixture
+    environment = {"BACKEND": "cpu", "MASTER_PORT": str(free_port())}
+    code, output = desk.run(HOT, ["7b", "32768", "512", "", "1"], **environment)
+    assert code == 0, output[-6000:]
+    (last,) = re.findall(r"iteration +1/ +1 .*", output)
+    assert "lm loss: " in last and "switching (ms): " in last
+    assert "home 1,2,2 for 64 < positions <= 128, guests 4,1,1" in output
