@@ -35,9 +35,10 @@ from megatron_ext.sync_service.membership import Answer, Membership
 from megatron_ext.sync_service.outgoing import Outgoing
 from megatron_ext.sync_service.parts import Part, Values, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.upload import upload
 
-__all__ = ["ClientConfig", "RoundOutcome", "SyncClient", "Values"]
+__all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +99,7 @@ class SyncClient:
         self.round = -1
         self.uploaded = False
         self._sent = -1
+        self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
         self._job.on_all(self._connect)
         self._membership = Membership(config, self._connection, self._job)
@@ -182,22 +184,28 @@ class SyncClient:
         self.round, self.uploaded = number, was_uploaded
         return None
 
-    def sync(self, values: Values) -> RoundOutcome:
+    def sync(self, values: Values, report: Report | None = None) -> RoundOutcome:
         """Make a round: upload, wait for the others, download.
 
         Args:
             values: after this peer's interval; at least those that it trains.
+            report: what there is to say of the interval; the first process's counts.
 
         Raises:
             UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
         """
         number = self.round + 1
         if not self.uploaded:
-            self.upload(number, values)
+            self.upload(number, values, report or Report())
         return self.fetch(number, values)
 
-    def upload(self, number: int, values: Values) -> bool:
+    def upload(self, number: int, values: Values, report: Report | None = None) -> bool:
         """Upload and commit a contribution.
+
+        Args:
+            number: the round.
+            values: what is contributed.
+            report: what there is to say of the interval; the last one again unless given.
 
         Returns:
             Whether it came in time.
@@ -205,8 +213,10 @@ class SyncClient:
         Raises:
             UserError: as for `sync`.
         """
+        if report is not None:
+            self._report = report
         closed = any(self._job.on_all(lambda: self._upload(number, values)))
-        closed = closed or self._membership.commit(number)
+        closed = closed or self._membership.commit(number, self._report)
         self.uploaded = not closed
         self._sent = number
         return not closed

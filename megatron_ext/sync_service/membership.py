@@ -13,6 +13,7 @@ from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.job import Job
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
+from megatron_ext.sync_service.report import Report
 
 __all__ = ["Answer", "Membership", "Registered"]
 
@@ -109,13 +110,17 @@ class Membership:
 
         return self._job.on_first(register)
 
-    def commit(self, number: int) -> bool:
+    def commit(self, number: int, report: Report) -> bool:
         """Say that the contribution to a round is whole; return whether the round was closed before.
+
+        Args:
+            number: the round.
+            report: what the first process says of the interval.
 
         Raises:
             UserError: the server refuses.
         """
-        request = pb2.CommitRequest(caller=self.caller, round=number)
+        request = pb2.CommitRequest(caller=self.caller, round=number, loss=report.loss, steps=report.steps)
         return self._job.on_first(lambda: bool(self._connection.call("Commit", request).closed))
 
     def ask(self, number: int, *, uploaded: bool, end: float) -> Answer:

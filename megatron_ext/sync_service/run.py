@@ -17,10 +17,11 @@ from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.members import Member, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.round_maker import RoundMaker
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.spool import Contribution, Discarded
-from megatron_ext.sync_service.status import status_of
+from megatron_ext.sync_service.status import overview_of, status_of
 from megatron_ext.sync_service.store import RunStore
 
 __all__ = ["Answer", "Run"]
@@ -139,8 +140,14 @@ class Run:
             self._failpoints.hit("frame_spooled")
         return contribution is None, taken, known
 
-    def commit(self, peer: str, instance: str, number: int) -> bool:
+    def commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         """Count a contribution as whole.
+
+        Args:
+            peer: whose it is.
+            instance: which process speaks for it.
+            number: the round.
+            report: what the peer says of its interval.
 
         Returns:
             Whether the round was closed before.
@@ -154,19 +161,19 @@ class Run:
             with self._changed:
                 return not self._counts(peer, number)
         with self._changed:
-            index = self._state.check_caller(peer, instance).index
+            index = self._caller(peer, instance).index
         missing = self._store.missing(contribution, index, number)
         if missing is not None:
             raise Refusal("state", f"the contribution to round {number} is not whole: {missing}")
         contribution.sync()
         self._failpoints.hit("upload_synced")
         with self._changed:
-            self._state.check_caller(peer, instance)
+            self._caller(peer, instance)
             if not self._state.accepts(peer, number):
                 return not self._counts(peer, number)
             if peer not in self._state.uploaded:
                 size = {"frames": contribution.frames, "bytes": contribution.nbytes}
-                self._store.record({"event": "uploaded", "round": number, "peer": peer, **size})
+                self._store.record({"event": "uploaded", "round": number, "peer": peer, **size, **report.as_json()})
                 self._failpoints.hit("upload_journaled")
                 self._changed.notify_all()
         return False
@@ -206,7 +213,7 @@ class Run:
             Refusal: they are not there (any more), or the caller is refused.
         """
         with self._changed:
-            self._state.check_caller(peer, instance)
+            self._caller(peer, instance)
             newest = self._state.newest
             if newest is None or number not in self._store.snapshots:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
@@ -224,7 +231,7 @@ class Run:
         """
         with self._changed:
             if peer in self._state.members:
-                self._state.check_caller(peer, instance)
+                self._caller(peer, instance)
                 self._store.drop(peer, {"event": "left", "peer": peer})
                 self._changed.notify_all()
 
@@ -250,6 +257,11 @@ class Run:
         with self._changed:
             return status_of(self.name, self.config, self._store, self._maker.problem)
 
+    def overview(self) -> dict[str, Any]:
+        """Return the status with the history and the health of the run, as plain data."""
+        with self._changed:
+            return overview_of(self.name, self.config, self._store, self._maker.problem)
+
     def drain(self) -> None:
         """Take no new members, and begin no round after the one for which contributions are there."""
         with self._changed:
@@ -274,10 +286,20 @@ class Run:
     # Helpers, to be called with the lock held
     # -----------------------------------------------------------------------------------------------------------
 
+    def _caller(self, peer: str, instance: str) -> Member:
+        """Return the member that calls, and note that it did.
+
+        Raises:
+            Refusal: the caller is refused.
+        """
+        member = self._state.check_caller(peer, instance)
+        self._store.history.seen(peer, time.time())
+        return member
+
     def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
         """Return where a peer's frames go; None when they do not count any more."""
         with self._changed:
-            self._state.check_caller(peer, instance)
+            self._caller(peer, instance)
             if not self._state.accepts(peer, number):
                 return None
             self._draining.check(number)
@@ -294,9 +316,9 @@ class Run:
         state = self._state
         newest = state.newest
         if newest is not None and newest.number >= number:
-            state.check_caller(peer, instance)
+            self._caller(peer, instance)
             return "committed", ""
-        state.check_caller(peer, instance)
+        self._caller(peer, instance)
         if number > state.open_round:
             raise Refusal("state", f"round {number} is not open yet; the open one is {state.open_round}")
         if state.closing is None and peer not in state.uploaded:

@@ -15,6 +15,7 @@ from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.updates import UPDATE, has_update
@@ -88,7 +89,12 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
         """Count a contribution as whole."""
         with _refusing(context):
             caller = request.caller
-            return pb2.CommitReply(closed=self._run(caller.run).commit(caller.peer, caller.instance, request.round))
+            report = Report(
+                loss=request.loss if request.HasField("loss") else None,
+                steps=request.steps if request.HasField("steps") else None,
+            )
+            closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
+            return pb2.CommitReply(closed=closed)
 
     def Await(self, request: Any, context: Any) -> Any:
         """Say what the caller is to do."""

@@ -19,6 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.guards import Guards
+from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, sync_folder
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
@@ -53,8 +54,10 @@ class RunStore:
             sync_folder(parent)
         self._journal = Journal(folder / "journal.jsonl")
         self.state = RunState(config.policy)
+        self.history = History()
         for event in self._journal.events:
             self.state.apply(event)
+            self.history.apply(event)
         self.state.await_everybody()
         self._journal.events.clear()
         if self.state.config is not None and self.state.places != config.peers:
@@ -111,9 +114,11 @@ class RunStore:
         Raises:
             OSError: it could not be written, and has not happened.
         """
-        self.state.apply(self._journal.append(event))
+        event = self._journal.append(event)
+        self.state.apply(event)
+        self.history.apply(event)
         if event["event"] != "created":
-            told = {key: value for key, value in event.items() if key not in ("event", "outer_scalars")}
+            told = {key: value for key, value in event.items() if key not in ("event", "outer_scalars", "time")}
             log.info("run %s: %s %s", self._name, event["event"], told)
 
     def create(self, config: dict[str, str], catalog: Catalog) -> None:

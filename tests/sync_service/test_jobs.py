@@ -64,6 +64,8 @@ def test_peers_of_different_layouts_end_with_the_same_bits(make_service: MakeSer
     models = [model_of(job.result()) for job in jobs]
     assert all(same_bits(models[0], model) for model in models[1:])
     assert [sorted(event["contributors"]) for event in service.events("committed")[1:]] == [list(names)] * 2
+    # Whichever pipeline stage knows it.
+    assert all(event["loss"] > 0 for event in service.events("uploaded") if event["round"] > 0)
     for job, model in zip(jobs, models, strict=True):
         # However many ranks hold an element, one of them uploads it.
         assert sum(rank.probe[2] for rank in job.result()) == sum(values.size for values in model.values())
@@ -75,6 +77,15 @@ def test_the_iteration_line_tells_of_the_round(undisturbed):
     assert "sync round: 0 |" in lines[2] and "peers" not in lines[2]
     assert "sync round: 1 | peers: 2/2 |" in lines[3]
     assert "sync round: 2 | peers: 2/2 |" in lines[7]
+
+
+def test_a_job_reports_the_mean_loss_of_its_intervals(undisturbed):
+    service, (first, _) = undisturbed
+    printed = [float(loss) for loss in re.findall(r"lm loss: (\S+)", first[0].stdout)]
+    events = [event for event in service.events("uploaded") if event["peer"] == "a" and event["round"] > 0]
+    assert [event["steps"] for event in events] == [4, 4]
+    means = [sum(printed[:4]) / 4, sum(printed[4:]) / 4]
+    assert [event["loss"] for event in events] == pytest.approx(means, rel=1e-5)
 
 
 def test_peers_share_the_samples_without_overlap(undisturbed):

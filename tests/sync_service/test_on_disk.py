@@ -214,7 +214,8 @@ def test_a_restored_run_awaits_all_its_members_again(tmp_path: Path):
         store.record({"event": "uploaded", "round": number, "peer": "a"})
         store.record(store.state.closing_event())
         event = {"event": "committed", "round": number, "digest": "", "contributors": ["a"], "rejected": {}}
-        store.commit({**event, "outer_scalars": {}}, snapshot(store.snapshot_path(number)))
+        figures = {"outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
+        store.commit({**event, **figures}, snapshot(store.snapshot_path(number)))
     assert store.state.awaited() == ["a"]
     store.close()
     restored = RunStore("r", config, tmp_path, 2)
