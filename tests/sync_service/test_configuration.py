@@ -47,6 +47,8 @@ RUN = {"r": RunConfig(peers=2)}
         ("tls_key: k.pem\nruns: {r: {peers: 2}}", "tls_cert and tls_key belong together"),
         ("token_file: none.txt\nruns: {r: {peers: 2}}", "token_file .*none.txt: cannot be read: No such file"),
         ("keep_snapshots: 0\nruns: {r: {peers: 2}}", "keep_snapshots is 0"),
+        ("status_port: 70000\nruns: {r: {peers: 2}}", "status_port is 70000; it must be 0 to 65535"),
+        ("status_host: 0.0.0.0\nruns: {r: {peers: 2}}", "status_host is 0.0.0.0, and there is no status_port; add it"),
         ("{", "is not YAML"),
         ("- 1", "must be a mapping"),
         ("bind: 127.0.0.1:0", "there is no run; name at least one"),
