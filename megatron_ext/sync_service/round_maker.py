@@ -99,7 +99,11 @@ class RoundMaker:
             self._failpoints.hit("round_closed")
             number, uploaded = store.state.open_round, store.state.uploaded
             contributors = [
-                Contributor(peer=peer, index=uploaded[peer], contribution=store.contribution(peer))
+                Contributor(
+                    peer=peer,
+                    index=uploaded[peer],
+                    contribution=store.contribution(peer, store.state.made_for(peer)),
+                )
                 for peer in store.state.closing or ()
             ]
         began = time.monotonic()

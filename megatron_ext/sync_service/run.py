@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
@@ -18,16 +18,14 @@ from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.members import Member, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.spool import Contribution, Discarded
 from megatron_ext.sync_service.status import overview_of, status_of
 from megatron_ext.sync_service.store import RunStore
 
-__all__ = ["Answer", "Run"]
-
-Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
-"""What is to be done by a peer that awaits a round, and why."""
+__all__ = ["Run"]
 
 
 class Run:
@@ -159,7 +157,7 @@ class Run:
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
             with self._changed:
-                return not self._counts(peer, number)
+                return not self._state.counts(peer, number)
         with self._changed:
             index = self._caller(peer, instance).index
         missing = self._store.missing(contribution, index, number)
@@ -170,7 +168,7 @@ class Run:
         with self._changed:
             self._caller(peer, instance)
             if not self._state.accepts(peer, number):
-                return not self._counts(peer, number)
+                return not self._state.counts(peer, number)
             if peer not in self._state.uploaded:
                 size = {"frames": contribution.frames, "bytes": contribution.nbytes}
                 self._store.record({"event": "uploaded", "round": number, "peer": peer, **size, **report.as_json()})
@@ -193,13 +191,13 @@ class Run:
                     return answer
                 self._changed.wait(left)
 
-    def result(self, number: int) -> tuple[RoundResult, RoundResult | None]:
-        """Return the newest committed round, and round `number` when it is remembered."""
+    def result(self, peer: str, number: int) -> tuple[RoundResult, RoundResult | None]:
+        """Return the newest committed round, and what became of a peer's contribution to one, when it is remembered."""
         with self._changed:
             newest = self._state.newest
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
-            return newest, self._state.result(number)
+            return newest, self._state.outcome(peer, number)
 
     @property
     def codec(self) -> str:
@@ -302,28 +300,10 @@ class Run:
             self._caller(peer, instance)
             if not self._state.accepts(peer, number):
                 return None
-            self._draining.check(number)
-            return self._store.contribution(peer)
-
-    def _counts(self, peer: str, number: int) -> bool:
-        """Whether a peer's contribution was in when a round closed."""
-        if number == self._state.open_round:
-            return peer in (self._state.closing or ())
-        result = self._state.result(number)
-        return result is not None and (peer in result.contributors or peer in result.rejected)
+            self._draining.check(self._state.open_round)
+            return self._store.contribution(peer, number)
 
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
-        state = self._state
-        newest = state.newest
-        if newest is not None and newest.number >= number:
-            self._caller(peer, instance)
-            return "committed", ""
         self._caller(peer, instance)
-        if number > state.open_round:
-            raise Refusal("state", f"round {number} is not open yet; the open one is {state.open_round}")
-        if state.closing is None and peer not in state.uploaded:
-            if number == 0 and state.publisher == peer:
-                return "publish", ""
-            if uploaded:
-                return "upload", "the contribution was lost on the server"
-        return "waiting", self._maker.problem or state.waiting_for()
+        answer, reason = self._state.answer(peer, number, uploaded)
+        return answer, self._maker.problem or reason if answer == "waiting" else reason

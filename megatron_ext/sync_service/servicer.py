@@ -107,7 +107,7 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
             )
             if answer != "committed":
                 return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
-            newest, asked = run.result(request.round)
+            newest, asked = run.result(caller.peer, request.round)
             reason = "" if asked is None else asked.rejected.get(caller.peer, "")
             return pb2.AwaitReply(
                 state=pb2.AwaitReply.COMMITTED,

@@ -130,14 +130,14 @@ class RunStore:
     def drop(self, peer: str, event: Event) -> None:
         """Let an event happen that ends a membership, and forget what does not count of its peer."""
         self.record(event)
-        if peer not in self.state.uploaded and self.state.closing is None:
+        if peer not in self.state.uploaded and peer not in (self.state.closing or ()):
             self.spool.discard(peer)
 
-    def contribution(self, peer: str) -> Contribution:
-        """Return a peer's contribution to the open round, perhaps an empty one."""
+    def contribution(self, peer: str, number: int) -> Contribution:
+        """Return a peer's contribution to a round, perhaps an empty one."""
         # The start is what everybody goes on from: nothing of it may be lost.
-        codec = "fp32" if self.state.open_round == 0 else self.agreed["codec"]
-        return self.spool.contribution(peer, self.catalog, codec)
+        codec = "fp32" if number == 0 else self.agreed["codec"]
+        return self.spool.contribution(peer, number, self.catalog, codec)
 
     def missing(self, contribution: Contribution, index: int, number: int) -> str | None:
         """Return in words what a contribution to a round lacks; None when it is whole."""
@@ -175,7 +175,7 @@ class RunStore:
         number = self.state.open_round
         self.spool.open_round(number)
         for peer, index in dict(self.state.uploaded).items():
-            missing = self.missing(self.contribution(peer), index, number)
+            missing = self.missing(self.contribution(peer, number), index, number)
             if missing is not None:
                 self.spool.discard(peer)
                 self.record({"event": "forgotten", "round": number, "peer": peer, "reason": missing})

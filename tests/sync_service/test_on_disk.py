@@ -148,12 +148,12 @@ def test_what_contradicts_or_does_not_belong_is_refused_and_changes_nothing(tmp_
 def test_a_discarded_contribution_takes_no_more_frames_and_its_successor_starts_empty(tmp_path: Path):
     spool = Spool(tmp_path)
     spool.open_round(1)
-    old = spool.contribution("p", CATALOG, "fp32")
+    old = spool.contribution("p", 1, CATALOG, "fp32")
     old.append(frames_of(VALUES)[0])
     spool.discard("p")
     with pytest.raises(Discarded):
         old.append(frames_of(VALUES)[1])
-    assert spool.contribution("p", CATALOG, "fp32").frames == 0
+    assert spool.contribution("p", 1, CATALOG, "fp32").frames == 0
     spool.open_round(2)
     assert [path.name for path in tmp_path.iterdir()] == ["round-00000002"]
 
