@@ -12,7 +12,8 @@ body { margin: 0; background: #f4f6f8; color: #1c2733; font: 15px/1.45 system-ui
 header, main, footer { max-width: 1200px; margin: 0 auto; padding: 0 20px; }
 header { display: flex; justify-content: space-between; align-items: baseline; gap: 16px; padding-top: 18px; }
 header h1 { font-size: 17px; font-weight: 600; margin: 0; }
-header p, footer { color: #5b6875; font-size: 13px; margin: 0; }
+header p { margin: 0; }
+header p, footer { color: #5b6875; font-size: 13px; }
 footer { padding-top: 4px; padding-bottom: 28px; }
 a { color: #0062a3; }
 section { margin: 14px 0 28px; }
@@ -35,12 +36,15 @@ h3 { font-size: 14px; font-weight: 600; margin: 0 0 8px; }
 .facts b { font-size: 21px; font-weight: 600; }
 .facts small { color: #5b6875; font-size: 13px; margin-left: 4px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 14px; }
+.charts { margin-top: 14px; }
+.charts .card { margin-top: 0; }
 .legend { float: right; color: #5b6875; font-size: 12px; font-weight: 400; }
 .legend svg, td svg { width: 10px; height: 10px; margin: 0 5px 0 10px; vertical-align: -1px; }
 td svg { margin-left: 0; }
-.chart svg { display: block; width: 100%; height: auto; }
+.chart > svg { display: block; width: 100%; height: auto; }
 .chart text { font-size: 12px; fill: #5b6875; }
 .grid { stroke: #e6ebf0; }
+tr.gone td { color: #8796a5; }
 .none { color: #5b6875; margin: 6px 0; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; }
@@ -63,9 +67,9 @@ td.when { white-space: nowrap; color: #5b6875; }
   header { flex-direction: column; gap: 2px; }
   .wide { display: none; }
   .facts { grid-template-columns: repeat(2, 1fr); gap: 10px; }
-  .word { margin-left: 0; }
-  h2 { font-size: 18px; margin-right: 10px; display: inline-block; }
-  .chart text { font-size: 15px; }
+  h2 { font-size: 18px; }
+  td.when { white-space: normal; }
+  .chart text { font-size: 14px; }
 }
 """
 

@@ -25,7 +25,7 @@ def bytes_text(count: float) -> str:
 
 def seconds_text(seconds: float) -> str:
     """Return a duration, such as 2.5 s, 12 min or 3 h."""
-    if seconds < 0.0995:
+    if 0 < seconds < 0.0995:
         return f"{seconds * 1000:.0f} ms"
     for limit, size, unit in ((99.5, 1, "s"), (5970, 60, "min"), (172800, 3600, "h")):
         if seconds < limit:
