@@ -71,6 +71,12 @@ def _add_start(actions: Any) -> None:
     run.add_argument("--peers", type=int, metavar="N", help="how many peers meet")
     run.add_argument("--quorum", type=int, metavar="N", help="uploads without which no round closes (default: all)")
     run.add_argument("--grace-seconds", type=float, metavar="S", help="how long slow peers are awaited after that")
+    run.add_argument("--rounds", metavar="KIND", help="synchronous (default), or asynchronous: nobody waits")
+    run.add_argument(
+        "--contributions-per-step", type=int, metavar="N", help="asynchronous: that make up an outer step (peers)"
+    )
+    run.add_argument("--step-weights", action="store_true", default=None, help="asynchronous: weight by steps")
+    run.add_argument("--max-staleness", type=int, metavar="K", help="asynchronous: rounds since a contribution began")
     run.add_argument("--max-norm", type=float, metavar="X", help="larger pseudo-gradients do not count")
     run.add_argument("--outer-optimizer", metavar="NAME", help="none (default, FedAvg), sgd (DiLoCo), adam, ...")
     run.add_argument("--outer-optimizer-lr", type=float, metavar="X", help="default: 0.7 for sgd")

@@ -48,7 +48,7 @@ class RoundOutcome:
     """What a round gave."""
 
     number: int
-    """The newest committed round: the one that was asked for, or a later one."""
+    """The round to go on from: the one that was asked for, or a later one."""
 
     values: dict[str, torch.Tensor]
     """Its values: of every tensor by name, or of this process's parts by their keys."""
@@ -98,6 +98,8 @@ class SyncClient:
         self.peers = 0
         self.round = -1
         self.uploaded = False
+        self.asynchronous = False
+        self._contributed: int | None = None
         self._sent = -1
         self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
@@ -132,6 +134,8 @@ class SyncClient:
         """
         registered = self._membership.register(self.catalog)
         self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
+        self.asynchronous, self._contributed = registered.asynchronous, registered.contributed
+        self._outgoing.sends_gradients |= registered.asynchronous
         return registered.open_round
 
     def start(self, values: Values) -> dict[str, torch.Tensor]:
@@ -150,7 +154,7 @@ class SyncClient:
         was_uploaded = self.uploaded
         adopted = self._adopt(self._await(0, values))
         # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
-        self.uploaded = was_uploaded and open_round == self.round + 1
+        self.uploaded = was_uploaded and open_round == self.round + 1 and not self.asynchronous
         return adopted
 
     def resume(self, number: int) -> dict[str, torch.Tensor] | None:
@@ -160,7 +164,9 @@ class SyncClient:
             number: the round.
 
         Returns:
-            The values of the newest round if that is a later one: the interval was lost. None if it is this one.
+            The values of the newest round if that is a later one: the interval was lost. None if it is this one. Where
+            rounds are asynchronous an interval is lost only when the server has no longer the values that it began
+            with, or counts already what an earlier process of this peer has made of it.
 
         Raises:
             UserError: the server refuses, or knows nothing of the round yet.
@@ -173,6 +179,8 @@ class SyncClient:
                 f"is {newest}: the server has lost rounds, or is another one; restore its folder, or begin a run under "
                 "another name"
             )
+        if self.asynchronous:
+            return self._resume_alone(number)
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
             return self._adopt(self._await(number + 1, {}))
@@ -183,6 +191,20 @@ class SyncClient:
                 return taken
         self.round, self.uploaded = number, was_uploaded
         return None
+
+    def _resume_alone(self, number: int) -> dict[str, torch.Tensor] | None:
+        """Go on in the middle of an interval while others make rounds."""
+        if self._contributed is not None and self._contributed > number:
+            # What an earlier process has made of the interval counts; it is not made twice.
+            self.uploaded = self._contributed == number + 1
+            log.warning("what this peer has contributed after round %d counts already; it goes on from there", number)
+            return self._adopt(self._await(number + 1, {}))
+        self.uploaded = False
+        taken = self._adopt(self._await(number + 1, {}, again=True))
+        if self.round == number:
+            return None
+        log.warning("round %d is no longer kept; this peer goes on from round %d", number, self.round)
+        return taken
 
     def sync(self, values: Values, report: Report | None = None) -> RoundOutcome:
         """Make a round: upload, wait for the others, download.
@@ -277,11 +299,17 @@ class SyncClient:
             call_bytes=self.config.call_bytes,
         )
 
-    def _await(self, number: int, values: Values) -> Answer:
-        """Return the answer that a round is committed, after doing what is wanted for it."""
+    def _await(self, number: int, values: Values, *, again: bool = False) -> Answer:
+        """Return the answer that a round is committed, after doing what is wanted for it.
+
+        Args:
+            number: the round.
+            values: what is uploaded should it be wanted.
+            again: whether to go on from the values of the round before, if they are kept and rounds do not wait.
+        """
         end = time.monotonic() + self.config.round_seconds
         while True:
-            answer = self._membership.ask(number, uploaded=self.uploaded, end=end)
+            answer = self._membership.ask(number, uploaded=self.uploaded, end=end, again=again)
             if answer.is_committed:
                 return answer
             if answer.wants_upload:

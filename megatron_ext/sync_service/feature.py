@@ -181,7 +181,7 @@ class SyncServiceFeature(Feature):
         context.timers.append(_TIMER)
         if context.printing:
             context.fields.append(("sync round", str(peer.client.round)))
-            if peer.contributors is not None:
+            if peer.contributors is not None and not peer.client.asynchronous:
                 context.fields.append(("peers", f"{peer.contributors}/{peer.client.peers}"))
         if context.writing:
             context.scalars["sync-service/round"] = peer.client.round

@@ -41,6 +41,7 @@ class History:
             "uploaded": self._uploaded,
             "forgotten": self._forgotten,
             "closed": self._closed,
+            "stale": self._stale,
             "committed": self._committed,
         }
         handler = handlers.get(event["event"])
@@ -85,6 +86,10 @@ class History:
         for peer in event["missing"]:
             self._incident(event, "late", peer, "the round closed without it")
 
+    def _stale(self, event: Event) -> None:
+        self.counts["rejected"] += 1
+        self._incident(event, "rejected", event["peer"], event["reason"])
+
     def _committed(self, event: Event) -> None:
         involved = [*event["contributors"], *event["rejected"]]
         reports = {peer: self._reports.pop(peer) for peer in involved if peer in self._reports}
@@ -106,6 +111,7 @@ class History:
                 "rejected": event["rejected"],
                 "excluded": event.get("excluded", {}),
                 "merged": event.get("merged", 0.0),
+                **{key: event[key] for key in ("made_for", "weight") if key in event},
             }
         )
         for peer, reason in event["rejected"].items():

@@ -34,6 +34,7 @@ class RunState:
         self.config: dict[str, str] | None = None
         self.catalog: list[dict[str, Any]] = []
         self.places = policy.peers
+        self.rounds = ""
         self.members: dict[str, Member] = {}
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
@@ -68,6 +69,10 @@ class RunState:
     def made_for(self, peer: str) -> int:
         """Return the round that a contribution was made for which counts in the open one."""
         return self.open_round
+
+    def contributed(self, peer: str) -> int | None:
+        """Return the open round when a peer's contribution to it is there, else None."""
+        return self.open_round if peer in self.uploaded else None
 
     def outcome(self, peer: str, number: int) -> RoundResult | None:
         """Return the round in which a peer's contribution to a round was used, while that is remembered."""
@@ -211,6 +216,10 @@ class RunState:
             raise Refusal("state", f"the common start is published by peer {self.publisher!r}")
         return True
 
+    def stale_event(self, peer: str, number: int) -> Event | None:
+        """Return the event that says that a contribution is too old to count: there is none in rounds of all peers."""
+        return None
+
     # -----------------------------------------------------------------------------------------------------------
     # What has happened
     # -----------------------------------------------------------------------------------------------------------
@@ -243,6 +252,7 @@ class RunState:
 
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
+        self.rounds = event.get("rounds", "synchronous")
 
     def _joined(self, event: Event) -> None:
         name = event["peer"]

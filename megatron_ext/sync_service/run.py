@@ -14,8 +14,8 @@ from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
-from megatron_ext.sync_service.handshake import check_against, check_alone
-from megatron_ext.sync_service.members import Member, RoundResult
+from megatron_ext.sync_service.handshake import INTERVAL, check_against, check_alone
+from megatron_ext.sync_service.members import Admission, Member, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.round import Answer
@@ -77,7 +77,8 @@ class Run:
         catalog: Catalog,
         index: int | None,
         peers: int | None,
-    ) -> tuple[Member, int, bool]:
+        asynchronous: bool,
+    ) -> Admission:
         """Make a peer a member.
 
         Args:
@@ -87,9 +88,7 @@ class Run:
             catalog: the tensors.
             index: the place that it wants.
             peers: how many peers it believes there are.
-
-        Returns:
-            The member, the open round, and whether its contribution to that is there.
+            asynchronous: whether it can take part in asynchronous rounds.
 
         Raises:
             Refusal: it does not fit the run.
@@ -98,9 +97,14 @@ class Run:
             self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
+            if self.config.is_asynchronous and not asynchronous:
+                raise Refusal(
+                    "state", f"the run has asynchronous rounds, of which peer {peer!r} knows nothing; update it"
+                )
             check_alone(self.config, config, catalog)
             if self._state.config is not None:
-                check_against(self._store.agreed, self._store.catalog, peer, config, catalog)
+                own = {INTERVAL} if self.config.is_asynchronous else set()
+                check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
             event = self._state.check_joining(peer, instance, index)
             if self._state.config is None:
                 self._store.create(config, catalog)
@@ -110,7 +114,12 @@ class Run:
                     self._store.spool.discard(peer)
                 self._store.record(event)
                 self._changed.notify_all()
-            return self._state.members[peer], self._state.open_round, peer in self._state.uploaded
+            return Admission(
+                index=self._state.members[peer].index,
+                open_round=self._state.open_round,
+                uploaded=peer in self._state.uploaded,
+                contributed=self._state.contributed(peer),
+            )
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """Take frames of a contribution.
@@ -154,6 +163,8 @@ class Run:
             Refusal: it is not whole, or the caller is refused.
             OSError: the disk refuses.
         """
+        if self.config.step_weights and number > 0 and not report.steps:
+            raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
             with self._changed:
@@ -167,7 +178,7 @@ class Run:
         self._failpoints.hit("upload_synced")
         with self._changed:
             self._caller(peer, instance)
-            if not self._state.accepts(peer, number):
+            if not self._accepts(peer, number):
                 return not self._state.counts(peer, number)
             if peer not in self._state.uploaded:
                 size = {"frames": contribution.frames, "bytes": contribution.nbytes}
@@ -191,13 +202,27 @@ class Run:
                     return answer
                 self._changed.wait(left)
 
-    def result(self, peer: str, number: int) -> tuple[RoundResult, RoundResult | None]:
-        """Return the newest committed round, and what became of a peer's contribution to one, when it is remembered."""
+    def result(self, peer: str, number: int, *, again: bool) -> tuple[RoundResult, RoundResult | None]:
+        """Return from which round a peer goes on, and what became of its contribution.
+
+        Args:
+            peer: its name.
+            number: the round that the contribution was made for.
+            again: whether the peer wants to go on from the round before, as it has done.
+
+        Returns:
+            The newest round; where rounds are asynchronous that of the peer's contribution, and the round before with
+            `again`, while their values are kept. Besides, the contribution's round when it is remembered.
+
+        Raises:
+            Refusal: there is no round yet.
+        """
         with self._changed:
-            newest = self._state.newest
+            newest, used = self._state.newest, self._state.outcome(peer, number)
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
-            return newest, self._state.outcome(peer, number)
+            own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
+            return own if own is not None and own.number in self._store.snapshots else newest, used
 
     @property
     def codec(self) -> str:
@@ -298,10 +323,20 @@ class Run:
         """Return where a peer's frames go; None when they do not count any more."""
         with self._changed:
             self._caller(peer, instance)
-            if not self._state.accepts(peer, number):
+            if not self._accepts(peer, number):
                 return None
             self._draining.check(self._state.open_round)
             return self._store.contribution(peer, number)
+
+    def _accepts(self, peer: str, number: int) -> bool:
+        """Return whether a contribution may still come in; note it when it has become too old."""
+        if self._state.accepts(peer, number):
+            return True
+        event = self._state.stale_event(peer, number)
+        if event is not None:
+            self._store.record(event)
+            self._store.spool.discard(peer)
+        return False
 
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
         self._caller(peer, instance)

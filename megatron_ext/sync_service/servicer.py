@@ -57,16 +57,24 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
                     f"{request.protocol}; install the same release on both sides",
                 )
             caller = request.caller
-            member, open_round, uploaded = self._run(caller.run).register(
+            admission = self._run(caller.run).register(
                 _name(caller.peer, "peer"),
                 _name(caller.instance, "process"),
                 config=dict(request.config),
                 catalog=_catalog(request.catalog),
                 index=request.index if request.HasField("index") else None,
                 peers=request.peers if request.HasField("peers") else None,
+                asynchronous=request.asynchronous,
             )
-            places = self._run(caller.run).config.peers
-            return pb2.RegisterReply(index=member.index, peers=places, open_round=open_round, uploaded=uploaded)
+            config = self._run(caller.run).config
+            return pb2.RegisterReply(
+                index=admission.index,
+                peers=config.peers,
+                open_round=admission.open_round,
+                uploaded=admission.uploaded,
+                asynchronous=config.is_asynchronous,
+                contributed=admission.contributed,
+            )
 
     def Upload(self, requests: Iterator[Any], context: Any) -> Any:
         """Take frames."""
@@ -107,12 +115,12 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
             )
             if answer != "committed":
                 return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
-            newest, asked = run.result(caller.peer, request.round)
+            taken, asked = run.result(caller.peer, request.round, again=request.again)
             reason = "" if asked is None else asked.rejected.get(caller.peer, "")
             return pb2.AwaitReply(
                 state=pb2.AwaitReply.COMMITTED,
-                newest_round=newest.number,
-                digest=newest.digest,
+                newest_round=taken.number,
+                digest=taken.digest,
                 contributed=asked is not None and caller.peer in asked.contributors,
                 contributors=[] if asked is None else asked.contributors,
                 message=reason,

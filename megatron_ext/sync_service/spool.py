@@ -12,7 +12,7 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -197,6 +197,13 @@ class Spool:
         self._of_round(number).mkdir(exist_ok=True)
         sync_folder(self._folder)
 
+    def keep(self, is_wanted: Callable[[str, int], bool]) -> None:
+        """Remove what a former server has left unless it is wanted, given the peer and the round."""
+        for path in list(self._folder.glob("round-*/*.frames")):
+            if not is_wanted(path.stem, int(path.parent.name.removeprefix("round-"))):
+                path.unlink()
+        self._remove_empty()
+
     def contribution(self, peer: str, number: int, catalog: Catalog, codec: str) -> Contribution:
         """Return the contribution of a peer to a round, perhaps an empty one; one to another round is removed."""
         if peer in self._found and self._found[peer][0] != number:
@@ -213,13 +220,19 @@ class Spool:
         """Remove what a peer has uploaded."""
         if peer in self._found:
             self._found.pop(peer)[1].discard()
-        for path in self._folder.glob(f"round-*/{peer}.frames"):
+        for path in list(self._folder.glob(f"round-*/{peer}.frames")):
             path.unlink()
+        self._remove_empty()
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes by peer."""
         return {peer: contribution.nbytes for peer, (_, contribution) in self._found.items()}
+
+    def _remove_empty(self) -> None:
+        for folder in list(self._folder.iterdir()):
+            if not any(folder.iterdir()):
+                folder.rmdir()
 
     def _of_round(self, number: int) -> Path:
         return self._folder / f"round-{number:08d}"

@@ -29,6 +29,7 @@ def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> di
         "open_round": state.open_round,
         "waiting_for": state.waiting_for(),
         "problem": problem,
+        "asynchronous": config.is_asynchronous,
         "quorum": config.policy.quorum,
         "places": config.peers,
         "model_bytes": store.catalog.nbytes if state.config is not None else 0,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.guards import Guards
@@ -53,7 +54,8 @@ class RunStore:
         for parent in (folder, *list(folder.parents)[:2]):
             sync_folder(parent)
         self._journal = Journal(folder / "journal.jsonl")
-        self.state = RunState(config.policy)
+        kind = AsynchronousState if config.is_asynchronous else RunState
+        self.state: RunState = kind(config.policy)
         self.history = History()
         for event in self._journal.events:
             self.state.apply(event)
@@ -64,6 +66,11 @@ class RunStore:
             raise UserError(
                 f"run {name}: peers is {config.peers}, but the run was started with {self.state.places}, by which its "
                 "data are cut; give the same number, or start a new run under another name"
+            )
+        if self.state.config is not None and self.state.rounds != config.rounds:
+            raise UserError(
+                f"run {name}: rounds is {config.rounds}, but the run was started with {self.state.rounds}; give the "
+                "same, or start a new run under another name"
             )
         self._catalog = Catalog.from_json(self.state.catalog) if self.state.config is not None else None
         self.snapshots: dict[int, Snapshot] = {}
@@ -124,7 +131,7 @@ class RunStore:
     def create(self, config: dict[str, str], catalog: Catalog) -> None:
         """Let the run begin with what its first peer says that all peers have in common."""
         event: dict[str, Any] = {"event": "created", "config": config, "catalog": catalog.as_json()}
-        self.record({**event, "peers": self.state.policy.peers})
+        self.record({**event, "peers": self.state.policy.peers, "rounds": self._config.rounds})
         self._catalog = catalog
 
     def drop(self, peer: str, event: Event) -> None:
@@ -151,7 +158,11 @@ class RunStore:
         """Let the event happen that commits the open round, and go on to the next one."""
         self.record(event)
         self.snapshots[event["round"]] = snapshot
-        self.spool.open_round(self.state.open_round)
+        if self._config.is_asynchronous and event["round"] > 0:
+            for peer in (*event["contributors"], *event["rejected"]):
+                self.spool.discard(peer)
+        else:
+            self.spool.open_round(self.state.open_round)
         for number in [number for number in self.snapshots if number < self.state.open_round - self._keep]:
             # A download that is under way keeps the file open.
             self.snapshots.pop(number).path.unlink(missing_ok=True)
@@ -173,9 +184,19 @@ class RunStore:
 
     def _recover_spool(self) -> None:
         number = self.state.open_round
-        self.spool.open_round(number)
+        if self._config.is_asynchronous and number > 0:
+            self.spool.keep(self._is_wanted)
+        else:
+            self.spool.open_round(number)
         for peer, index in dict(self.state.uploaded).items():
-            missing = self.missing(self.contribution(peer, number), index, number)
+            made_for = self.state.made_for(peer)
+            missing = self.missing(self.contribution(peer, made_for), index, made_for)
             if missing is not None:
                 self.spool.discard(peer)
-                self.record({"event": "forgotten", "round": number, "peer": peer, "reason": missing})
+                self.record({"event": "forgotten", "round": made_for, "peer": peer, "reason": missing})
+
+    def _is_wanted(self, peer: str, number: int) -> bool:
+        """Return whether what a killed server has of a contribution may still be used."""
+        if peer in self.state.uploaded:
+            return number == self.state.made_for(peer)
+        return peer in self.state.members and 0 < number <= self.state.open_round and self.state.accepts(peer, number)

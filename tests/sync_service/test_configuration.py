@@ -40,6 +40,22 @@ RUN = {"r": RunConfig(peers=2)}
         ("runs: {r: {peers: 2, sync_steps: 0}}", "run r: sync_steps is 0; it must be 1 or more"),
         ("runs: {r: {peers: 2, ewma_alpha: 0.1}}", "run r: ewma_alpha has no effect without skip_anomaly"),
         ("runs: {r: {peers: 2, clip_pseudo_grad: -1}}", "run r: clip_pseudo_grad is -1; it must be above 0"),
+        ("runs: {r: {peers: 2, rounds: now}}", "run r: rounds is now; it must be synchronous or asynchronous"),
+        ("runs: {r: {peers: 2, step_weights: true}}", "run r: step_weights has no effect without rounds: asynchronous"),
+        ("runs: {r: {peers: 2, max_staleness: -1, rounds: asynchronous}}", "run r: max_staleness is -1; it must be 0"),
+        ("runs: {r: {peers: 2, rounds: asynchronous, quorum: 1}}", "run r: quorum has no meaning with rounds: asynch"),
+        (
+            "runs: {r: {peers: 2, rounds: asynchronous, sync_steps: 1, merge_interval: 5}}",
+            "run r: merge_interval cannot be combined with rounds: asynchronous yet",
+        ),
+        (
+            "runs: {r: {peers: 2, rounds: asynchronous, skip_anomaly: true}}",
+            "run r: skip_anomaly cannot be combined with rounds: asynchronous yet",
+        ),
+        (
+            "runs: {r: {peers: 2, rounds: asynchronous, outer_optimizer: adam, outer_optimizer_lr: 0.1}}",
+            "run r: rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd",
+        ),
         ("runs: [r]", "runs must be a mapping"),
         ("bind: 5001\nruns: {r: {peers: 2}}", "bind is 5001; it must be of type str"),
         ("bind: 127.0.0.1\nruns: {r: {peers: 2}}", "bind is '127.0.0.1'; give ADDRESS:PORT"),

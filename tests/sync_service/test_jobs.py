@@ -25,7 +25,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote
+from tests.sync_service.service import Service, Zygote, until
 
 MakeService = Callable[..., Service]
 SGD = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7, "outer_optimizer_momentum": 0.9}
@@ -84,7 +84,8 @@ def test_a_job_reports_the_mean_loss_of_its_intervals(undisturbed):
     printed = [float(loss) for loss in re.findall(r"lm loss: (\S+)", first[0].stdout)]
     events = [event for event in service.events("uploaded") if event["peer"] == "a" and event["round"] > 0]
     assert [event["steps"] for event in events] == [4, 4]
-    means = [sum(printed[:4]) / 4, sum(printed[4:]) / 4]
+    # Megatron's second line says the mean of the first two steps.
+    means = [(2 * printed[1] + printed[2] + printed[3]) / 4, sum(printed[4:]) / 4]
     assert [event["loss"] for event in events] == pytest.approx(means, rel=1e-5)
 
 
@@ -145,6 +146,22 @@ def test_a_peer_that_joins_late_begins_with_the_newest_round(make_service: MakeS
     assert same_bits(model_of(early), model_of(ranks))
     assert len(set(digests(service)[1:])) == 1 and len(digests(service)) == 3
     assert samples_of(ranks) == list(range(1, 32, 2))
+
+
+def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeService):
+    service = make_service(peers=2, rounds="asynchronous", step_weights=True, outer_optimizer="sgd")
+    service.start()
+    slow = start_job(service, "slow", ("pp2", "bf16", 2), sync_service_index=1)
+    until(lambda: service.events("committed"), "the start")
+    fast = run_job(service, "fast", SINGLE, sync_service_index=0, sync_service_interval=2)
+    ends = {"slow": slow.result(), "fast": fast}
+    made = [event for event in service.events("committed") if event["round"] > 0]
+    assert sorted(event["contributors"][0] for event in made) == ["fast"] * 4 + ["slow"] * 2
+    # 1 while there is one of them, else 2 or 4 steps where the mean is 3.
+    assert {event["weight"] for event in made} <= {1.0, 2 / 3, 4 / 3}
+    for name, ranks in ends.items():
+        number = max(event["round"] for event in made if event["contributors"] == [name])
+        assert f"sync round: {number} |" in "".join(rank.stdout for rank in ranks)
 
 
 def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):

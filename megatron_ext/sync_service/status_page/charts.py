@@ -19,7 +19,7 @@ _MANY_LINES = 12
 """More than so many lines become three: the least, the middle, the greatest."""
 
 _WIDTH, _HEIGHT = 520, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 58, 12, 10, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 24
 _MARKED_ROUNDS = 60
 """Up to so many rounds every value has a point, which says what it is."""
 
@@ -56,12 +56,13 @@ def spread(lines: Sequence[Line]) -> list[Line]:
     ]
 
 
-def line_chart(lines: Sequence[Line], said: Callable[[float], str]) -> str:
+def line_chart(lines: Sequence[Line], said: Callable[[float], str], *, bridged: bool = False) -> str:
     """Return lines as SVG; their values need not begin at 0.
 
     Args:
         lines: in the order in which they are drawn.
         said: puts a value into words.
+        bridged: whether lines go on over rounds in which they have no value, else they are broken there.
     """
     rounds = sorted({number for line in lines for number in line.values})
     values = [value for line in lines for value in line.values.values()]
@@ -70,10 +71,11 @@ def line_chart(lines: Sequence[Line], said: Callable[[float], str]) -> str:
     frame = _Frame(rounds, _ticks(min(values), max(values)), said)
     drawn = []
     for line in lines:
-        for points in _unbroken(line.values, rounds):
+        stretches = [sorted(line.values)] if bridged else _unbroken(line.values, rounds)
+        for points in stretches:
             path = " ".join(f"{frame.x(number):.1f},{frame.y(line.values[number]):.1f}" for number in points)
             drawn.append(f'<polyline points="{path}" fill="none" stroke="{line.colour}" stroke-width="2"/>')
-        alone = {points[0] for points in _unbroken(line.values, rounds) if len(points) == 1}
+        alone = {points[0] for points in stretches if len(points) == 1}
         for number, value in line.values.items():
             if len(rounds) > _MARKED_ROUNDS and number not in alone:
                 continue

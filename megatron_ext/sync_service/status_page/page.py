@@ -71,10 +71,11 @@ def _run(run: Mapping[str, Any]) -> str:
 
 def _facts(run: Mapping[str, Any]) -> str:
     newest = run["rounds"][-1] if run["rounds"] else None
-    losses = list(newest["losses"].values()) if newest else []
+    latest = _newest_by_peer(run, "losses")
+    losses = [latest[peer["peer"]] for peer in run["peers"] if peer["peer"] in latest]
     facts = [
         ("Open round", str(run["open_round"]), ""),
-        ("Peers", f"{len(run['peers'])}/{run['places']}", f"quorum {run['quorum']}"),
+        ("Peers", f"{len(run['peers'])}/{run['places']}", "" if run["asynchronous"] else f"quorum {run['quorum']}"),
         ("Newest round", _ago(run, newest["time"]) if newest else "none", ""),
         ("Mean loss", figure_text(sum(losses) / len(losses)) if losses else "&ndash;", ""),
         ("Uploaded for it", bytes_text(newest["bytes"]) if newest else "&ndash;", ""),
@@ -85,26 +86,35 @@ def _facts(run: Mapping[str, Any]) -> str:
 
 
 def _peers(run: Mapping[str, Any]) -> str:
-    if not run["peers"]:
+    rows = [_peer(run, peer, *_state(run, peer), "") for peer in run["peers"]]
+    here = {peer["peer"] for peer in run["peers"]}
+    gone = {entry["peer"]: entry["kind"] for entry in run["incidents"] if entry["kind"] in ("evicted", "left")}
+    for name, kind in gone.items():
+        if name not in here and name in run["indices"]:
+            peer = {"peer": name, "index": run["indices"][name], "bytes_uploaded": 0, "last_seen": None}
+            rows.append(_peer(run, peer, _TAGS.get(kind, ""), kind, "gone"))
+    if not rows:
         return '<p class="none">nobody is here</p>'
-    losses, steps = _newest_by_peer(run, "losses"), _newest_by_peer(run, "steps")
-    rows = []
-    for peer in run["peers"]:
-        name, (tag, state) = peer["peer"], _state(run, peer)
-        loss = figure_text(losses[name]) if name in losses else "&ndash;"
-        seen = _ago(run, peer["last_seen"]) if peer["last_seen"] is not None else "&ndash;"
-        rows.append(
-            f'<tr><td class="text">{_swatch(_colour(peer["index"]))}{escape(name)}</td>'
-            f'<td class="number wide">{peer["index"]}</td><td><span class="tag {tag}">{escape(state)}</span></td>'
-            f'<td class="number">{_last_round(run, name)}</td><td class="number">{loss}</td>'
-            f'<td class="number wide">{steps.get(name, "&ndash;")}</td>'
-            f'<td class="number wide">{bytes_text(peer["bytes_uploaded"])}</td><td class="number">{seen}</td></tr>'
-        )
     return (
         '<div class="scroll"><table><tr><th>peer</th><th class="number wide">index</th><th>state</th>'
         '<th class="number">last round</th><th class="number">loss</th><th class="number wide">steps</th>'
         '<th class="number wide">uploaded now</th><th class="number">last seen</th></tr>'
         f"{''.join(rows)}</table></div>"
+    )
+
+
+def _peer(run: Mapping[str, Any], peer: Mapping[str, Any], tag: str, state: str, row: str) -> str:
+    """Return the row of a peer."""
+    name, losses, steps = peer["peer"], _newest_by_peer(run, "losses"), _newest_by_peer(run, "steps")
+    loss = figure_text(losses[name]) if name in losses else "&ndash;"
+    uploaded = bytes_text(peer["bytes_uploaded"]) if peer["bytes_uploaded"] else "&ndash;"
+    seen = _ago(run, peer["last_seen"]) if peer["last_seen"] is not None else "&ndash;"
+    return (
+        f'<tr class="{row}"><td class="text">{_swatch(_colour(peer["index"]))}{escape(name)}</td>'
+        f'<td class="number wide">{peer["index"]}</td><td><span class="tag {tag}">{escape(state)}</span></td>'
+        f'<td class="number">{_last_round(run, name)}</td><td class="number">{loss}</td>'
+        f'<td class="number wide">{steps.get(name, "&ndash;")}</td>'
+        f'<td class="number wide">{uploaded}</td><td class="number">{seen}</td></tr>'
     )
 
 
@@ -140,11 +150,16 @@ def _charts(run: Mapping[str, Any]) -> str:
     parts = [("reduced by the server", _REDUCED), ("trained and awaited", _WAITED)]
     legend = "".join(f"{_swatch(colour)}{label}" for label, colour in parts)
     uploads = {entry["round"]: (entry["bytes"],) for entry in rounds}
+
+    def lines(of: Sequence[Mapping[str, Any]], key: str) -> str:
+        # Where every contribution is a round, no peer is in all of them.
+        return line_chart(_lines(run, of, key), figure_text, bridged=run["asynchronous"])
+
     # The norm of the start is that of the values.
     later = [entry for entry in rounds if entry["round"] > 0]
     charts = [
-        ("Training loss of each peer", "", line_chart(_lines(run, rounds, "losses"), figure_text)),
-        ("Norm of each peer's pseudo-gradient", "", line_chart(_lines(run, later, "norms"), figure_text)),
+        ("Training loss of each peer", "", lines(rounds, "losses")),
+        ("Norm of each peer's pseudo-gradient", "", lines(later, "norms")),
         ("Uploaded for each round", "", bar_chart(uploads, [("uploaded", _UPLOADED)], bytes_text)),
         ("Duration of each round", legend, bar_chart(times, parts, seconds_text)),
     ]

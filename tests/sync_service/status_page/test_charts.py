@@ -43,6 +43,8 @@ def test_a_line_is_broken_where_a_peer_was_not_there():
     svg = line_chart([there, Line(label="b", colour="blue", values=gap)], figure_text)
     assert [len(points.split()) for points in re.findall(r'points="([^"]*)"', svg)] == [3, 1, 1]
     assert "round 3, a: 2" in svg
+    bridged = line_chart([there, Line(label="b", colour="blue", values=gap)], figure_text, bridged=True)
+    assert [len(points.split()) for points in re.findall(r'points="([^"]*)"', bridged)] == [3, 2]
 
 
 def test_many_peers_become_what_they_range_over():
@@ -58,7 +60,8 @@ def test_without_values_the_chart_says_so():
 
 def test_figures_are_short():
     assert [bytes_text(n) for n in (0, 999, 1500, 25_300_000, 4e12)] == ["0 B", "999 B", "1.5 kB", "25 MB", "4 TB"]
-    assert [seconds_text(s) for s in (0.02, 1.25, 14, 600, 7200, 3e5)] == [
+    assert [seconds_text(s) for s in (0, 0.02, 1.25, 14, 600, 7200, 3e5)] == [
+        "0 s",
         "20 ms",
         "1.2 s",
         "14 s",

@@ -43,6 +43,7 @@ def hostile_run(**more: Any) -> dict[str, Any]:
         "open_round": 2,
         "waiting_for": f"round 2 awaits {HOSTILE}",
         "problem": "",
+        "asynchronous": False,
         "quorum": 1,
         "places": 1,
         "model_bytes": 1000,
