@@ -111,6 +111,9 @@ class StepContext:
     completed: bool = False
     """Whether the step reached the optimizer (False before the step, and when it asked to exit instead)."""
 
+    losses: dict[str, Any] = field(default_factory=dict)
+    """This step's losses by name: tensors of one element, only on the last pipeline stage; empty before the step."""
+
 
 @dataclass(kw_only=True)
 class EvaluationContext:

@@ -62,11 +62,21 @@ def _add_start(actions: Any) -> None:
     start.add_argument(
         "--insecure", action="store_true", default=None, help="listen where others reach it without token and TLS"
     )
+    start.add_argument(
+        "--status-port", type=int, metavar="PORT", help="port of a status page for browsers and Prometheus (HTTP)"
+    )
+    start.add_argument("--status-host", metavar="HOST", help="address of the status page (default: 127.0.0.1)")
     run = start.add_argument_group("one run, when --config names none")
     run.add_argument("--run", metavar="NAME", help="its name (default: default)")
     run.add_argument("--peers", type=int, metavar="N", help="how many peers meet")
     run.add_argument("--quorum", type=int, metavar="N", help="uploads without which no round closes (default: all)")
     run.add_argument("--grace-seconds", type=float, metavar="S", help="how long slow peers are awaited after that")
+    run.add_argument("--rounds", metavar="KIND", help="synchronous (default), or asynchronous: nobody waits")
+    run.add_argument(
+        "--contributions-per-step", type=int, metavar="N", help="asynchronous: that make up an outer step (peers)"
+    )
+    run.add_argument("--step-weights", action="store_true", default=None, help="asynchronous: weight by steps")
+    run.add_argument("--max-staleness", type=int, metavar="K", help="asynchronous: rounds since a contribution began")
     run.add_argument("--max-norm", type=float, metavar="X", help="larger pseudo-gradients do not count")
     run.add_argument("--outer-optimizer", metavar="NAME", help="none (default, FedAvg), sgd (DiLoCo), adam, ...")
     run.add_argument("--outer-optimizer-lr", type=float, metavar="X", help="default: 0.7 for sgd")
@@ -105,7 +115,8 @@ def run_start(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {} if args.config is None else read_config(args.config)
-    flags = ("dir", "bind", "token_file", "tls_cert", "tls_key", "tls_client_ca", "insecure")
+    tls = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "insecure")
+    flags = ("dir", "bind", *tls, "status_port", "status_host")
     given |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     of_run = [entry.name for entry in fields(RunConfig) if hasattr(args, entry.name)]
     run = {name: getattr(args, name) for name in of_run if getattr(args, name) is not None}

@@ -157,7 +157,7 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
         result = original(**given)
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
-        context.completed = not result[3]
+        context.completed, context.losses = not result[3], result[0]
         hooks.fire("after_step", context)
         return result
 

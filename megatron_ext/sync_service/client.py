@@ -35,9 +35,10 @@ from megatron_ext.sync_service.membership import Answer, Membership
 from megatron_ext.sync_service.outgoing import Outgoing
 from megatron_ext.sync_service.parts import Part, Values, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.upload import upload
 
-__all__ = ["ClientConfig", "RoundOutcome", "SyncClient", "Values"]
+__all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class RoundOutcome:
     """What a round gave."""
 
     number: int
-    """The newest committed round: the one that was asked for, or a later one."""
+    """The round to go on from: the one that was asked for, or a later one."""
 
     values: dict[str, torch.Tensor]
     """Its values: of every tensor by name, or of this process's parts by their keys."""
@@ -97,7 +98,10 @@ class SyncClient:
         self.peers = 0
         self.round = -1
         self.uploaded = False
+        self.asynchronous = False
+        self._contributed: int | None = None
         self._sent = -1
+        self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
         self._job.on_all(self._connect)
         self._membership = Membership(config, self._connection, self._job)
@@ -130,6 +134,8 @@ class SyncClient:
         """
         registered = self._membership.register(self.catalog)
         self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
+        self.asynchronous, self._contributed = registered.asynchronous, registered.contributed
+        self._outgoing.sends_gradients |= registered.asynchronous
         return registered.open_round
 
     def start(self, values: Values) -> dict[str, torch.Tensor]:
@@ -148,7 +154,7 @@ class SyncClient:
         was_uploaded = self.uploaded
         adopted = self._adopt(self._await(0, values))
         # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
-        self.uploaded = was_uploaded and open_round == self.round + 1
+        self.uploaded = was_uploaded and open_round == self.round + 1 and not self.asynchronous
         return adopted
 
     def resume(self, number: int) -> dict[str, torch.Tensor] | None:
@@ -158,7 +164,9 @@ class SyncClient:
             number: the round.
 
         Returns:
-            The values of the newest round if that is a later one: the interval was lost. None if it is this one.
+            The values of the newest round if that is a later one: the interval was lost. None if it is this one. Where
+            rounds are asynchronous an interval is lost only when the server has no longer the values that it began
+            with, or counts already what an earlier process of this peer has made of it.
 
         Raises:
             UserError: the server refuses, or knows nothing of the round yet.
@@ -171,6 +179,8 @@ class SyncClient:
                 f"is {newest}: the server has lost rounds, or is another one; restore its folder, or begin a run under "
                 "another name"
             )
+        if self.asynchronous:
+            return self._resume_alone(number)
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
             return self._adopt(self._await(number + 1, {}))
@@ -182,22 +192,42 @@ class SyncClient:
         self.round, self.uploaded = number, was_uploaded
         return None
 
-    def sync(self, values: Values) -> RoundOutcome:
+    def _resume_alone(self, number: int) -> dict[str, torch.Tensor] | None:
+        """Go on in the middle of an interval while others make rounds."""
+        if self._contributed is not None and self._contributed > number:
+            # What an earlier process has made of the interval counts; it is not made twice.
+            self.uploaded = self._contributed == number + 1
+            log.warning("what this peer has contributed after round %d counts already; it goes on from there", number)
+            return self._adopt(self._await(number + 1, {}))
+        self.uploaded = False
+        taken = self._adopt(self._await(number + 1, {}, again=True))
+        if self.round == number:
+            return None
+        log.warning("round %d is no longer kept; this peer goes on from round %d", number, self.round)
+        return taken
+
+    def sync(self, values: Values, report: Report | None = None) -> RoundOutcome:
         """Make a round: upload, wait for the others, download.
 
         Args:
             values: after this peer's interval; at least those that it trains.
+            report: what there is to say of the interval; the first process's counts.
 
         Raises:
             UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
         """
         number = self.round + 1
         if not self.uploaded:
-            self.upload(number, values)
+            self.upload(number, values, report or Report())
         return self.fetch(number, values)
 
-    def upload(self, number: int, values: Values) -> bool:
+    def upload(self, number: int, values: Values, report: Report | None = None) -> bool:
         """Upload and commit a contribution.
+
+        Args:
+            number: the round.
+            values: what is contributed.
+            report: what there is to say of the interval; the last one again unless given.
 
         Returns:
             Whether it came in time.
@@ -205,8 +235,10 @@ class SyncClient:
         Raises:
             UserError: as for `sync`.
         """
+        if report is not None:
+            self._report = report
         closed = any(self._job.on_all(lambda: self._upload(number, values)))
-        closed = closed or self._membership.commit(number)
+        closed = closed or self._membership.commit(number, self._report)
         self.uploaded = not closed
         self._sent = number
         return not closed
@@ -267,11 +299,17 @@ class SyncClient:
             call_bytes=self.config.call_bytes,
         )
 
-    def _await(self, number: int, values: Values) -> Answer:
-        """Return the answer that a round is committed, after doing what is wanted for it."""
+    def _await(self, number: int, values: Values, *, again: bool = False) -> Answer:
+        """Return the answer that a round is committed, after doing what is wanted for it.
+
+        Args:
+            number: the round.
+            values: what is uploaded should it be wanted.
+            again: whether to go on from the values of the round before, if they are kept and rounds do not wait.
+        """
         end = time.monotonic() + self.config.round_seconds
         while True:
-            answer = self._membership.ask(number, uploaded=self.uploaded, end=end)
+            answer = self._membership.ask(number, uploaded=self.uploaded, end=end, again=again)
             if answer.is_committed:
                 return answer
             if answer.wants_upload:

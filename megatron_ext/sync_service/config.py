@@ -44,6 +44,12 @@ class ServerConfig:
     insecure: bool = False
     """Listen at an address that others reach without token and TLS. Anybody there can then take part in the runs."""
 
+    status_port: int | None = None
+    """Port of the status page, over plain HTTP; none unless given. Port 0 takes a free one, which is printed."""
+
+    status_host: str = "127.0.0.1"
+    """Address of the status page. Whoever reaches it can read it: names, losses and reasons, but no values."""
+
     keep_snapshots: int = 2
     """How many committed rounds stay on the disk."""
 
@@ -69,6 +75,10 @@ class ServerConfig:
             found.append("tls_cert and tls_key belong together; give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
             found.append("tls_client_ca has no meaning without tls_cert and tls_key")
+        if self.status_port is not None and not 0 <= self.status_port <= 65535:
+            found.append(f"status_port is {self.status_port}; it must be 0 to 65535")
+        if self.status_port is None and not is_loopback(self.status_host):
+            found.append(f"status_host is {self.status_host}, and there is no status_port; add it, or drop status_host")
         if self.keep_snapshots < 1:
             found.append(f"keep_snapshots is {self.keep_snapshots}; it must be 1 or more")
         if not self.runs:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
@@ -22,9 +23,11 @@ from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.arguments import ownership_of
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
+from megatron_ext.sync_service.report import Report
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.client import SyncClient
+    from megatron_ext.sync_service.job import Job
     from megatron_ext.sync_service.slices import Slices
 
 __all__ = ["SyncServiceFeature", "agreed"]
@@ -32,6 +35,8 @@ __all__ = ["SyncServiceFeature", "agreed"]
 _FORMAT = 1
 _STATE = "sync_service"
 _TIMER = "sync-service"
+_LOSS = "lm loss"
+"""What Megatron calls the loss of language models."""
 
 
 @dataclass(kw_only=True)
@@ -52,6 +57,15 @@ class _Peer:
 
     steps: int = 0
     """Completed steps since the round that the client went on from."""
+
+    job: Job
+    """The ranks."""
+
+    loss: torch.Tensor | None = None
+    """Sum of the losses of steps since that round, where this rank knows them."""
+
+    losses: int = 0
+    """Of how many steps; fewer than `steps` after a resume."""
 
     contributors: int | None = None
     """How many counted in the last round; None before the first."""
@@ -127,6 +141,10 @@ class SyncServiceFeature(Feature):
         if not context.completed:
             return
         peer.steps += 1
+        if _LOSS in context.losses:
+            # Stays on the device until the interval ends.
+            loss = context.losses[_LOSS].detach().float().reshape(())
+            peer.loss, peer.losses = loss if peer.loss is None else peer.loss + loss, peer.losses + 1
         if peer.steps < peer.interval:
             return
         from megatron.training import get_timers
@@ -137,11 +155,11 @@ class SyncServiceFeature(Feature):
         timer.stop()
 
     def _meet(self, peer: _Peer) -> None:
-        outcome = peer.client.sync(peer.slices.read(frozen=False))
+        outcome = peer.client.sync(peer.slices.read(frozen=False), _report(peer))
         peer.slices.write(outcome.values)
         peer.values.refresh()
         peer.client.rest()
-        peer.steps = 0
+        peer.steps, peer.losses, peer.loss = 0, 0, None
         peer.contributors = len(outcome.contributors)
         if not outcome.contributed:
             # It goes on from the others' weights; its moments would spoil them in the next step.
@@ -163,7 +181,7 @@ class SyncServiceFeature(Feature):
         context.timers.append(_TIMER)
         if context.printing:
             context.fields.append(("sync round", str(peer.client.round)))
-            if peer.contributors is not None:
+            if peer.contributors is not None and not peer.client.asynchronous:
                 context.fields.append(("peers", f"{peer.contributors}/{peer.client.peers}"))
         if context.writing:
             context.scalars["sync-service/round"] = peer.client.round
@@ -259,8 +277,17 @@ def _join(context: ModelContext, index: int | None) -> _Peer:
         streams=config.sync_service_streams,
         round_seconds=config.sync_service_round_seconds,
     )
-    client = SyncClient(client_config, catalog, job=Ranks(group), parts=slices.parts)
-    return _Peer(client=client, slices=slices, values=values, interval=config.sync_service_interval)
+    job = Ranks(group)
+    client = SyncClient(client_config, catalog, job=job, parts=slices.parts)
+    return _Peer(client=client, slices=slices, values=values, interval=config.sync_service_interval, job=job)
+
+
+def _report(peer: _Peer) -> Report:
+    """Return what there is to say of the interval; all ranks call it."""
+    # Known on the last pipeline stage, and said by the first rank. After a resume it is that of the steps since.
+    known = peer.job.on_all(lambda: None if peer.loss is None else (float(peer.loss), peer.losses))
+    sums = [entry for entry in known if entry is not None]
+    return Report(loss=sums[0][0] / sums[0][1] if sums else None, steps=peer.steps)
 
 
 def agreed(args: Any) -> dict[str, str]:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
@@ -27,11 +27,17 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
         catalog: the tensors.
 
     Raises:
-        Refusal: the codec is unknown, an owner is none of the peers, the steps between two rounds are not the run's, or
-            there are no experts to merge.
+        Refusal: the codec is unknown, there are owners where there must be none, an owner is none of the peers, the
+            steps between two rounds are not the run's, or there are no experts to merge.
     """
     codec_of(config.get("codec", ""))
     for spec in catalog:
+        if spec.owners and run.is_asynchronous:
+            raise Refusal(
+                "invalid",
+                f"tensor {spec.name!r} has owners, and the run asynchronous rounds, which cannot be combined yet; let "
+                "all peers train everything, or use synchronous rounds",
+            )
         if spec.owners and spec.owners[-1] >= run.peers:
             raise Refusal(
                 "invalid", f"tensor {spec.name!r} has the owner {spec.owners[-1]}; there are {run.peers} peers"
@@ -53,7 +59,12 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
 
 
 def check_against(
-    agreed: Mapping[str, str], known: Catalog, peer: str, config: Mapping[str, str], catalog: Catalog
+    agreed: Mapping[str, str],
+    known: Catalog,
+    peer: str,
+    config: Mapping[str, str],
+    catalog: Catalog,
+    own: Set[str] = frozenset(),
 ) -> None:
     """Check that a peer brings what the run's first one did.
 
@@ -63,11 +74,12 @@ def check_against(
         peer: who registers.
         config: its fields.
         catalog: its tensors.
+        own: fields that may differ.
 
     Raises:
         Refusal: something differs.
     """
-    for field in sorted(agreed.keys() | config.keys()):
+    for field in sorted((agreed.keys() | config.keys()) - own):
         wanted, found = agreed.get(field), config.get(field)
         if wanted != found:
             raise Refusal("state", f"config field {field!r} is {found!r} at peer {peer!r} and {wanted!r} in the run")

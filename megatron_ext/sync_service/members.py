@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Member", "Policy", "RoundResult"]
+__all__ = ["Admission", "Member", "Policy", "RoundResult"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +20,15 @@ class Policy:
 
     grace_seconds: float
     """How long a round stays open after the quorum is reached."""
+
+    is_asynchronous: bool = False
+    """Whether every contribution is a round of its own."""
+
+    max_staleness: int | None = None
+    """More rounds must not have been made since the values that such a contribution started from; None for any."""
+
+    step_weights: bool = False
+    """Whether such a contribution counts in proportion to its peer's steps."""
 
 
 @dataclass(kw_only=True)
@@ -57,3 +66,20 @@ class RoundResult:
 
     rejected: dict[str, str]
     """Who was in and did not count, with the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """What a peer is told that has become a member."""
+
+    index: int
+    """Its place."""
+
+    open_round: int
+    """The round that takes contributions."""
+
+    uploaded: bool
+    """Whether its contribution is there, and not used yet."""
+
+    contributed: int | None
+    """The round that its last contribution was made for."""

@@ -13,6 +13,7 @@ from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.job import Job
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
+from megatron_ext.sync_service.report import Report
 
 __all__ = ["Answer", "Membership", "Registered"]
 
@@ -35,6 +36,12 @@ class Registered:
     uploaded: bool
     """Whether this peer's contribution to it is there."""
 
+    asynchronous: bool
+    """Whether every contribution is a round of its own, and a pseudo-gradient with any codec."""
+
+    contributed: int | None
+    """The round that this peer's last contribution was made for, where they are."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -44,7 +51,7 @@ class Answer:
     """COMMITTED, or what is wanted."""
 
     newest: int
-    """The newest committed round."""
+    """The round to go on from: the newest one, or the one that this peer's contribution made alone."""
 
     digest: str
     """Of its values."""
@@ -99,45 +106,58 @@ class Membership:
             ],
             index=config.index,
             peers=config.peers,
+            asynchronous=True,
         )
 
         def register() -> Registered:
             reply = self._connection.call("Register", request)
             return Registered(
-                index=reply.index, peers=reply.peers, open_round=reply.open_round, uploaded=reply.uploaded
+                index=reply.index,
+                peers=reply.peers,
+                open_round=reply.open_round,
+                uploaded=reply.uploaded,
+                asynchronous=reply.asynchronous,
+                contributed=reply.contributed if reply.HasField("contributed") else None,
             )
 
         return self._job.on_first(register)
 
-    def commit(self, number: int) -> bool:
+    def commit(self, number: int, report: Report) -> bool:
         """Say that the contribution to a round is whole; return whether the round was closed before.
+
+        Args:
+            number: the round.
+            report: what the first process says of the interval.
 
         Raises:
             UserError: the server refuses.
         """
-        request = pb2.CommitRequest(caller=self.caller, round=number)
+        request = pb2.CommitRequest(caller=self.caller, round=number, loss=report.loss, steps=report.steps)
         return self._job.on_first(lambda: bool(self._connection.call("Commit", request).closed))
 
-    def ask(self, number: int, *, uploaded: bool, end: float) -> Answer:
+    def ask(self, number: int, *, uploaded: bool, end: float, again: bool = False) -> Answer:
         """Return what the server says of a round once that is more than to wait.
 
         Args:
             number: the round.
             uploaded: whether this peer has contributed to it.
             end: on the monotonic clock, when this peer gives up after the server's next word.
+            again: whether this peer wants to go on from the values of the round before, as it has done.
 
         Raises:
             UserError: the server refuses, or the round does not come.
         """
-        return self._job.on_first(lambda: self._ask(number, uploaded, end))
+        return self._job.on_first(lambda: self._ask(number, uploaded, end, again))
 
     def leave(self) -> None:
         """End the membership; what was committed counts."""
         request = pb2.LeaveRequest(caller=self.caller)
         self._job.on_first(lambda: bool(self._connection.call("Leave", request)))
 
-    def _ask(self, number: int, uploaded: bool, end: float) -> Answer:
-        request = pb2.AwaitRequest(caller=self.caller, round=number, uploaded=uploaded, seconds=_POLL_SECONDS)
+    def _ask(self, number: int, uploaded: bool, end: float, again: bool) -> Answer:
+        request = pb2.AwaitRequest(
+            caller=self.caller, round=number, uploaded=uploaded, seconds=_POLL_SECONDS, again=again
+        )
         while True:
             reply = self._connection.call("Await", request, seconds=_POLL_SECONDS + 30)
             if reply.state != pb2.AwaitReply.WAITING:

@@ -21,12 +21,14 @@ class Outgoing:
     """Cuts contributions into frames.
 
     With a lossy codec it sends pseudo-gradients plus what those that counted before have lost, which is kept here: 8
-    bytes per value, with the values of the last round.
+    bytes per value, with the values of the last round. Set `sends_gradients` to do so in fp32 too, for which it keeps
+    those values.
     """
 
     def __init__(self, parts: Sequence[Part], codec: str, frame_bytes: int) -> None:
         """Take what the process holds, the codec's name and the bytes of a frame."""
         self.residuals: dict[str, torch.Tensor] = {}
+        self.sends_gradients = codec != "fp32"
         self._all_parts = tuple(parts)
         self._parts = [part for part in parts if part.is_primary]
         self._codec = codec
@@ -35,12 +37,12 @@ class Outgoing:
 
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
-        if self._codec != "fp32":
+        if self.sends_gradients:
             self._anchors = {part.key: values[part.key].clone() for part in self._all_parts}
 
     @property
     def anchors(self) -> Values:
-        """The values of the round that the interval began with, by the parts' keys; none with fp32."""
+        """The values of the round that the interval began with, by the parts' keys, where pseudo-gradients are sent."""
         return self._anchors
 
     def check(self, number: int, index: int, values: Values) -> None:
@@ -137,7 +139,7 @@ class Outgoing:
     def _frame(self, number: int, piece: Piece, values: Values) -> Frame:
         part, offset, count = piece
         at = slice(offset, offset + count)
-        if number == 0 or self._codec == "fp32":
+        if number == 0 or not self.sends_gradients:
             value, codec = values[part.key].detach().reshape(-1)[at], "fp32"
         else:
             value, codec = self._wanted(part.key, at, values), self._codec

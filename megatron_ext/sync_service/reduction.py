@@ -17,8 +17,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.local_sgd.delayed_nesterov import DelayedNesterov
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer
+from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer, build_outer_optimizer
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Linear
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
@@ -32,7 +33,7 @@ from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_n
 from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
-__all__ = ["Contributor", "DamagedContribution", "Outcome", "Reduction"]
+__all__ = ["Alone", "Contributor", "DamagedContribution", "Outcome", "Reduction"]
 
 _ADD = Linear(normalize=False)
 
@@ -58,6 +59,17 @@ class Contributor:
 
     contribution: Contribution
     """What it has uploaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """How a contribution counts that does not wait for others."""
+
+    weight: float
+    """Of its pseudo-gradient; 1 where all peers make as many steps."""
+
+    per_step: int
+    """How many contributions make up one outer step; each counts one part of it."""
 
 
 @dataclass(kw_only=True)
@@ -106,23 +118,27 @@ class Reduction:
         failpoints: Failpoints,
         guards: Guards | None = None,
         merge: Merge | None = None,
+        alone: Alone | None = None,
     ) -> None:
         """Prepare.
 
         Args:
             catalog: the tensors.
             optimizer: the outer optimizer.
-            codec: of the contributions: values with fp32, else pseudo-gradients.
+            codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
             max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             failpoints: where to die in tests.
             guards: decide who counts in which unit; None for everybody whose contribution is sound.
             merge: what is done to the experts at the end; None for nothing.
+            alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
         """
         self._catalog = catalog
         self._config = optimizer
-        self._absolute = codec == "fp32" or before is None
+        self._alone = alone
+        self._is_exact = codec == "fp32" or before is None
+        self._absolute = before is None or (codec == "fp32" and alone is None)
         self._codec = codec
         self._max_norm = max_norm
         self._before = before
@@ -134,7 +150,7 @@ class Reduction:
         self._merged = frozenset[str]() if merge is None else merge.names
         self._coefficients: dict[Judged, float] = {}
         # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
-        tried = build_outer_optimizer(optimizer, [torch.zeros(2)])
+        tried = self._optimizer([torch.zeros(2)])
         tried.step(0, slice(0, 2), torch.ones(2))
         self._states = sorted(tried.tensor_state())
         self._is_fresh = bool(tried.scalar_state()) and not self._scalars
@@ -191,7 +207,7 @@ class Reduction:
         if self._guards is not None and self._guards.clips:
             self._coefficients = self._clip_coefficients(contributors, outcome, self._guards)
         metadata = {"format": "pt", "round": path.stem, **learned}
-        if self._absolute:
+        if self._is_exact:
             writer = SnapshotWriter(path, self._catalog, states, metadata)
         else:
             writer = SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, [UPDATE])
@@ -284,14 +300,14 @@ class Reduction:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
         anchor = self._anchor(spec)
-        if not self._absolute and self._before is not None and state_name(RESIDUAL, spec.name) in self._before:
+        if not self._is_exact and self._before is not None and state_name(RESIDUAL, spec.name) in self._before:
             anchor += self._before.read(state_name(RESIDUAL, spec.name))
-        optimizer = build_outer_optimizer(self._config, [anchor])
+        optimizer = self._optimizer([anchor])
         if self._before is not None and not self._is_fresh:
             keys = {name: state_name(name, spec.name) for name in self._states}
             found = {name: [self._before.read(key)] for name, key in keys.items() if key in self._before}
             optimizer.load(found, self._scalars)
-        coefficient = self._coefficients.get(judged_as(spec), 1.0)
+        coefficient = self._coefficients.get(judged_as(spec), 1.0) if self._alone is None else self._alone.weight
         if accepted and self._config.outer_optimizer == "none" and self._absolute and coefficient == 1:
             # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
             anchor = _mean(partial(self._values, spec), accepted, verdict)
@@ -302,10 +318,21 @@ class Reduction:
         states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
         zeros = {name: torch.zeros(spec.numel) for name in self._states}
         kept = {**zeros, **states}
-        if self._absolute:
+        if self._is_exact:
             return anchor, kept
         published = full(anchor) if spec.name in self._merged else publish(self._codec, self._anchor(spec), anchor)
         return published.values, {**kept, RESIDUAL: published.residual, UPDATE: published.update}
+
+    def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
+        if self._alone is None:
+            return build_outer_optimizer(self._config, anchors)
+        has_optimizer = self._config.outer_optimizer != "none"
+        return DelayedNesterov(
+            anchors,
+            lr=self._config.learning_rate if has_optimizer else 1.0,
+            momentum=self._config.outer_optimizer_momentum if has_optimizer else 0.0,
+            count=self._alone.per_step,
+        )
 
     def _verdict(self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome) -> Verdict:
         """Return who counts in a tensor, by the place among the contributors, and with which weight."""

@@ -11,16 +11,19 @@ their upload, or a grace window after a quorum of them has. Only who was in when
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.sync_service.journal import Event
 from megatron_ext.sync_service.members import Member, Policy, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["KEPT_RESULTS", "RunState"]
+__all__ = ["KEPT_RESULTS", "Answer", "RunState"]
 
 KEPT_RESULTS = 16
 """How many rounds back a peer can ask what became of its contribution."""
+
+Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
+"""What is to be done by a peer that awaits a round, and why."""
 
 
 class RunState:
@@ -31,6 +34,7 @@ class RunState:
         self.config: dict[str, str] | None = None
         self.catalog: list[dict[str, Any]] = []
         self.places = policy.peers
+        self.rounds = ""
         self.members: dict[str, Member] = {}
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
@@ -55,16 +59,53 @@ class RunState:
         """The newest committed round."""
         return self.results.get(self._newest)
 
-    def result(self, number: int) -> RoundResult | None:
-        """Return a committed round that is still remembered."""
-        return self.results.get(number)
-
     def awaited(self) -> list[str]:
         """Return who has to commit an upload before the open round closes by itself, in order."""
         if self.open_round == 0:
             return [] if self.uploaded or self.publisher is None else [self.publisher]
         members = sorted(self.members.values(), key=lambda member: member.index)
         return [member.name for member in members if member.awaited and member.name not in self.uploaded]
+
+    def made_for(self, peer: str) -> int:
+        """Return the round that a contribution was made for which counts in the open one."""
+        return self.open_round
+
+    def contributed(self, peer: str) -> int | None:
+        """Return the open round when a peer's contribution to it is there, else None."""
+        return self.open_round if peer in self.uploaded else None
+
+    def outcome(self, peer: str, number: int) -> RoundResult | None:
+        """Return the round in which a peer's contribution to a round was used, while that is remembered."""
+        return self.results.get(number)
+
+    def counts(self, peer: str, number: int) -> bool:
+        """Return whether a peer's contribution was in when the round closed that it was made for."""
+        if number == self.open_round:
+            return peer in (self.closing or ())
+        result = self.outcome(peer, number)
+        return result is not None and (peer in result.contributors or peer in result.rejected)
+
+    def answer(self, peer: str, number: int, uploaded: bool) -> Answer:
+        """Return what a member is to do that awaits a round.
+
+        Args:
+            peer: the member.
+            number: the round.
+            uploaded: whether it believes to have contributed.
+
+        Raises:
+            Refusal: the round is not open yet.
+        """
+        if self._newest >= number:
+            return "committed", ""
+        if number > self.open_round:
+            raise Refusal("state", f"round {number} is not open yet; the open one is {self.open_round}")
+        if self.closing is None and peer not in self.uploaded:
+            if number == 0 and self.publisher == peer:
+                return "publish", ""
+            if uploaded:
+                return "upload", "the contribution was lost on the server"
+        return "waiting", self.waiting_for()
 
     def waiting_for(self) -> str:
         """Return in words what the open round waits for."""
@@ -175,6 +216,10 @@ class RunState:
             raise Refusal("state", f"the common start is published by peer {self.publisher!r}")
         return True
 
+    def stale_event(self, peer: str, number: int) -> Event | None:
+        """Return the event that says that a contribution is too old to count: there is none in rounds of all peers."""
+        return None
+
     # -----------------------------------------------------------------------------------------------------------
     # What has happened
     # -----------------------------------------------------------------------------------------------------------
@@ -207,6 +252,7 @@ class RunState:
 
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
+        self.rounds = event.get("rounds", "synchronous")
 
     def _joined(self, event: Event) -> None:
         name = event["peer"]

@@ -9,10 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 
+from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.merge import Merge
-from megatron_ext.sync_service.reduction import Contributor, DamagedContribution, Outcome, Reduction
+from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Outcome, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.store import RunStore
 
@@ -99,7 +100,11 @@ class RoundMaker:
             self._failpoints.hit("round_closed")
             number, uploaded = store.state.open_round, store.state.uploaded
             contributors = [
-                Contributor(peer=peer, index=uploaded[peer], contribution=store.contribution(peer))
+                Contributor(
+                    peer=peer,
+                    index=uploaded[peer],
+                    contribution=store.contribution(peer, store.state.made_for(peer)),
+                )
                 for peer in store.state.closing or ()
             ]
         began = time.monotonic()
@@ -126,6 +131,7 @@ class RoundMaker:
             outer_scalars=store.state.outer_scalars,
             failpoints=self._failpoints,
             guards=store.guards(),
+            alone=self._alone(number),
             merge=Merge.of_round(self._config.merging, store.catalog, number * (self._config.sync_steps or 0)),
         )
         outcome = reduction.judge(contributors)
@@ -142,6 +148,19 @@ class RoundMaker:
         self._failpoints.hit("snapshot_renamed")
         return outcome
 
+    def _came(self, number: int) -> dict[str, float]:
+        """Return what a round of one contribution's alone says of it."""
+        state = self._store.state
+        if number == 0 or not isinstance(state, AsynchronousState) or not state.closing:
+            return {}
+        return {"made_for": state.made_for(state.closing[0]), "weight": state.weight}
+
+    def _alone(self, number: int) -> Alone | None:
+        state = self._store.state
+        if number == 0 or not isinstance(state, AsynchronousState):
+            return None
+        return Alone(weight=state.weight, per_step=self._config.contributions_per_step or self._config.peers)
+
     def _commit(self, number: int, contributors: list[Contributor], outcome: Outcome, seconds: float) -> None:
         snapshot = Snapshot(self._store.snapshot_path(number))
         event = {
@@ -152,6 +171,7 @@ class RoundMaker:
             "rejected": outcome.rejected,
             **({"excluded": outcome.excluded} if outcome.excluded else {}),
             **({"merged": outcome.merged} if outcome.merged else {}),
+            **self._came(number),
             "norms": {peer: norm for peer, norm in outcome.norms.items() if math.isfinite(norm)},
             "bytes": sum(contributor.contribution.nbytes for contributor in contributors),
             "outer_scalars": outcome.outer_scalars,

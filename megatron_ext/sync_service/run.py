@@ -7,26 +7,25 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
-from megatron_ext.sync_service.handshake import check_against, check_alone
-from megatron_ext.sync_service.members import Member, RoundResult
+from megatron_ext.sync_service.handshake import INTERVAL, check_against, check_alone
+from megatron_ext.sync_service.members import Admission, Member, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.spool import Contribution, Discarded
-from megatron_ext.sync_service.status import status_of
+from megatron_ext.sync_service.status import overview_of, status_of
 from megatron_ext.sync_service.store import RunStore
 
-__all__ = ["Answer", "Run"]
-
-Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
-"""What is to be done by a peer that awaits a round, and why."""
+__all__ = ["Run"]
 
 
 class Run:
@@ -78,7 +77,8 @@ class Run:
         catalog: Catalog,
         index: int | None,
         peers: int | None,
-    ) -> tuple[Member, int, bool]:
+        asynchronous: bool,
+    ) -> Admission:
         """Make a peer a member.
 
         Args:
@@ -88,9 +88,7 @@ class Run:
             catalog: the tensors.
             index: the place that it wants.
             peers: how many peers it believes there are.
-
-        Returns:
-            The member, the open round, and whether its contribution to that is there.
+            asynchronous: whether it can take part in asynchronous rounds.
 
         Raises:
             Refusal: it does not fit the run.
@@ -99,9 +97,14 @@ class Run:
             self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
+            if self.config.is_asynchronous and not asynchronous:
+                raise Refusal(
+                    "state", f"the run has asynchronous rounds, of which peer {peer!r} knows nothing; update it"
+                )
             check_alone(self.config, config, catalog)
             if self._state.config is not None:
-                check_against(self._store.agreed, self._store.catalog, peer, config, catalog)
+                own = {INTERVAL} if self.config.is_asynchronous else set()
+                check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
             event = self._state.check_joining(peer, instance, index)
             if self._state.config is None:
                 self._store.create(config, catalog)
@@ -111,7 +114,12 @@ class Run:
                     self._store.spool.discard(peer)
                 self._store.record(event)
                 self._changed.notify_all()
-            return self._state.members[peer], self._state.open_round, peer in self._state.uploaded
+            return Admission(
+                index=self._state.members[peer].index,
+                open_round=self._state.open_round,
+                uploaded=peer in self._state.uploaded,
+                contributed=self._state.contributed(peer),
+            )
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """Take frames of a contribution.
@@ -139,8 +147,14 @@ class Run:
             self._failpoints.hit("frame_spooled")
         return contribution is None, taken, known
 
-    def commit(self, peer: str, instance: str, number: int) -> bool:
+    def commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         """Count a contribution as whole.
+
+        Args:
+            peer: whose it is.
+            instance: which process speaks for it.
+            number: the round.
+            report: what the peer says of its interval.
 
         Returns:
             Whether the round was closed before.
@@ -149,24 +163,26 @@ class Run:
             Refusal: it is not whole, or the caller is refused.
             OSError: the disk refuses.
         """
+        if self.config.step_weights and number > 0 and not report.steps:
+            raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
             with self._changed:
-                return not self._counts(peer, number)
+                return not self._state.counts(peer, number)
         with self._changed:
-            index = self._state.check_caller(peer, instance).index
+            index = self._caller(peer, instance).index
         missing = self._store.missing(contribution, index, number)
         if missing is not None:
             raise Refusal("state", f"the contribution to round {number} is not whole: {missing}")
         contribution.sync()
         self._failpoints.hit("upload_synced")
         with self._changed:
-            self._state.check_caller(peer, instance)
-            if not self._state.accepts(peer, number):
-                return not self._counts(peer, number)
+            self._caller(peer, instance)
+            if not self._accepts(peer, number):
+                return not self._state.counts(peer, number)
             if peer not in self._state.uploaded:
                 size = {"frames": contribution.frames, "bytes": contribution.nbytes}
-                self._store.record({"event": "uploaded", "round": number, "peer": peer, **size})
+                self._store.record({"event": "uploaded", "round": number, "peer": peer, **size, **report.as_json()})
                 self._failpoints.hit("upload_journaled")
                 self._changed.notify_all()
         return False
@@ -186,13 +202,27 @@ class Run:
                     return answer
                 self._changed.wait(left)
 
-    def result(self, number: int) -> tuple[RoundResult, RoundResult | None]:
-        """Return the newest committed round, and round `number` when it is remembered."""
+    def result(self, peer: str, number: int, *, again: bool) -> tuple[RoundResult, RoundResult | None]:
+        """Return from which round a peer goes on, and what became of its contribution.
+
+        Args:
+            peer: its name.
+            number: the round that the contribution was made for.
+            again: whether the peer wants to go on from the round before, as it has done.
+
+        Returns:
+            The newest round; where rounds are asynchronous that of the peer's contribution, and the round before with
+            `again`, while their values are kept. Besides, the contribution's round when it is remembered.
+
+        Raises:
+            Refusal: there is no round yet.
+        """
         with self._changed:
-            newest = self._state.newest
+            newest, used = self._state.newest, self._state.outcome(peer, number)
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
-            return newest, self._state.result(number)
+            own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
+            return own if own is not None and own.number in self._store.snapshots else newest, used
 
     @property
     def codec(self) -> str:
@@ -206,7 +236,7 @@ class Run:
             Refusal: they are not there (any more), or the caller is refused.
         """
         with self._changed:
-            self._state.check_caller(peer, instance)
+            self._caller(peer, instance)
             newest = self._state.newest
             if newest is None or number not in self._store.snapshots:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
@@ -224,7 +254,7 @@ class Run:
         """
         with self._changed:
             if peer in self._state.members:
-                self._state.check_caller(peer, instance)
+                self._caller(peer, instance)
                 self._store.drop(peer, {"event": "left", "peer": peer})
                 self._changed.notify_all()
 
@@ -250,6 +280,11 @@ class Run:
         with self._changed:
             return status_of(self.name, self.config, self._store, self._maker.problem)
 
+    def overview(self) -> dict[str, Any]:
+        """Return the status with the history and the health of the run, as plain data."""
+        with self._changed:
+            return overview_of(self.name, self.config, self._store, self._maker.problem)
+
     def drain(self) -> None:
         """Take no new members, and begin no round after the one for which contributions are there."""
         with self._changed:
@@ -274,34 +309,36 @@ class Run:
     # Helpers, to be called with the lock held
     # -----------------------------------------------------------------------------------------------------------
 
+    def _caller(self, peer: str, instance: str) -> Member:
+        """Return the member that calls, and note that it did.
+
+        Raises:
+            Refusal: the caller is refused.
+        """
+        member = self._state.check_caller(peer, instance)
+        self._store.history.seen(peer, time.time())
+        return member
+
     def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
         """Return where a peer's frames go; None when they do not count any more."""
         with self._changed:
-            self._state.check_caller(peer, instance)
-            if not self._state.accepts(peer, number):
+            self._caller(peer, instance)
+            if not self._accepts(peer, number):
                 return None
-            self._draining.check(number)
-            return self._store.contribution(peer)
+            self._draining.check(self._state.open_round)
+            return self._store.contribution(peer, number)
 
-    def _counts(self, peer: str, number: int) -> bool:
-        """Whether a peer's contribution was in when a round closed."""
-        if number == self._state.open_round:
-            return peer in (self._state.closing or ())
-        result = self._state.result(number)
-        return result is not None and (peer in result.contributors or peer in result.rejected)
+    def _accepts(self, peer: str, number: int) -> bool:
+        """Return whether a contribution may still come in; note it when it has become too old."""
+        if self._state.accepts(peer, number):
+            return True
+        event = self._state.stale_event(peer, number)
+        if event is not None:
+            self._store.record(event)
+            self._store.spool.discard(peer)
+        return False
 
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
-        state = self._state
-        newest = state.newest
-        if newest is not None and newest.number >= number:
-            state.check_caller(peer, instance)
-            return "committed", ""
-        state.check_caller(peer, instance)
-        if number > state.open_round:
-            raise Refusal("state", f"round {number} is not open yet; the open one is {state.open_round}")
-        if state.closing is None and peer not in state.uploaded:
-            if number == 0 and state.publisher == peer:
-                return "publish", ""
-            if uploaded:
-                return "upload", "the contribution was lost on the server"
-        return "waiting", self._maker.problem or state.waiting_for()
+        self._caller(peer, instance)
+        answer, reason = self._state.answer(peer, number, uploaded)
+        return answer, self._maker.problem or reason if answer == "waiting" else reason

@@ -27,6 +27,8 @@ _PENALTY = (
 )
 """Fields of a run that are local SGD's."""
 
+_ROUNDS = ("synchronous", "asynchronous")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -40,6 +42,21 @@ class RunConfig:
 
     grace_seconds: float = 60.0
     """How long a round stays open for slow peers after the quorum is reached."""
+
+    rounds: str = "synchronous"
+    """'synchronous': a round is of all peers, or of a quorum of them. 'asynchronous': every contribution is a round of
+    its own, made when it comes, and nobody waits."""
+
+    contributions_per_step: int | None = None
+    """Of asynchronous rounds: how many contributions make up one outer step (N of delayed Nesterov). Each counts 1/N at
+    once; the momentum is applied with the N-th. The number of peers unless given."""
+
+    step_weights: bool = False
+    """Of asynchronous rounds: weight a contribution by its steps in relation to the mean over all peers."""
+
+    max_staleness: int | None = None
+    """Of asynchronous rounds: a contribution does not count when more rounds have been made since the values that it
+    started from; no limit unless given."""
 
     max_norm: float | None = None
     """A contribution whose pseudo-gradient has a larger L2 norm does not count; no limit unless given."""
@@ -103,7 +120,19 @@ class RunConfig:
     def policy(self) -> Policy:
         """When a round closes."""
         quorum = self.peers if self.quorum is None else self.quorum
-        return Policy(peers=self.peers, quorum=quorum, grace_seconds=self.grace_seconds)
+        return Policy(
+            peers=self.peers,
+            quorum=1 if self.is_asynchronous else quorum,
+            grace_seconds=self.grace_seconds,
+            is_asynchronous=self.is_asynchronous,
+            max_staleness=self.max_staleness,
+            step_weights=self.step_weights,
+        )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether every contribution is a round of its own."""
+        return self.rounds == "asynchronous"
 
     @property
     def outer(self) -> OuterOptimizerConfig:
@@ -147,16 +176,44 @@ class RunConfig:
             ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
             ("grace_seconds", 0 <= self.grace_seconds < math.inf, "it must be a number of seconds, 0 or more"),
             ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
+            ("rounds", self.rounds in _ROUNDS, f"it must be {' or '.join(_ROUNDS)}"),
+            ("contributions_per_step", (self.contributions_per_step or 1) >= 1, "it must be 1 or more"),
+            ("max_staleness", (self.max_staleness or 0) >= 0, "it must be 0 or more"),
             ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
         ):
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
-        return found + outer_optimizer_problems(self.outer) + self._merge_problems() + self._penalty_problems()
+        found += outer_optimizer_problems(self.outer) + self._merge_problems() + self._penalty_problems()
+        return found + self._asynchronous_problems()
+
+    def _asynchronous_problems(self) -> list[str]:
+        if not self.is_asynchronous:
+            return [
+                f"{name} has no effect without rounds: asynchronous; add it or drop {name}"
+                for name in self._given("contributions_per_step", "step_weights", "max_staleness")
+            ]
+        found = [
+            f"{name} has no meaning with rounds: asynchronous, which wait for nobody; drop it"
+            for name in self._given("quorum", "grace_seconds")
+        ]
+        found += [
+            f"{name} cannot be combined with rounds: asynchronous yet, where no two contributions meet; drop it"
+            for name in self._given("merge_interval", *_PENALTY)
+        ]
+        if self.outer_optimizer not in ("none", "sgd") or not self.outer_optimizer_nesterov:
+            found.append(
+                "rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd (with "
+                "outer_optimizer_momentum 0 for none of it) or none"
+            )
+        return found
+
+    def _given(self, *names: str) -> list[str]:
+        """Return which fields differ from their defaults."""
+        return [name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default]
 
     def _merge_problems(self) -> list[str]:
         if self.merging is None:
-            names = ("merge_alpha_start", "merge_decay_steps", "merge_topk", "merge_like_official")
-            given = [name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default]
+            given = self._given("merge_alpha_start", "merge_decay_steps", "merge_topk", "merge_like_official")
             return [f"{name} has no effect without merge_interval; add it or drop {name}" for name in given]
         found = self.merging.problems()
         if self.sync_steps is None:

@@ -22,6 +22,7 @@ from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.security import TokenInterceptor, read_token, server_credentials
 from megatron_ext.sync_service.servicer import Servicer
+from megatron_ext.sync_service.status_page.http import StatusPage
 
 __all__ = ["Server", "serve"]
 
@@ -86,6 +87,9 @@ class Server:
             ],
         )
         pb2_grpc.add_SyncServiceServicer_to_server(Servicer(self._runs, self._drain), self._grpc)
+        self._status_page = None
+        if config.status_port is not None:
+            self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
         self.address = self._listen()
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
 
@@ -99,6 +103,8 @@ class Server:
             if self._draining and all(run.is_drained for run in self._runs.values()):
                 log.info("drained")
                 break
+        if self._status_page is not None:
+            self._status_page.close()
         stopped = self._grpc.stop(_STOP_SECONDS)
         for run in self._runs.values():
             run.stop()
@@ -106,9 +112,17 @@ class Server:
         if self._fatal is not None:
             raise RuntimeError("a round could not be made") from self._fatal
 
+    @property
+    def status_address(self) -> str | None:
+        """Where the status page is; None when there is none."""
+        return None if self._status_page is None else self._status_page.address
+
     def stop(self) -> None:
         """End soon. Nothing is lost: what counts is on the disk."""
         self._ended.set()
+
+    def _overview(self) -> list[dict[str, Any]]:
+        return [run.overview() for run in self._runs.values()]
 
     def _drain(self) -> None:
         self._draining = True
@@ -157,7 +171,8 @@ def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:
 
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
-        print(f"megatron-ext server: listening at {server.address}, state in {config.dir}", flush=True)
+        page = "" if server.status_address is None else f", status page at {server.status_address}"
+        print(f"megatron-ext server: listening at {server.address}, state in {config.dir}{page}", flush=True)
         server.wait()
     return 0
 

@@ -15,6 +15,7 @@ from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.updates import UPDATE, has_update
@@ -56,16 +57,24 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
                     f"{request.protocol}; install the same release on both sides",
                 )
             caller = request.caller
-            member, open_round, uploaded = self._run(caller.run).register(
+            admission = self._run(caller.run).register(
                 _name(caller.peer, "peer"),
                 _name(caller.instance, "process"),
                 config=dict(request.config),
                 catalog=_catalog(request.catalog),
                 index=request.index if request.HasField("index") else None,
                 peers=request.peers if request.HasField("peers") else None,
+                asynchronous=request.asynchronous,
             )
-            places = self._run(caller.run).config.peers
-            return pb2.RegisterReply(index=member.index, peers=places, open_round=open_round, uploaded=uploaded)
+            config = self._run(caller.run).config
+            return pb2.RegisterReply(
+                index=admission.index,
+                peers=config.peers,
+                open_round=admission.open_round,
+                uploaded=admission.uploaded,
+                asynchronous=config.is_asynchronous,
+                contributed=admission.contributed,
+            )
 
     def Upload(self, requests: Iterator[Any], context: Any) -> Any:
         """Take frames."""
@@ -88,7 +97,12 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
         """Count a contribution as whole."""
         with _refusing(context):
             caller = request.caller
-            return pb2.CommitReply(closed=self._run(caller.run).commit(caller.peer, caller.instance, request.round))
+            report = Report(
+                loss=request.loss if request.HasField("loss") else None,
+                steps=request.steps if request.HasField("steps") else None,
+            )
+            closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
+            return pb2.CommitReply(closed=closed)
 
     def Await(self, request: Any, context: Any) -> Any:
         """Say what the caller is to do."""
@@ -101,12 +115,12 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
             )
             if answer != "committed":
                 return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
-            newest, asked = run.result(request.round)
+            taken, asked = run.result(caller.peer, request.round, again=request.again)
             reason = "" if asked is None else asked.rejected.get(caller.peer, "")
             return pb2.AwaitReply(
                 state=pb2.AwaitReply.COMMITTED,
-                newest_round=newest.number,
-                digest=newest.digest,
+                newest_round=taken.number,
+                digest=taken.digest,
                 contributed=asked is not None and caller.peer in asked.contributors,
                 contributors=[] if asked is None else asked.contributors,
                 message=reason,

@@ -13,7 +13,7 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -217,47 +217,64 @@ class Contribution:
 
 
 class Spool:
-    """The contributions to the open round."""
+    """Contributions that no round has used yet, at most one of each peer."""
 
     def __init__(self, folder: Path) -> None:
+        """Open the folder, or make it."""
         self._folder = folder
-        self._found: dict[str, Contribution] = {}
-        self._round = -1
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._found: dict[str, tuple[int, Contribution]] = {}
 
     def open_round(self, number: int) -> None:
         """Go on to a round: what there is of others is removed."""
-        for contribution in self._found.values():
+        for _, contribution in self._found.values():
             contribution.discard()
         self._found = {}
-        self._round = number
-        self._folder.mkdir(parents=True, exist_ok=True)
         for entry in self._folder.iterdir():
-            if entry != self._of_round:
+            if entry != self._of_round(number):
                 shutil.rmtree(entry)
-        self._of_round.mkdir(exist_ok=True)
+        self._of_round(number).mkdir(exist_ok=True)
         sync_folder(self._folder)
 
-    def contribution(self, peer: str, catalog: Catalog, codec: str) -> Contribution:
-        """Return the contribution of a peer, perhaps an empty one."""
+    def keep(self, is_wanted: Callable[[str, int], bool]) -> None:
+        """Remove what a former server has left unless it is wanted, given the peer and the round."""
+        for path in list(self._folder.glob("round-*/*.frames")):
+            if not is_wanted(path.stem, int(path.parent.name.removeprefix("round-"))):
+                path.unlink()
+        self._remove_empty()
+
+    def contribution(self, peer: str, number: int, catalog: Catalog, codec: str) -> Contribution:
+        """Return the contribution of a peer to a round, perhaps an empty one; one to another round is removed."""
+        if peer in self._found and self._found[peer][0] != number:
+            self.discard(peer)
         if peer not in self._found:
-            self._of_round.mkdir(parents=True, exist_ok=True)
-            self._found[peer] = Contribution(self._of_round / f"{peer}.frames", catalog, codec)
-        return self._found[peer]
+            folder = self._of_round(number)
+            if not folder.exists():
+                folder.mkdir()
+                sync_folder(self._folder)
+            self._found[peer] = number, Contribution(folder / f"{peer}.frames", catalog, codec)
+        return self._found[peer][1]
 
     def discard(self, peer: str) -> None:
         """Remove what a peer has uploaded."""
         if peer in self._found:
-            self._found.pop(peer).discard()
-        (self._of_round / f"{peer}.frames").unlink(missing_ok=True)
+            self._found.pop(peer)[1].discard()
+        for path in list(self._folder.glob(f"round-*/{peer}.frames")):
+            path.unlink()
+        self._remove_empty()
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes by peer."""
-        return {peer: contribution.nbytes for peer, contribution in self._found.items()}
+        return {peer: contribution.nbytes for peer, (_, contribution) in self._found.items()}
 
-    @property
-    def _of_round(self) -> Path:
-        return self._folder / f"round-{self._round:08d}"
+    def _remove_empty(self) -> None:
+        for folder in list(self._folder.iterdir()):
+            if not any(folder.iterdir()):
+                folder.rmdir()
+
+    def _of_round(self, number: int) -> Path:
+        return self._folder / f"round-{number:08d}"
 
 
 def _key(frame: Frame) -> _Key:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.health import health_of
 from megatron_ext.sync_service.store import RunStore
 
-__all__ = ["status_of"]
+__all__ = ["overview_of", "status_of"]
 
 
 def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> dict[str, Any]:
@@ -27,6 +29,7 @@ def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> di
         "open_round": state.open_round,
         "waiting_for": state.waiting_for(),
         "problem": problem,
+        "asynchronous": config.is_asynchronous,
         "quorum": config.policy.quorum,
         "places": config.peers,
         "model_bytes": store.catalog.nbytes if state.config is not None else 0,
@@ -42,7 +45,29 @@ def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> di
                 "bytes_uploaded": spooled.get(member.name, 0),
                 "awaited": member.awaited,
                 "missed": member.missed,
+                "last_seen": store.history.last_seen.get(member.name),
             }
             for member in sorted(state.members.values(), key=lambda member: member.index)
         ],
     }
+
+
+def overview_of(name: str, config: RunConfig, store: RunStore, problem: str) -> dict[str, Any]:
+    """Return what `status_of` does, and the run's history and health besides; with its lock held.
+
+    Args:
+        name: the run id.
+        config: of the run.
+        store: its state.
+        problem: why its open round cannot be made; empty when it can.
+    """
+    history, now = store.history, time.time()
+    found = {
+        **status_of(name, config, store, problem),
+        "time": now,
+        "rounds": list(history.rounds),
+        "incidents": list(history.incidents),
+        "indices": dict(history.indices),
+        "counts": dict(history.counts),
+    }
+    return {**found, "health": health_of(found, now)}

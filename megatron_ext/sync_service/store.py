@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.guards import Guards
+from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, sync_folder
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
@@ -52,15 +54,23 @@ class RunStore:
         for parent in (folder, *list(folder.parents)[:2]):
             sync_folder(parent)
         self._journal = Journal(folder / "journal.jsonl")
-        self.state = RunState(config.policy)
+        kind = AsynchronousState if config.is_asynchronous else RunState
+        self.state: RunState = kind(config.policy)
+        self.history = History()
         for event in self._journal.events:
             self.state.apply(event)
+            self.history.apply(event)
         self.state.await_everybody()
         self._journal.events.clear()
         if self.state.config is not None and self.state.places != config.peers:
             raise UserError(
                 f"run {name}: peers is {config.peers}, but the run was started with {self.state.places}, by which its "
                 "data are cut; give the same number, or start a new run under another name"
+            )
+        if self.state.config is not None and self.state.rounds != config.rounds:
+            raise UserError(
+                f"run {name}: rounds is {config.rounds}, but the run was started with {self.state.rounds}; give the "
+                "same, or start a new run under another name"
             )
         self._catalog = Catalog.from_json(self.state.catalog) if self.state.config is not None else None
         self.snapshots: dict[int, Snapshot] = {}
@@ -111,28 +121,30 @@ class RunStore:
         Raises:
             OSError: it could not be written, and has not happened.
         """
-        self.state.apply(self._journal.append(event))
+        event = self._journal.append(event)
+        self.state.apply(event)
+        self.history.apply(event)
         if event["event"] != "created":
-            told = {key: value for key, value in event.items() if key not in ("event", "outer_scalars")}
+            told = {key: value for key, value in event.items() if key not in ("event", "outer_scalars", "time")}
             log.info("run %s: %s %s", self._name, event["event"], told)
 
     def create(self, config: dict[str, str], catalog: Catalog) -> None:
         """Let the run begin with what its first peer says that all peers have in common."""
         event: dict[str, Any] = {"event": "created", "config": config, "catalog": catalog.as_json()}
-        self.record({**event, "peers": self.state.policy.peers})
+        self.record({**event, "peers": self.state.policy.peers, "rounds": self._config.rounds})
         self._catalog = catalog
 
     def drop(self, peer: str, event: Event) -> None:
         """Let an event happen that ends a membership, and forget what does not count of its peer."""
         self.record(event)
-        if peer not in self.state.uploaded and self.state.closing is None:
+        if peer not in self.state.uploaded and peer not in (self.state.closing or ()):
             self.spool.discard(peer)
 
-    def contribution(self, peer: str) -> Contribution:
-        """Return a peer's contribution to the open round, perhaps an empty one."""
+    def contribution(self, peer: str, number: int) -> Contribution:
+        """Return a peer's contribution to a round, perhaps an empty one."""
         # The start is what everybody goes on from: nothing of it may be lost.
-        codec = "fp32" if self.state.open_round == 0 else self.agreed["codec"]
-        return self.spool.contribution(peer, self.catalog, codec)
+        codec = "fp32" if number == 0 else self.agreed["codec"]
+        return self.spool.contribution(peer, number, self.catalog, codec)
 
     def missing(self, contribution: Contribution, index: int, number: int) -> str | None:
         """Return in words what a contribution to a round lacks; None when it is whole."""
@@ -146,7 +158,11 @@ class RunStore:
         """Let the event happen that commits the open round, and go on to the next one."""
         self.record(event)
         self.snapshots[event["round"]] = snapshot
-        self.spool.open_round(self.state.open_round)
+        if self._config.is_asynchronous and event["round"] > 0:
+            for peer in (*event["contributors"], *event["rejected"]):
+                self.spool.discard(peer)
+        else:
+            self.spool.open_round(self.state.open_round)
         for number in [number for number in self.snapshots if number < self.state.open_round - self._keep]:
             # A download that is under way keeps the file open.
             self.snapshots.pop(number).path.unlink(missing_ok=True)
@@ -168,9 +184,19 @@ class RunStore:
 
     def _recover_spool(self) -> None:
         number = self.state.open_round
-        self.spool.open_round(number)
+        if self._config.is_asynchronous and number > 0:
+            self.spool.keep(self._is_wanted)
+        else:
+            self.spool.open_round(number)
         for peer, index in dict(self.state.uploaded).items():
-            missing = self.missing(self.contribution(peer), index, number)
+            made_for = self.state.made_for(peer)
+            missing = self.missing(self.contribution(peer, made_for), index, made_for)
             if missing is not None:
                 self.spool.discard(peer)
-                self.record({"event": "forgotten", "round": number, "peer": peer, "reason": missing})
+                self.record({"event": "forgotten", "round": made_for, "peer": peer, "reason": missing})
+
+    def _is_wanted(self, peer: str, number: int) -> bool:
+        """Return whether what a killed server has of a contribution may still be used."""
+        if peer in self.state.uploaded:
+            return number == self.state.made_for(peer)
+        return peer in self.state.members and 0 < number <= self.state.open_round and self.state.accepts(peer, number)

@@ -25,7 +25,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote
+from tests.sync_service.service import Service, Zygote, until
 
 MakeService = Callable[..., Service]
 SGD = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7, "outer_optimizer_momentum": 0.9}
@@ -64,6 +64,8 @@ def test_peers_of_different_layouts_end_with_the_same_bits(make_service: MakeSer
     models = [model_of(job.result()) for job in jobs]
     assert all(same_bits(models[0], model) for model in models[1:])
     assert [sorted(event["contributors"]) for event in service.events("committed")[1:]] == [list(names)] * 2
+    # Whichever pipeline stage knows it.
+    assert all(event["loss"] > 0 for event in service.events("uploaded") if event["round"] > 0)
     for job, model in zip(jobs, models, strict=True):
         # However many ranks hold an element, one of them uploads it.
         assert sum(rank.probe[2] for rank in job.result()) == sum(values.size for values in model.values())
@@ -75,6 +77,16 @@ def test_the_iteration_line_tells_of_the_round(undisturbed):
     assert "sync round: 0 |" in lines[2] and "peers" not in lines[2]
     assert "sync round: 1 | peers: 2/2 |" in lines[3]
     assert "sync round: 2 | peers: 2/2 |" in lines[7]
+
+
+def test_a_job_reports_the_mean_loss_of_its_intervals(undisturbed):
+    service, (first, _) = undisturbed
+    printed = [float(loss) for loss in re.findall(r"lm loss: (\S+)", first[0].stdout)]
+    events = [event for event in service.events("uploaded") if event["peer"] == "a" and event["round"] > 0]
+    assert [event["steps"] for event in events] == [4, 4]
+    # Megatron's second line says the mean of the first two steps.
+    means = [(2 * printed[1] + printed[2] + printed[3]) / 4, sum(printed[4:]) / 4]
+    assert [event["loss"] for event in events] == pytest.approx(means, rel=1e-5)
 
 
 def test_peers_share_the_samples_without_overlap(undisturbed):
@@ -134,6 +146,22 @@ def test_a_peer_that_joins_late_begins_with_the_newest_round(make_service: MakeS
     assert same_bits(model_of(early), model_of(ranks))
     assert len(set(digests(service)[1:])) == 1 and len(digests(service)) == 3
     assert samples_of(ranks) == list(range(1, 32, 2))
+
+
+def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeService):
+    service = make_service(peers=2, rounds="asynchronous", step_weights=True, outer_optimizer="sgd")
+    service.start()
+    slow = start_job(service, "slow", ("pp2", "bf16", 2), sync_service_index=1)
+    until(lambda: service.events("committed"), "the start")
+    fast = run_job(service, "fast", SINGLE, sync_service_index=0, sync_service_interval=2)
+    ends = {"slow": slow.result(), "fast": fast}
+    made = [event for event in service.events("committed") if event["round"] > 0]
+    assert sorted(event["contributors"][0] for event in made) == ["fast"] * 4 + ["slow"] * 2
+    # 1 while there is one of them, else 2 or 4 steps where the mean is 3.
+    assert {event["weight"] for event in made} <= {1.0, 2 / 3, 4 / 3}
+    for name, ranks in ends.items():
+        number = max(event["round"] for event in made if event["contributors"] == [name])
+        assert f"sync round: {number} |" in "".join(rank.stdout for rank in ranks)
 
 
 def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):

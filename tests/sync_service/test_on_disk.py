@@ -148,12 +148,12 @@ def test_what_contradicts_or_does_not_belong_is_refused_and_changes_nothing(tmp_
 def test_a_discarded_contribution_takes_no_more_frames_and_its_successor_starts_empty(tmp_path: Path):
     spool = Spool(tmp_path)
     spool.open_round(1)
-    old = spool.contribution("p", CATALOG, "fp32")
+    old = spool.contribution("p", 1, CATALOG, "fp32")
     old.append(frames_of(VALUES)[0])
     spool.discard("p")
     with pytest.raises(Discarded):
         old.append(frames_of(VALUES)[1])
-    assert spool.contribution("p", CATALOG, "fp32").frames == 0
+    assert spool.contribution("p", 1, CATALOG, "fp32").frames == 0
     spool.open_round(2)
     assert [path.name for path in tmp_path.iterdir()] == ["round-00000002"]
 
@@ -214,10 +214,43 @@ def test_a_restored_run_awaits_all_its_members_again(tmp_path: Path):
         store.record({"event": "uploaded", "round": number, "peer": "a"})
         store.record(store.state.closing_event())
         event = {"event": "committed", "round": number, "digest": "", "contributors": ["a"], "rejected": {}}
-        store.commit({**event, "outer_scalars": {}}, snapshot(store.snapshot_path(number)))
+        figures = {"outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
+        store.commit({**event, **figures}, snapshot(store.snapshot_path(number)))
     assert store.state.awaited() == ["a"]
     store.close()
     restored = RunStore("r", config, tmp_path, 2)
     # Whether b has taken the values of round 1 since is not in the journal.
     assert restored.state.open_round == 2 and restored.state.awaited() == ["a", "b"]
     assert sorted(restored.snapshots) == [0, 1]
+
+
+def test_a_restored_asynchronous_run_keeps_what_may_still_count(tmp_path: Path):
+    config = RunConfig(peers=3, rounds="asynchronous")
+    store = RunStore("r", config, tmp_path, 2)
+    store.create({"codec": "fp32"}, CATALOG)
+    figures = {"digest": "", "rejected": {}, "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
+    for index, peer in enumerate(("a", "b", "c")):
+        store.record({"event": "joined", "peer": peer, "index": index, "instance": peer})
+
+    def upload(peer: str, number: int, frames: list[Frame]) -> None:
+        for frame in frames:
+            store.contribution(peer, number).append(frame)
+
+    for number in (0, 1):
+        upload("a", number, frames_of(VALUES))
+        store.record({"event": "uploaded", "round": number, "peer": "a"})
+        store.record(store.state.closing_event())
+        if number == 0:
+            committed = {"event": "committed", "round": 0, "contributors": ["a"], **figures}
+            store.commit(committed, snapshot(store.snapshot_path(0)))
+    upload("b", 1, frames_of(VALUES))
+    store.record({"event": "uploaded", "round": 1, "peer": "b"})
+    upload("c", 1, frames_of(VALUES)[:2])
+    # The server dies when the round is committed, and before anything is removed of what it was made of.
+    snapshot(store.snapshot_path(1))
+    store.record({"event": "committed", "round": 1, "contributors": ["a"], **figures})
+    store.close()
+    restored = RunStore("r", config, tmp_path, 2)
+    left = sorted(path.name for path in (tmp_path / "spool").glob("round-*/*"))
+    assert left == ["b.frames", "c.frames"] and list(restored.state.uploaded) == ["b"]
+    assert restored.contribution("c", 1).frames == 2
