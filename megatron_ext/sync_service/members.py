@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Member", "Policy", "RoundResult"]
 
@@ -57,3 +57,6 @@ class RoundResult:
 
     rejected: dict[str, str]
     """Who was in and did not count, with the reason."""
+
+    excluded: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Who counted, but not in these units, with the reasons."""
