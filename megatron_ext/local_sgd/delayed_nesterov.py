@@ -57,6 +57,10 @@ class DelayedNesterov:
         """Return the momentum."""
         return self._momenta[index][part] if self._decay else None
 
+    def states(self, index: int) -> list[torch.Tensor]:
+        """Return what was gathered for an anchor, and its momentum."""
+        return [self._gathered[index], self._momenta[index]] if self._decay else []
+
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the momentum, and the sum of the pseudo-gradients that it has not learned from yet."""
         return {_GATHERED: self._gathered, _MOMENTUM: self._momenta} if self._decay else {}

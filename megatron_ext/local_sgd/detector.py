@@ -8,6 +8,7 @@ always are. It learns from accepted norms only, so that an anomaly cannot make t
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -60,6 +61,25 @@ class AnomalyDetector:
         """
         limit = self.threshold * self._scatter().clamp(min=1.0)
         return ~torch.isfinite(norms) | (self._deviation(norms) > limit)
+
+    def reason(self, worker: int, unit: int, norm: float) -> str:
+        """Say why a norm is anomalous; it has not been learned from.
+
+        Args:
+            worker: whose norm.
+            unit: of which unit.
+            norm: that `verdicts` calls anomalous.
+        """
+        if not math.isfinite(norm):
+            return f"the norm of its pseudo-gradient is {norm}"
+        at = (worker, unit)
+        norms = self.mean.clone()
+        norms[at] = norm
+        limit = float(self.threshold * self._scatter().clamp(min=1.0)[at])
+        return (
+            f"the norm of its pseudo-gradient is {norm:.4g}, {float(self._deviation(norms)[at]):.3g} standard "
+            f"deviations above its mean of {float(self.mean[at]):.4g}; the limit is {limit:.3g}"
+        )
 
     def learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
         """Take in the norms that were accepted.

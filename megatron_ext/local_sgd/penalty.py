@@ -70,6 +70,11 @@ class Penalty:
             self._detector.learn(norms, accepted)
         return [self._verdict(norms[:, unit], accepted[:, unit], made) for unit in range(norms.shape[1])]
 
+    def reason(self, worker: int, unit: int, norm: float) -> str:
+        """Say why the last round has left a worker out of a unit, given the norm of its pseudo-gradient there."""
+        assert self._detector is not None, "without a detector nobody is left out"
+        return self._detector.reason(worker, unit, norm)
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold."""
         return {} if self._detector is None else {"detector": self._detector.state()}

@@ -15,6 +15,7 @@ from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.sharded_state import unstack_experts
 from megatron_ext.spes.arguments import argument_problems, complete_arguments, ownership_of
 from megatron_ext.spes.config import SpesConfig
+from megatron_ext.spes.held import held_bytes
 from megatron_ext.spes.load_balance import count_weights, decayed_factor
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SpesFeature(Feature):
 
     def __init__(self) -> None:
         self._args: Any = None
+        self._weighed: TrainContext | None = None
         self._expert_weights: Tensor | None = None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -90,8 +92,9 @@ class SpesFeature(Feature):
             unstack_experts(context.state["optimizer"])
 
     def on_train_start(self, context: TrainContext) -> None:
-        """Keep what `before_step` needs: by now Megatron knows how long the training is."""
+        """Keep what the steps need: by now Megatron knows how long the training is."""
         self._args = context.args
+        self._weighed = context
 
     def before_step(self, context: StepContext) -> None:
         """Bring the weights of the load-balancing loss up to date."""
@@ -101,3 +104,13 @@ class SpesFeature(Feature):
             owned = ownership.owned_by(args.sync_service_index)
             factor = decayed_factor(context.iteration, args.train_iters, config.decayed_factor_update_steps)
             self._expert_weights = None if factor == 1 else count_weights(ownership.experts, owned, factor)
+
+    def after_step(self, context: StepContext) -> None:
+        """Say once what training a part of the experts takes; before the first step there are no optimizer states."""
+        if not context.completed or self._weighed is None:
+            return
+        held = held_bytes(self._weighed.model, self._weighed.optimizer)
+        if held.optimizer == 0:  # fp16 skips the first steps
+            return
+        say(f"spes: this rank has {held.gradients} bytes of gradients and {held.optimizer} bytes of optimizer states")
+        self._weighed = None

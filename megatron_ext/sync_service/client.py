@@ -62,6 +62,15 @@ class RoundOutcome:
     message: str
     """Why this peer's contribution did not count."""
 
+    excluded: dict[str, str]
+    """Units in which the server's guards have left it out although it counted in others, with the reasons."""
+
+    sent: int
+    """Bytes of values, in the codec, that all processes of this peer have sent; the frames' heads do not count."""
+
+    received: int
+    """Bytes of values that they have received."""
+
 
 class SyncClient:
     """A peer, or one process of it. Not for several threads at once."""
@@ -217,6 +226,7 @@ class SyncClient:
             UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
         """
         number = self.round + 1
+        self._connection.take_traffic()  # of the start
         if not self.uploaded:
             self.upload(number, values, report or Report())
         return self.fetch(number, values)
@@ -262,12 +272,16 @@ class SyncClient:
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         adopted = self._adopt(answer, expected)
+        traffic = self._job.on_all(self._connection.take_traffic)
         return RoundOutcome(
             number=self.round,
             values=adopted,
             contributed=answer.contributed,
             contributors=answer.contributors,
             message=answer.message,
+            excluded=answer.excluded,
+            sent=sum(sent for sent, _ in traffic),
+            received=sum(received for _, received in traffic),
         )
 
     @property

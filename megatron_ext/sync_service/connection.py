@@ -93,6 +93,7 @@ class Connection:
         token = read_token(config.token_file)
         self._metadata = () if token is None else ((TOKEN_KEY, f"Bearer {token}"),)
         self._lock = threading.Lock()
+        self._sent = self._received = 0
         self._channel: Any = None
         self._stub: Any = None
 
@@ -129,6 +130,19 @@ class Connection:
     def stream(self, method: str, request: Any) -> Any:
         """Return an iterator over the messages of one try of a call."""
         return getattr(self._methods(), method)(request, timeout=self.config.call_seconds, metadata=self._metadata)
+
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Add to the bytes of values that went through this connection; what is sent again counts again."""
+        with self._lock:
+            self._sent += sent
+            self._received += received
+
+    def take_traffic(self) -> tuple[int, int]:
+        """Return the bytes that were sent and received since this was asked the last time."""
+        with self._lock:
+            traffic = self._sent, self._received
+            self._sent = self._received = 0
+        return traffic
 
     def again(self, what: str, once: Callable[[], _T]) -> _T:
         """Return what a function returns, calling it again while the server is away.

@@ -90,6 +90,7 @@ def _receive(
             arrived[places[index]] = values[places[index]].numel()
         for message in batch.frames:
             frame = _checked(message)
+            connection.count(received=len(frame.payload))
             place = (frame.name, frame.box)
             if place not in values or frame.offset != arrived[place]:
                 raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_prob
 from megatron_ext.sync_service.report import Report
 
 if TYPE_CHECKING:
-    from megatron_ext.sync_service.client import SyncClient
+    from megatron_ext.sync_service.client import RoundOutcome, SyncClient
     from megatron_ext.sync_service.job import Job
     from megatron_ext.sync_service.slices import Slices
 
@@ -67,8 +67,8 @@ class _Peer:
     losses: int = 0
     """Of how many steps; fewer than `steps` after a resume."""
 
-    contributors: int | None = None
-    """How many counted in the last round; None before the first."""
+    last: RoundOutcome | None = None
+    """The last round, without its values; None before the first."""
 
 
 class SyncServiceFeature(Feature):
@@ -160,11 +160,13 @@ class SyncServiceFeature(Feature):
         peer.values.refresh()
         peer.client.rest()
         peer.steps, peer.losses, peer.loss = 0, 0, None
-        peer.contributors = len(outcome.contributors)
+        peer.last = replace(outcome, values={})
         if not outcome.contributed:
             # It goes on from the others' weights; its moments would spoil them in the next step.
             peer.values.reset_broken_moments()
             say(f"sync service: round {outcome.number} went without this peer: {outcome.message or 'it came too late'}")
+        for unit, reason in outcome.excluded.items():
+            say(f"sync service: round {outcome.number} left this peer out of {unit}: {reason}")
 
     def on_train_end(self, context: TrainContext) -> None:
         """End the membership: nobody shall wait for this job any more."""
@@ -181,12 +183,17 @@ class SyncServiceFeature(Feature):
         context.timers.append(_TIMER)
         if context.printing:
             context.fields.append(("sync round", str(peer.client.round)))
-            if peer.contributors is not None and not peer.client.asynchronous:
-                context.fields.append(("peers", f"{peer.contributors}/{peer.client.peers}"))
+            if peer.last is not None:
+                if not peer.client.asynchronous:
+                    context.fields.append(("peers", f"{len(peer.last.contributors)}/{peer.client.peers}"))
+                context.fields.append(("sync MB up", f"{peer.last.sent / 1e6:.3f}"))
+                context.fields.append(("down", f"{peer.last.received / 1e6:.3f}"))
         if context.writing:
             context.scalars["sync-service/round"] = peer.client.round
-            if peer.contributors is not None:
-                context.scalars["sync-service/contributors"] = peer.contributors
+            if peer.last is not None:
+                context.scalars["sync-service/contributors"] = len(peer.last.contributors)
+                context.scalars["sync-service/bytes-up"] = peer.last.sent
+                context.scalars["sync-service/bytes-down"] = peer.last.received
 
     # Checkpoints.
 

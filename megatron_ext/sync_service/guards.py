@@ -51,6 +51,7 @@ class Guards:
         self._peers = peers
         self._penalty = Penalty(config, workers=peers, units=len(self.judged))
         self._verdicts: dict[Judged, Verdict] = {}
+        self._norms = torch.zeros(0)
         if state is not None:
             learned = _decoded(state)
             if "window" in learned and config.skip_anomaly and len(learned["window"]) != config.ewma_warmup_steps:
@@ -70,6 +71,7 @@ class Guards:
         for index, by_judged in squares.items():
             norms[index] = torch.tensor([by_judged.get(key, 0.0) for key in self.judged], dtype=torch.float64).sqrt()
         took_part = [int(index in squares) for index in range(self._peers)]
+        self._norms = norms
         decided = self._penalty.decide(norms, took_part)
         self._verdicts = dict(zip(self.judged, decided, strict=True))
 
@@ -96,6 +98,11 @@ class Guards:
     def excluded(self, spec: TensorSpec, index: int) -> bool:
         """Return whether a peer does not count in a tensor."""
         return index not in self._verdicts[judged_as(spec)].accepted
+
+    def reason(self, spec: TensorSpec, index: int) -> str:
+        """Return why a peer whose contribution is sound does not count in a tensor."""
+        unit = self.judged.index(judged_as(spec))
+        return self._penalty.reason(index, unit, float(self._norms[index, unit]))
 
     @property
     def clips(self) -> bool:

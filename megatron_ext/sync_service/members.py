@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 __all__ = ["Admission", "Member", "Policy", "RoundResult"]
 
@@ -66,6 +66,9 @@ class RoundResult:
 
     rejected: dict[str, str]
     """Who was in and did not count, with the reason."""
+
+    excluded: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Who counted, but not in these units, with the reasons."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,9 @@ class Answer:
     message: str
     """Why this one did not, or who is awaited."""
 
+    excluded: dict[str, str]
+    """Units in which this peer's contribution did not count although it did in others, with the reasons."""
+
     @property
     def is_committed(self) -> bool:
         """Whether the round is there."""
@@ -168,6 +171,7 @@ class Membership:
                     contributed=reply.contributed,
                     contributors=tuple(reply.contributors),
                     message=reply.message,
+                    excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
                 )
             if time.monotonic() > end:
                 raise UserError(

@@ -88,8 +88,8 @@ class Outcome:
     rejected: dict[str, str] = field(default_factory=dict)
     """By peer, why its contribution did not count."""
 
-    excluded: dict[str, list[str]] = field(default_factory=dict)
-    """By peer, the units in which the guards have left it out."""
+    excluded: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By peer, the units in which the guards have left it out, with the reasons."""
 
     merged: float = 0.0
     """How much experts took over from each other; 0 where nothing was merged."""
@@ -182,9 +182,10 @@ class Reduction:
         if self._guards is not None:
             self._guards.decide(sound)
             for contributor in contributors:
-                units = self._units_without(contributor, self._guards)
-                if units and contributor.peer not in outcome.rejected:
-                    outcome.excluded[contributor.peer] = units
+                if contributor.peer not in outcome.rejected:
+                    units = self._units_without(contributor, self._guards)
+                    if units:
+                        outcome.excluded[contributor.peer] = units
         return outcome
 
     def write(self, path: Path, contributors: list[Contributor], outcome: Outcome) -> SnapshotWriter:
@@ -247,11 +248,16 @@ class Reduction:
             squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + square
         return squares, None
 
-    def _units_without(self, contributor: Contributor, guards: Guards) -> list[str]:
-        """Return the units in which a peer does not count."""
-        trained = (spec for spec in self._catalog if spec.is_trained_by(contributor.index))
-        found = {judged_as(spec): None for spec in trained if guards.excluded(spec, contributor.index)}
-        return [f"{unit} (its own experts)" if is_owned else unit for unit, is_owned in found]
+    def _units_without(self, contributor: Contributor, guards: Guards) -> dict[str, str]:
+        """Return the units in which a peer does not count, with the reasons."""
+        index = contributor.index
+        found: dict[str, str] = {}
+        for spec in self._catalog:
+            unit, is_owned = judged_as(spec)
+            title = f"{unit} (its own experts)" if is_owned else unit
+            if title not in found and spec.is_trained_by(index) and guards.excluded(spec, index):
+                found[title] = guards.reason(spec, index)
+        return found
 
     def _clip_coefficients(
         self, contributors: list[Contributor], outcome: Outcome, guards: Guards

@@ -300,6 +300,7 @@ class RunState:
             digest=event["digest"],
             contributors=tuple(event["contributors"]),
             rejected=dict(event["rejected"]),
+            excluded=dict(event.get("excluded", {})),
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
         self.outer_scalars = event["outer_scalars"]

@@ -117,6 +117,7 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
                 return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
             taken, asked = run.result(caller.peer, request.round, again=request.again)
             reason = "" if asked is None else asked.rejected.get(caller.peer, "")
+            excluded = {} if asked is None else asked.excluded.get(caller.peer, {})
             return pb2.AwaitReply(
                 state=pb2.AwaitReply.COMMITTED,
                 newest_round=taken.number,
@@ -124,6 +125,7 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
                 contributed=asked is not None and caller.peer in asked.contributors,
                 contributors=[] if asked is None else asked.contributors,
                 message=reason,
+                excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
             )
 
     def Download(self, request: Any, context: Any) -> Iterator[Any]:

@@ -46,6 +46,7 @@ def upload(
     def send(job: list[Piece]) -> bool:
         def requests() -> Iterator[Any]:
             for frames in outgoing.batches(number, job, values):
+                connection.count(sent=sum(len(frame.payload) for frame in frames))
                 yield pb2.UploadRequest(caller=caller, round=number, frames=[frame.to_message() for frame in frames])
 
         return bool(connection.call("Upload", requests).closed)

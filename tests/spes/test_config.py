@@ -41,12 +41,17 @@ def test_the_readmes_keys_are_read(file: Path):
     assert found.ownership(4, 8) == Ownership.contiguous(4, 8)
 
 
-def test_the_shipped_files_belong_together():
+@pytest.mark.parametrize(("kind", "experts"), [("", 8), ("toy_", 16)])
+def test_the_shipped_files_belong_together(kind: str, experts: int):
     configs = Path(__file__).resolve().parents[2] / "configs"
-    run = read_config(configs / "spes_server.yaml")["runs"]["spes"]
-    peer = read_spes_config(configs / "spes_peer.yaml")
+    run = read_config(configs / f"spes_{kind}server.yaml")["runs"]["spes"]
+    peer = read_spes_config(configs / f"spes_{kind}peer.yaml")
     assert run.problems() == [] and (run.peers, run.sync_steps) == (peer.num_peers, peer.sync_steps)
-    assert peer.ownership(run.peers, 8) == Ownership.contiguous(4, 8)
+    assert peer.ownership(run.peers, experts) == Ownership.contiguous(4, experts)
+
+
+def test_what_the_shipped_file_shows_as_a_comment_works_too():
+    configs = Path(__file__).resolve().parents[2] / "configs"
     text = (configs / "spes_peer.yaml").read_text()
     for key in ("experts_per_peer", "expert_owners"):
         (line,) = re.findall(rf"# {key}: (\[.*\])", text)

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 
 from megatron_ext.hooks import StepContext, TrainContext
+from megatron_ext.spes import Ownership, training_bytes
 from megatron_ext.spes.feature import SpesFeature
 from tests.spes.test_arguments import FILE, FLAGS, completed
 from tests.support.presets import MOE
+from tests.support.pretrain import run_pretrain
 from tests.sync_service.jobs import (
     SINGLE,
     die_in_step,
     failing_job,
+    job_arguments,
     model_of,
     run_job,
     same_bits,
@@ -80,15 +83,20 @@ def watch_steps() -> None:
 
 
 def values_and_memory(model, optimizer, args):
-    """Probe: what `values_held` says, what each step has done, elements of gradient buffers and of Adam's states."""
-    from megatron_ext.params.optimizers import optimizer_members
+    """Probe: what `values_held` says, what each step has done, and `memory_held`."""
+    memory = memory_held(model, optimizer, args)
+    return (*values_held(model, optimizer, args), getattr(args, "steps_seen", []), memory)
 
-    buffers = sum(buffer.numel for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
-    states = sum(
-        state["exp_avg"].numel() for member in optimizer_members(optimizer) for state in member.optimizer.state.values()
-    )
-    trained = sum(parameter.numel() for chunk in model for parameter in chunk.parameters() if parameter.requires_grad)
-    return (*values_held(model, optimizer, args), getattr(args, "steps_seen", []), (buffers, states, trained))
+
+def memory_held(model, optimizer, args):
+    """Probe: bytes of weights, gradients and optimizer states, of the gradients' padding, and of what is trained."""
+    from megatron_ext.spes.held import held_bytes
+
+    buffers = [buffer for chunk in model for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    places = [place for buffer in buffers for place in buffer.param_index_map.values()]
+    padding = 4 * (sum(buffer.numel for buffer in buffers) - sum(stop - start for start, stop, *_ in places))
+    trained = 4 * sum(value.numel() for chunk in model for value in chunk.parameters() if value.requires_grad)
+    return held_bytes(model, optimizer), padding, trained
 
 
 def has_joined(service: Service) -> bool:
@@ -131,13 +139,34 @@ def test_what_a_peer_does_not_own_stays_as_it_is_until_the_next_round(undisturbe
             assert {f"decoder.layers.{layer}.mlp.router.weight" for layer in (0, 1)} <= changed
 
 
-def test_what_is_frozen_has_neither_gradients_nor_optimizer_states(undisturbed):
-    _, (single,), _ = undisturbed
-    buffers, states, trained = single.probe[4]
-    assert buffers == states == trained
-    frozen = sum(values.size for name, values in model_of([single]).items() if expert_of(name) in OWNED["b"])
-    assert trained == single.probe[2] - frozen
+def test_gradients_and_optimizer_states_are_those_of_what_is_trained_to_the_byte(undisturbed):
+    _, (single,), pair = undisturbed
+    shapes = {name: values.shape for name, values in model_of([single]).items()}
+    ownership = Ownership.interleaved(2, 4)
+    held, padding, _ = single.probe[4]
+    assert (held, padding) == (training_bytes(shapes, ownership, 0, weight_bytes=4), 0)
     assert "> megatron_ext: spes: trains 2 of 4 experts: 0, 2" in single.stdout
+    told = f"spes: this rank has {held.gradients} bytes of gradients and {held.optimizer} bytes of optimizer states"
+    assert single.stdout.count(told) == 1
+    # In bf16 with masters, and the distributed optimizer, which shares out the states and pads the gradients.
+    needed = training_bytes(shapes, ownership, 1)
+    assert sum(rank.probe[4][0].optimizer for rank in pair) == needed.optimizer
+    for rank in pair:
+        held, padding, trained = rank.probe[4]
+        assert held.gradients == trained + padding and 0 < padding < 0.05 * trained
+
+
+def test_training_all_experts_takes_what_theory_says_as_well(undisturbed):
+    alone = {f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")}
+    words = job_arguments(undisturbed[0], "none", SINGLE, **MODEL, **{**alone, "train_iters": 1})
+    (everything,) = run_pretrain(words, 1, probe=memory_held)
+    (single,) = undisturbed[1]
+    shapes = {name: values.shape for name, values in model_of([single]).items()}
+    held, padding, _ = everything.probe
+    assert (held, padding) == (training_bytes(shapes, weight_bytes=4), 0)
+    spared = 4 * sum(values.size for name, values in model_of([single]).items() if expert_of(name) in OWNED["b"])
+    own = single.probe[4][0]
+    assert (held.gradients - own.gradients, held.optimizer - own.optimizer) == (spared, 2 * spared)
 
 
 def test_peers_of_different_layouts_have_the_same_model_after_a_round(undisturbed):

@@ -73,7 +73,16 @@ def run_peer(job: dict[str, Any]) -> int:
             _report(
                 job,
                 client,
-                RoundOutcome(number=client.round, values=values, contributed=False, contributors=(), message=""),
+                RoundOutcome(
+                    number=client.round,
+                    values=values,
+                    contributed=False,
+                    contributors=(),
+                    message="",
+                    excluded={},
+                    sent=0,
+                    received=0,
+                ),
             )
             while client.round < job["rounds"]:
                 values = _interval(client, values, job)
@@ -119,6 +128,8 @@ def _report(job: dict[str, Any], client: SyncClient, outcome: RoundOutcome) -> N
         "contributed": outcome.contributed,
         "contributors": outcome.contributors,
         "message": outcome.message,
+        "excluded": outcome.excluded,
+        "traffic": [outcome.sent, outcome.received],
         "shown": {name: value.view(-1)[0].item() for name, value in outcome.values.items()},
     }
     with Path(job["report"]).open("a") as file:

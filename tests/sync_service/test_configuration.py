@@ -160,7 +160,7 @@ def test_a_bad_catalog_is_refused(specs: list[TensorSpec], problem: str):
         Catalog(specs)
 
 
-@pytest.mark.parametrize("name", ["sync_server_toy.yaml", "spes_server.yaml"])
+@pytest.mark.parametrize("name", ["sync_server_toy.yaml", "spes_server.yaml", "spes_toy_server.yaml"])
 def test_the_shipped_configurations_are_good(name: str):
     path = REPOSITORY / "configs" / name
     ServerConfig(**read_config(path)).check()

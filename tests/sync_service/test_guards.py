@@ -58,7 +58,18 @@ def test_an_anomalous_peer_is_left_out_of_the_unit_alone_and_experience_outlives
         assert not outcome.excluded
     peers = [moved(values, index, **({"a": 50.0} if index == 1 else {})) for index in range(PEERS)]
     found, outcome = rounds.make(*peers)
-    assert outcome.excluded == {"p1": ["layer.0"]} and not outcome.rejected
+    assert list(outcome.excluded) == ["p1"] and not outcome.rejected
+    ((unit, reason),) = outcome.excluded["p1"].items()
+    told = re.fullmatch(
+        r"the norm of its pseudo-gradient is ([\d.]+), ([\d.e+]+) standard deviations above its mean of ([\d.]+); "
+        r"the limit is ([\d.]+)",
+        reason,
+    )
+    assert unit == "layer.0" and told is not None, outcome.excluded
+    norm, deviations, mean, limit = map(float, told.groups())
+    # Beside tensor a there is nothing that all train in this unit.
+    assert norm == pytest.approx(float((values["a"] - peers[1]["a"]).norm()), rel=1e-3)
+    assert 0.9 < mean < 1.2 and deviations > limit >= 3
     assert torch.equal(found["a"], (peers[0]["a"] + peers[2]["a"]) / 2)
     assert torch.equal(found["b"], (peers[0]["b"] + peers[1]["b"] + peers[2]["b"]) / 3)
     # Its experts are judged by themselves.
@@ -67,7 +78,7 @@ def test_an_anomalous_peer_is_left_out_of_the_unit_alone_and_experience_outlives
     )
     peers = [moved(found, index, **({"e": 50.0} if index == 1 else {})) for index in range(PEERS)]
     again, outcome = rounds.make(*peers)
-    assert outcome.excluded == {"p1": ["layer.0 (its own experts)"]}
+    assert {peer: list(units) for peer, units in outcome.excluded.items()} == {"p1": ["layer.0 (its own experts)"]}
     assert torch.equal(again["e"], found["e"]) and torch.equal(again["both"], peers[0]["both"])
     assert torch.equal(again["a"], (peers[0]["a"] + peers[1]["a"] + peers[2]["a"]) / 3)
 
@@ -137,6 +148,21 @@ def test_experience_with_another_length_of_the_warm_up_is_refused(tmp_path: Path
     config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=PEERS, skip_anomaly=True, ewma_warmup_steps=5)
     with pytest.raises(UserError, match=re.escape("ewma_warmup_steps is 5, but the run's detector has learned with 4")):
         Guards(config, CATALOG, PEERS, rounds.before.metadata["guards"])
+
+
+def test_a_peer_is_told_what_did_not_count_and_why_also_by_a_restarted_server(make_service: Callable[..., Service]):
+    service = make_service(peers=2, skip_anomaly=True, ewma_warmup_steps=4)
+    server = service.start("round_committed:8")
+    peers = [service.peer("p0", 7), service.peer("p1", 7, values={"7": {"layer.0.weight": 9.0}})]
+    assert server.wait() != 0
+    service.start()
+    assert [peer.wait() for peer in peers] == [0, 0]
+    told = {name: service.seen(name)[7] for name in ("p0", "p1")}
+    assert told["p0"]["excluded"] == {} and all(entry["contributed"] for entry in told.values())
+    assert list(told["p1"]["excluded"]) == ["layer.0.weight"]
+    assert told["p1"]["excluded"]["layer.0.weight"].startswith("the norm of its pseudo-gradient is ")
+    assert service.events("committed")[-1]["excluded"] == {"p1": told["p1"]["excluded"]}
+    assert not any(entry["excluded"] for name in told for number, entry in service.seen(name).items() if number < 7)
 
 
 def test_a_server_says_at_its_start_that_it_cannot_go_on_with_the_experience(make_service: Callable[..., Service]):

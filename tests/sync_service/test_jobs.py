@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron jobs as peers: a real server, real toy trainings."""
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_the_iteration_line_tells_of_the_round(undisturbed):
     _, (first, _) = undisturbed
     lines = [line for line in first[0].stdout.splitlines() if re.search(r" iteration +\d", line)]
     assert "sync round: 0 |" in lines[2] and "peers" not in lines[2]
-    assert "sync round: 1 | peers: 2/2 |" in lines[3]
+    assert "sync round: 1 | peers: 2/2 | sync MB up: " in lines[3]
     assert "sync round: 2 | peers: 2/2 |" in lines[7]
 
 
@@ -133,6 +134,31 @@ def test_a_server_and_a_peer_in_mid_interval_that_are_killed_change_no_bit(
     assert samples_of(again) == list(range(49, 64, 2))
     assert same_bits(model_of(lasting.result()), model_of(again))
     assert digests(service) == digests(undisturbed[0])
+
+
+def test_a_job_says_what_of_it_did_not_count_and_why(make_service: MakeService):
+    service = make_service({"demo": {"peers": 1, "skip_anomaly": True, "ewma_warmup_steps": 3}})
+    service.start()
+    (rank,) = run_job(service, "a", SINGLE, sync_service_interval=1, before=go_astray)
+    said = [line for line in rank.stdout.splitlines() if "left this peer out of" in line]
+    (told,) = [line for line in said if "round 7" in line]
+    assert "sync service: round 7 left this peer out of layer.1: the norm of its pseudo-gradient is" in told
+
+
+def go_astray() -> None:
+    """Before: the seventh step makes something else of a weight."""
+    from megatron.training import training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(forward_step_func, data_iterator, model, *rest, **kwargs):
+        result = original(forward_step_func, data_iterator, model, *rest, **kwargs)
+        if kwargs["iteration"] == 6:
+            dict(model[0].named_parameters())["module.decoder.layers.1.mlp.linear_fc2.weight"].data.fill_(9.0)
+        return result
+
+    training.train_step = train_step
 
 
 def test_a_peer_that_joins_late_begins_with_the_newest_round(make_service: MakeService):

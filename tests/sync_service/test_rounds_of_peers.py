@@ -45,6 +45,9 @@ def test_peers_are_bit_identical_and_are_where_the_formula_says(make_service: Ma
         assert [service.seen(f"p{index}")[number]["digest"] for number in range(4)] == wanted
     assert [event["digest"] for event in service.events("committed")] == wanted
     assert service.events("committed")[-1]["contributors"] == ["p0", "p1", "p2"]
+    size = 4 * sum(value.numel() for value in start_values(5).values())
+    traffic = [service.seen(f"p{index}")[number]["traffic"] for index in range(3) for number in (1, 2, 3)]
+    assert traffic == [[size, size]] * 9
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
