@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
     EvaluationContext,
     Feature,
@@ -22,13 +19,14 @@ from megatron_ext.hooks import (
     StepContext,
     TrainContext,
 )
-from megatron_ext.local_sgd import checkpoint, round_log
+from megatron_ext.local_sgd import checkpoint, log_line
 from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
 from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport, plural
+from megatron_ext.local_sgd.round_writer import RoundWriter, round_log_path
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
@@ -59,7 +57,7 @@ class LocalSGDFeature(Feature):
         self._in_warmup = False
         self._last: RoundReport | None = None
         self._unwritten: RoundReport | None = None
-        self._round_log: Path | None = None
+        self._round_log: RoundWriter | None = None
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
         self._arrivals: Arrivals | None = None
@@ -119,9 +117,8 @@ class LocalSGDFeature(Feature):
         engine = self._build_engine(context.args, context.model, context.optimizer)
         self._last_iteration = context.args.train_iters
         if dist.get_rank() == 0:
-            self._round_log = _round_log_path(context.args)
-            if self._round_log is not None:
-                _check_round_log(self._round_log)
+            path = round_log_path(context.args)
+            self._round_log = None if path is None else RoundWriter(path)
         if not self._restored:
             self._make_equal()
         if config.sync_in_forward:
@@ -200,18 +197,8 @@ class LocalSGDFeature(Feature):
             self._last = self._unwritten = report
             for remark in report.remarks(engine.config.is_debug):
                 say(f"local SGD: {remark}")
-            self._write_round(report, iteration)
-
-    def _write_round(self, report: RoundReport, iteration: int) -> None:
-        """Append the round to its file. A full disk costs the file, not the run."""
-        if self._round_log is None:
-            return
-        entry = {"iteration": iteration + 1, "time": time.time(), **report.as_dict()}
-        try:
-            round_log.append_round(self._round_log, entry)
-        except OSError as error:
-            say(f"local SGD: rounds are no longer written to {self._round_log}: {error}")
-            self._round_log = None
+            if self._round_log is not None:
+                self._round_log.write(report, iteration)
 
     def may_exit(self, iteration: int) -> bool:
         """Let the run end where the workers meet anyway."""
@@ -259,54 +246,11 @@ class LocalSGDFeature(Feature):
         engine, groups = self._require_engine(), self._require_groups()
         context.timers.append(_TIMER)
         if context.printing:
-            self._average_losses(context)
-            context.fields.append(("outer round", str(engine.rounds)))
-            if self._last is not None:
-                context.fields.append(("pseudo-grad norm", f"{self._last.pseudo_gradient_norm:.3f}"))
-            left_out = set().union(*self._last.rejected.values()) if self._last is not None else set()
-            workers = groups.num_workers
-            context.fields.append(("workers", f"{workers - len(left_out)}/{workers}"))
-        report = self._unwritten
-        if context.writing and report is not None:
-            context.scalars.update(
-                {
-                    "local-sgd/round": report.round,
-                    "local-sgd/pseudo-grad-norm": report.pseudo_gradient_norm,
-                    "local-sgd/rejected": sum(map(len, report.rejected.values())),
-                    "local-sgd/bytes": report.bytes_sent,
-                    "local-sgd/sync-seconds": report.seconds,
-                    "local-sgd/waiting-seconds": report.waiting_seconds,
-                }
-            )
-            if report.cosine is not None:
-                context.scalars["local-sgd/cosine"] = report.cosine
+            log_line.average_losses(context, groups.across)
+            context.fields += log_line.fields(engine.rounds, self._last, groups.num_workers)
+        if context.writing and self._unwritten is not None:
+            context.scalars.update(log_line.scalars(self._unwritten))
             self._unwritten = None
-
-    @torch.no_grad()
-    def _average_losses(self, context: LogContext) -> None:
-        """Make the line print the mean over workers of each worker's mean loss since the last line.
-
-        Megatron is about to add this step's loss and to divide by its own count of advanced iterations, so the
-        sum is set to what gives the mean after that.
-        """
-        groups = self._require_groups()
-        totals = context.total_losses
-        advanced = int(totals.get("advanced iterations", 0)) + int(not context.skipped)
-        for name, loss in context.losses.items():
-            added = torch.zeros_like(loss) if context.skipped else loss
-            sums = torch.stack(
-                [
-                    (totals[name].view(-1)[0] if name in totals else torch.zeros_like(added).view(-1)[0])
-                    + added.view(-1)[0],
-                    torch.tensor(float(advanced), device=added.device),
-                ]
-            ).double()
-            mine = torch.stack([sums[0] / sums[1].clamp(min=1), (sums[1] > 0).double()])
-            dist.all_reduce(mine, group=groups.across)
-            mean = mine[0] / mine[1].clamp(min=1)
-            context.scalars[f"local-sgd/{name}"] = float(mean)
-            if advanced:
-                totals[name] = (mean * advanced - added.view(-1)[0]).float().view(1)
 
     # Checkpoints.
 
@@ -362,7 +306,7 @@ class LocalSGDFeature(Feature):
                 across=groups.across,
                 inside=groups.inside,
                 streaming=StreamingConfig.from_args(args),
-                observe=_round_log_path(args) is not None,
+                observe=round_log_path(args) is not None,
             )
         return self._engine
 
@@ -393,28 +337,3 @@ class LocalSGDFeature(Feature):
     def _require_values(self) -> InnerValues:
         assert self._values is not None, "local SGD: training has not started"
         return self._values
-
-
-def _round_log_path(args: Any) -> Path | None:
-    """Return where rounds are written, None for nowhere."""
-    wanted = args.local_sgd_round_log
-    if wanted is None:
-        # --save may name a place that is no folder of this machine, such as msc://bucket.
-        return Path(args.save) / round_log.FILE_NAME if args.save and "://" not in args.save else None
-    return None if wanted == "none" else Path(wanted)
-
-
-def _check_round_log(path: Path) -> None:
-    """Refuse a file that cannot be written at the start, instead of saying so hours later.
-
-    Raises:
-        UserError: with the way out.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise UserError(
-            f"--local-sgd-round-log {path}: rounds cannot be written there ({error.strerror}); give a file that can be "
-            "written, or 'none'"
-        ) from None
