@@ -77,8 +77,8 @@ def _facts(run: Mapping[str, Any]) -> str:
         ("Open round", str(run["open_round"]), ""),
         ("Peers", f"{len(run['peers'])}/{run['places']}", "" if run["asynchronous"] else f"quorum {run['quorum']}"),
         ("Newest round", _ago(run, newest["time"]) if newest else "none", ""),
-        ("Mean loss", figure_text(sum(losses) / len(losses)) if losses else "&ndash;", ""),
-        ("Uploaded for it", bytes_text(newest["bytes"]) if newest else "&ndash;", ""),
+        ("Mean loss in it", figure_text(sum(losses) / len(losses)) if losses else "&ndash;", ""),
+        ("Uploaded for that", bytes_text(newest["bytes"]) if newest else "&ndash;", ""),
         ("Model", bytes_text(run["model_bytes"]), "in fp32"),
     ]
     cells = (f"<div><span>{label}</span><b>{value}</b><small>{more}</small></div>" for label, value, more in facts)
