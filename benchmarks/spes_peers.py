@@ -8,10 +8,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "Job",
@@ -113,14 +114,15 @@ def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
 
 
 @contextmanager
-def server_of(folder: Path, peers: int, runs: Sequence[str]) -> Iterator[Server]:
-    """Run a server until the end of the block."""
+def server_of(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
+    """Run a server until the end of the block.
+
+    Args:
+        folder: of its files.
+        runs: their settings by name.
+    """
     config = folder / "server.yaml"
-    config.write_text(
-        json.dumps(
-            {"dir": str(folder / "state"), "bind": "127.0.0.1:0", "runs": {run: {"peers": peers} for run in runs}}
-        )
-    )
+    config.write_text(json.dumps({"dir": str(folder / "state"), "bind": "127.0.0.1:0", "runs": runs}))
     code = "import sys; from megatron_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
     log = folder / "server.log"
     with log.open("w") as file:

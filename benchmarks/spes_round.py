@@ -89,7 +89,7 @@ def _rounds(folder: Path, shapes: Shapes, options: argparse.Namespace) -> list[C
     for peers in options.peers:
         own = folder / f"p{peers}"
         own.mkdir()
-        with spes_peers.server_of(own, peers, ["fp32"]) as server, ExitStack() as stack:
+        with spes_peers.server_of(own, {"fp32": {"peers": peers}}) as server, ExitStack() as stack:
             bare = stack.enter_context(spes_peers.start_bare()) if peers == throughput_of else ""
             found = _run(_job(shapes, server, "fp32", options, bare=bare), peers)
         seconds, cpu = statistics.median(found.seconds), statistics.median(found.server_cpu)
@@ -115,7 +115,7 @@ def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
     cases = []
     own = folder / "bytes"
     own.mkdir()
-    with spes_peers.server_of(own, peers, list(BYTES_GOALS)) as server:
+    with spes_peers.server_of(own, {codec: {"peers": peers} for codec in BYTES_GOALS}) as server:
         for codec, goal in BYTES_GOALS.items():
             found = _run(_job(shapes, server, codec, options, counts_bytes=True), peers)
             fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))

@@ -17,11 +17,11 @@ from benchmarks.convergence.settings import VOCABULARY, WORKERS, Noise, Run, Stu
 from megatron_ext.local_sgd.round_log import read_rounds
 from tests.support.pretrain import run_pretrain
 
-__all__ = ["Measured", "finished", "make"]
+__all__ = ["TIMEOUT_SECONDS", "VALIDATION", "Measured", "count_parameters", "finished", "keep", "make"]
 
 TIMEOUT_SECONDS = 3600.0
 
-_VALIDATION = re.compile(r"validation loss at iteration (\d+).*lm loss value: ([\d.E+-]+)")
+VALIDATION = re.compile(r"validation loss at iteration (\d+).*lm loss value: ([\d.E+-]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +87,19 @@ def make(study: Study, run: Run) -> Measured:
         seconds=time.monotonic() - begin,
         training=[outcome.losses for outcome in outcomes],
         # Megatron prints it on the last rank.
-        validation={int(at): float(loss) for at, loss in _VALIDATION.findall(outcomes[-1].stdout)},
+        validation={int(at): float(loss) for at, loss in VALIDATION.findall(outcomes[-1].stdout)},
         rounds=read_rounds(study.round_log(run)) if study.round_log(run).is_file() else [],
     )
+    keep(study, run, measured)
+    return measured
+
+
+def keep(study: Study, run: Run, measured: Measured) -> None:
+    """Write down what a finished run measured."""
+    study.result(run).parent.mkdir(parents=True, exist_ok=True)
     partial_file = study.result(run).with_suffix(".partial")
     partial_file.write_text(json.dumps(asdict(measured)), encoding="utf-8")
     partial_file.replace(study.result(run))
-    return measured
 
 
 def count_parameters(model: Any, _optimizer: Any, _args: Any) -> int:

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation losses of SPES and of centralized training after the same tokens.
+
+    python -m benchmarks.spes_convergence [--json FILE]
+
+Trains a mixture of 16 experts (1.4 M parameters) on the source code of Python's standard library with
+examples/pretrain_gpt.py: as one job, and as four peers that own four experts each and meet at a sync server. A run that
+is finished is not made again, so the study can be interrupted, and made seed by seed. docs/spes.md tells what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.common import add_report_option, report
+from benchmarks.convergence.__main__ import prepare_corpus
+from benchmarks.convergence.figures import draw_convergence
+from benchmarks.convergence.results import compare, write
+from benchmarks.convergence.runs import Measured, finished
+from benchmarks.convergence.settings import Run
+from benchmarks.spes_convergence.runs import make
+from benchmarks.spes_convergence.settings import METHODS, SpesStudy
+from tests.support.distributed import REPOSITORY
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs that are asked for and missing, and report on all that there are."""
+    options = parser().parse_args(arguments)
+    study = SpesStudy(output=options.output.resolve())
+    prepare_corpus(study)
+    make_missing(study, options.methods, options.seeds)
+    report_on(study, options.seeds, options.json)
+    return 0
+
+
+def make_missing(study: SpesStudy, methods: Sequence[str], seeds: Sequence[int]) -> None:
+    """Make the runs of these methods that are not finished, and say how they went."""
+    # Seed by seed, so that an interrupted study has pairs.
+    wanted = [Run(method=method, seed=seed) for seed in seeds for method in study.methods if method.name in methods]
+    missing = [run for run in wanted if finished(study, run) is None]
+    print(f"{len(wanted)} runs of {study.iterations} iterations, {len(missing)} of them still to make", flush=True)
+    for run in missing:
+        measured = make(study, run)
+        print(f"{run.name}: validation loss {measured.final:.4f} after {measured.seconds:.0f} s", flush=True)
+
+
+def report_on(study: SpesStudy, seeds: Sequence[int], json_file: Path | None) -> None:
+    """Print the table, write results.json and the picture, from the runs that are finished."""
+    results: dict[Run, Measured] = {}
+    for run in [Run(method=method, seed=seed) for method in study.methods for seed in seeds]:
+        measured = finished(study, run)
+        if measured is not None:
+            results[run] = measured
+    print()
+    cases = compare(study, results, seeds)
+    write(study, results, study.output / "results.json")
+    draw_convergence(study, results, seeds, study.output / "convergence.png")
+    report(cases, json_file)
+    print(f"results.json and convergence.png are in {study.output}")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the study's options."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.spes_convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    names = [method.name for method in METHODS]
+    found.add_argument(
+        "--methods", nargs="+", choices=names, default=names, help="to run (all); the report is on all finished runs"
+    )
+    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of every method (1 2 3)")
+    found.add_argument(
+        "--output",
+        type=Path,
+        default=REPOSITORY / "outputs" / "spes" / "convergence",
+        help="folder for corpus, runs, results.json and picture (outputs/spes/convergence)",
+    )
+    add_report_option(found)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Making the study's runs: a centralized job, or a server and its peers."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.convergence.runs import TIMEOUT_SECONDS, VALIDATION, Measured, count_parameters, keep
+from benchmarks.convergence.settings import Run
+from benchmarks.spes_convergence.settings import RANKS, SpesStudy
+from benchmarks.spes_peers import server_of
+from tests.support.pretrain import RankOutcome, run_pretrain
+
+__all__ = ["make"]
+
+
+def make(study: SpesStudy, run: Run) -> Measured:
+    """Train, and write down what was measured once all is known.
+
+    Raises:
+        RuntimeError: after a round peers had different validation losses.
+    """
+    begin = time.monotonic()
+    jobs = train(study, run)
+    found = [validation(job[-1]) for job in jobs]
+    if any(losses != found[0] for losses in found):
+        raise RuntimeError(f"{run.name}: the peers' validation losses differ: {found}")
+    measured = Measured(
+        arguments=study.arguments(run),
+        parameters=jobs[0][0].record.probe,
+        seconds=time.monotonic() - begin,
+        training=[job[0].losses for job in jobs],
+        validation=found[0],
+        rounds=[],
+    )
+    keep(study, run, measured)
+    return measured
+
+
+def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
+    """Return the ranks of every job of a run."""
+    settings = study.server(run.method)
+    if settings is None:
+        return [run_pretrain(study.command(run), RANKS, probe=count_parameters, timeout=TIMEOUT_SECONDS)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server_of(Path(folder), {"spes": settings}) as server,
+        ThreadPoolExecutor(study.peers) as pool,
+    ):
+        jobs = [
+            pool.submit(
+                run_pretrain,
+                study.command(run, peer, server.address),
+                1,
+                probe=count_parameters,
+                timeout=TIMEOUT_SECONDS,
+            )
+            for peer in range(study.peers)
+        ]
+        return [job.result() for job in jobs]
+
+
+def validation(rank: RankOutcome) -> dict[int, float]:
+    """Return validation losses by iterations finished."""
+    return {int(at): float(loss) for at, loss in VALIDATION.findall(rank.stdout)}

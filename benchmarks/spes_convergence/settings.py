@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the study trains: the same mixture of experts at one place, and at peers that own a part of the experts each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.convergence.settings import VOCABULARY, Method, Noise, Run, Study
+from tests.support.presets import MOE, Options, toy_gpt
+
+__all__ = ["CENTRALIZED", "METHODS", "RANKS", "SpesMethod", "SpesStudy"]
+
+RANKS = 2
+"""Processes of the centralized job, data parallel."""
+
+MODEL: Options = {
+    **MOE,
+    "num_experts": 16,
+    "num_layers": 3,
+    "hidden_size": 128,
+    "ffn_hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+    "position_embedding_type": "rope",
+    "no_rope_fusion": True,
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "disable_bias_linear": True,
+}
+
+TRAINING: Options = {
+    "micro_batch_size": 8,
+    "lr": 2e-3,
+    "min_lr": 2e-4,
+    "lr_decay_style": "cosine",
+    "lr_warmup_iters": 50,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "clip_grad": 1.0,
+}
+
+SEQUENCES = 8
+"""Of a peer's step; a centralized step takes as many as all peers together."""
+
+VALIDATION_SEQUENCES = 128
+"""Of every evaluation; all runs of a seed see the same ones."""
+
+INTERVAL = 50
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpesMethod(Method):
+    """One way to train."""
+
+    server: dict[str, Any] | None = None
+    """Settings of the run at the server; None for the centralized job."""
+
+
+CENTRALIZED = SpesMethod(name="centralized", title="centralized", options={})
+FEDAVG = SpesMethod(
+    name="fedavg_h50",
+    title="all experts everywhere",
+    options={"using_spes": True, "using_dilico": True, "sync_service_interval": INTERVAL},
+    server={"sync_steps": INTERVAL},
+)
+SPES = SpesMethod(
+    name="spes_h50",
+    title="SPES",
+    options={"using_spes": True, "sync_service_interval": INTERVAL},
+    # Merging in every round, ever less until the last one.
+    server={"sync_steps": INTERVAL, "merge_interval": INTERVAL, "merge_alpha_start": 0.5, "merge_decay_steps": 500},
+    goal=1.03,
+)
+METHODS = (CENTRALIZED, FEDAVG, SPES)
+"""All of them; another one is one more entry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpesStudy(Study):
+    """Where everything is, and how long a run is."""
+
+    iterations: int = 500
+    """Of every run. All intervals end with it."""
+
+    evaluation: int = 100
+    """Iterations between evaluations, a whole number of intervals: peers then have the same weights."""
+
+    methods: tuple[Method, ...] = METHODS
+    """What is compared; the first is what the others are held against."""
+
+    noise: Noise = field(default_factory=lambda: Noise(methods=()))
+    """There is none here."""
+
+    peers: int = 4
+    """Which share out the experts evenly."""
+
+    @property
+    def experts(self) -> int:
+        """Of a layer."""
+        return int(str({**MODEL, **self.overrides}["num_experts"]))
+
+    def arguments(self, run: Run) -> list[str]:
+        """Return what makes a run: a command line that knows nothing of addresses, and the server's settings."""
+        server = self.server(run.method)
+        return self.command(run) + ([] if server is None else [f"server: {json.dumps(server, sort_keys=True)}"])
+
+    def server(self, method: Method) -> dict[str, Any] | None:
+        """Return the settings of the run at the server; None for the centralized job."""
+        settings = getattr(method, "server", None)
+        return None if settings is None else {"peers": self.peers, **settings}
+
+    def command(self, run: Run, peer: int = 0, address: str = "") -> list[str]:
+        """Return the command line of examples/pretrain_gpt.py.
+
+        Args:
+            run: the run.
+            peer: which one.
+            address: of the server.
+        """
+        together = 1 if self.server(run.method) is None else self.peers
+        sequences = SEQUENCES * self.peers // together
+        when: Options = {
+            "seed": run.seed,
+            "train_iters": self.iterations,
+            "eval_interval": self.evaluation,
+            "log_interval": self.evaluation,
+            "global_batch_size": sequences,
+            "eval_iters": VALIDATION_SEQUENCES // sequences,
+        }
+        data: Options = {
+            "mock_data": None,
+            "data_path": str(self.corpus),
+            # Each its own: Megatron's writers of index files do not expect other jobs.
+            "data_cache_path": str(self.output / "index-cache" / f"{run.method.name}-{peer}"),
+            "vocab_size": VOCABULARY,
+            "split": "95,5,0",
+        }
+        where: Options = {}
+        if together > 1:
+            shared_out = not run.method.options.get("using_dilico")
+            where = {
+                "spes_num_train_experts_per_node": self.experts // self.peers if shared_out else None,
+                "sync_service": address,
+                "sync_service_index": peer,
+                "sync_service_peers": self.peers,
+                # Should one fail, the others shall not wait for it for an hour.
+                "sync_service_round_seconds": 300,
+            }
+        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides)
