@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$megatron_ext/sync_service/sync.proto\x12\x14megatron_ext.sync.v1\"5\n\x06\x43\x61ller\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\"G\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06owners\x18\x04 \x03(\r\"\xc8\x02\n\x0fRegisterRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x41\n\x06\x63onfig\x18\x03 \x03(\x0b\x32\x31.megatron_ext.sync.v1.RegisterRequest.ConfigEntry\x12\x31\n\x07\x63\x61talog\x18\x04 \x03(\x0b\x32 .megatron_ext.sync.v1.TensorSpec\x12\x12\n\x05index\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05peers\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0c\x61synchronous\x18\x07 \x01(\x08\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_indexB\x08\n\x06_peers\"\x93\x01\n\rRegisterReply\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05peers\x18\x02 \x01(\r\x12\x12\n\nopen_round\x18\x03 \x01(\x04\x12\x10\n\x08uploaded\x18\x04 \x01(\x08\x12\x14\n\x0c\x61synchronous\x18\x05 \x01(\x08\x12\x18\n\x0b\x63ontributed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_contributed\"\x9b\x01\n\x05\x46rame\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x11\n\tbox_start\x18\x03 \x03(\x04\x12\x11\n\tbox_shape\x18\x04 \x03(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05\x63ount\x18\x06 \x01(\x04\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x0f\n\x07payload\x18\x08 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\t \x01(\x07\"L\n\nFrameBatch\x12+\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1b.megatron_ext.sync.v1.Frame\x12\x11\n\tunchanged\x18\x02 \x03(\r\"y\n\rUploadRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12+\n\x06\x66rames\x18\x03 \x03(\x0b\x32\x1b.megatron_ext.sync.v1.Frame\"A\n\x0bUploadReply\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x04\x12\x12\n\nduplicates\x18\x03 \x01(\x04\"\x86\x01\n\rCommitRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\x04loss\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x04 \x01(\x04H\x01\x88\x01\x01\x42\x07\n\x05_lossB\x08\n\x06_steps\"\x1d\n\x0b\x43ommitReply\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\"}\n\x0c\x41waitRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x10\n\x08uploaded\x18\x03 \x01(\x08\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05\x61gain\x18\x05 \x01(\x08\"\xe3\x01\n\nAwaitReply\x12\x35\n\x05state\x18\x01 \x01(\x0e\x32&.megatron_ext.sync.v1.AwaitReply.State\x12\x14\n\x0cnewest_round\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0b\x63ontributed\x18\x04 \x01(\x08\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x14\n\x0c\x63ontributors\x18\x06 \x03(\t\"<\n\x05State\x12\x0b\n\x07WAITING\x10\x00\x12\r\n\tCOMMITTED\x10\x01\x12\x0b\n\x07PUBLISH\x10\x02\x12\n\n\x06UPLOAD\x10\x03\"E\n\x05Slice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x10\n\x08\x65xpected\x18\x04 \x01(\x0c\"\x99\x01\n\x0f\x44ownloadRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12+\n\x06slices\x18\x03 \x03(\x0b\x32\x1b.megatron_ext.sync.v1.Slice\x12\x12\n\x05since\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_since\"<\n\x0cLeaveRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\"\x0c\n\nLeaveReply\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"9\n\x0c\x45victRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0c\n\nEvictReply\"\x0e\n\x0c\x44rainRequest\"\x1d\n\nDrainReply\x12\x0f\n\x07message\x18\x01 \x01(\t2\xf0\x05\n\x0bSyncService\x12V\n\x08Register\x12%.megatron_ext.sync.v1.RegisterRequest\x1a#.megatron_ext.sync.v1.RegisterReply\x12R\n\x06Upload\x12#.megatron_ext.sync.v1.UploadRequest\x1a!.megatron_ext.sync.v1.UploadReply(\x01\x12P\n\x06\x43ommit\x12#.megatron_ext.sync.v1.CommitRequest\x1a!.megatron_ext.sync.v1.CommitReply\x12M\n\x05\x41wait\x12\".megatron_ext.sync.v1.AwaitRequest\x1a .megatron_ext.sync.v1.AwaitReply\x12U\n\x08\x44ownload\x12%.megatron_ext.sync.v1.DownloadRequest\x1a .megatron_ext.sync.v1.FrameBatch0\x01\x12M\n\x05Leave\x12\".megatron_ext.sync.v1.LeaveRequest\x1a .megatron_ext.sync.v1.LeaveReply\x12P\n\x06Status\x12#.megatron_ext.sync.v1.StatusRequest\x1a!.megatron_ext.sync.v1.StatusReply\x12M\n\x05\x45vict\x12\".megatron_ext.sync.v1.EvictRequest\x1a .megatron_ext.sync.v1.EvictReply\x12M\n\x05\x44rain\x12\".megatron_ext.sync.v1.DrainRequest\x1a .megatron_ext.sync.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$megatron_ext/sync_service/sync.proto\x12\x14megatron_ext.sync.v1\"5\n\x06\x43\x61ller\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x10\n\x08instance\x18\x03 \x01(\t\"G\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x0c\n\x04unit\x18\x03 \x01(\t\x12\x0e\n\x06owners\x18\x04 \x03(\r\"\xc8\x02\n\x0fRegisterRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\x10\n\x08protocol\x18\x02 \x01(\r\x12\x41\n\x06\x63onfig\x18\x03 \x03(\x0b\x32\x31.megatron_ext.sync.v1.RegisterRequest.ConfigEntry\x12\x31\n\x07\x63\x61talog\x18\x04 \x03(\x0b\x32 .megatron_ext.sync.v1.TensorSpec\x12\x12\n\x05index\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x12\n\x05peers\x18\x06 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0c\x61synchronous\x18\x07 \x01(\x08\x1a-\n\x0b\x43onfigEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x42\x08\n\x06_indexB\x08\n\x06_peers\"\x93\x01\n\rRegisterReply\x12\r\n\x05index\x18\x01 \x01(\r\x12\r\n\x05peers\x18\x02 \x01(\r\x12\x12\n\nopen_round\x18\x03 \x01(\x04\x12\x10\n\x08uploaded\x18\x04 \x01(\x08\x12\x14\n\x0c\x61synchronous\x18\x05 \x01(\x08\x12\x18\n\x0b\x63ontributed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x42\x0e\n\x0c_contributed\"\x9b\x01\n\x05\x46rame\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\x11\n\tbox_start\x18\x03 \x03(\x04\x12\x11\n\tbox_shape\x18\x04 \x03(\x04\x12\x0e\n\x06offset\x18\x05 \x01(\x04\x12\r\n\x05\x63ount\x18\x06 \x01(\x04\x12\r\n\x05\x63odec\x18\x07 \x01(\t\x12\x0f\n\x07payload\x18\x08 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\t \x01(\x07\"L\n\nFrameBatch\x12+\n\x06\x66rames\x18\x01 \x03(\x0b\x32\x1b.megatron_ext.sync.v1.Frame\x12\x11\n\tunchanged\x18\x02 \x03(\r\"y\n\rUploadRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12+\n\x06\x66rames\x18\x03 \x03(\x0b\x32\x1b.megatron_ext.sync.v1.Frame\"A\n\x0bUploadReply\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x12\x0e\n\x06\x66rames\x18\x02 \x01(\x04\x12\x12\n\nduplicates\x18\x03 \x01(\x04\"\x9a\x01\n\rCommitRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x11\n\x04loss\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05steps\x18\x04 \x01(\x04H\x01\x88\x01\x01\x12\x12\n\ncan_repeat\x18\x05 \x01(\x08\x42\x07\n\x05_lossB\x08\n\x06_steps\".\n\x0b\x43ommitReply\x12\x0e\n\x06\x63losed\x18\x01 \x01(\x08\x12\x0f\n\x07missing\x18\x02 \x01(\t\"}\n\x0c\x41waitRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12\x10\n\x08uploaded\x18\x03 \x01(\x08\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05\x61gain\x18\x05 \x01(\x08\"\xe3\x01\n\nAwaitReply\x12\x35\n\x05state\x18\x01 \x01(\x0e\x32&.megatron_ext.sync.v1.AwaitReply.State\x12\x14\n\x0cnewest_round\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\x12\x13\n\x0b\x63ontributed\x18\x04 \x01(\x08\x12\x0f\n\x07message\x18\x05 \x01(\t\x12\x14\n\x0c\x63ontributors\x18\x06 \x03(\t\"<\n\x05State\x12\x0b\n\x07WAITING\x10\x00\x12\r\n\tCOMMITTED\x10\x01\x12\x0b\n\x07PUBLISH\x10\x02\x12\n\n\x06UPLOAD\x10\x03\"E\n\x05Slice\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x03(\x04\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x10\n\x08\x65xpected\x18\x04 \x01(\x0c\"\x99\x01\n\x0f\x44ownloadRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\x12\r\n\x05round\x18\x02 \x01(\x04\x12+\n\x06slices\x18\x03 \x03(\x0b\x32\x1b.megatron_ext.sync.v1.Slice\x12\x12\n\x05since\x18\x04 \x01(\x04H\x00\x88\x01\x01\x42\x08\n\x06_since\"<\n\x0cLeaveRequest\x12,\n\x06\x63\x61ller\x18\x01 \x01(\x0b\x32\x1c.megatron_ext.sync.v1.Caller\"\x0c\n\nLeaveReply\"\x0f\n\rStatusRequest\"\x1b\n\x0bStatusReply\x12\x0c\n\x04json\x18\x01 \x01(\t\"9\n\x0c\x45victRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\t\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x0c\n\nEvictReply\"\x0e\n\x0c\x44rainRequest\"\x1d\n\nDrainReply\x12\x0f\n\x07message\x18\x01 \x01(\t2\xf0\x05\n\x0bSyncService\x12V\n\x08Register\x12%.megatron_ext.sync.v1.RegisterRequest\x1a#.megatron_ext.sync.v1.RegisterReply\x12R\n\x06Upload\x12#.megatron_ext.sync.v1.UploadRequest\x1a!.megatron_ext.sync.v1.UploadReply(\x01\x12P\n\x06\x43ommit\x12#.megatron_ext.sync.v1.CommitRequest\x1a!.megatron_ext.sync.v1.CommitReply\x12M\n\x05\x41wait\x12\".megatron_ext.sync.v1.AwaitRequest\x1a .megatron_ext.sync.v1.AwaitReply\x12U\n\x08\x44ownload\x12%.megatron_ext.sync.v1.DownloadRequest\x1a .megatron_ext.sync.v1.FrameBatch0\x01\x12M\n\x05Leave\x12\".megatron_ext.sync.v1.LeaveRequest\x1a .megatron_ext.sync.v1.LeaveReply\x12P\n\x06Status\x12#.megatron_ext.sync.v1.StatusRequest\x1a!.megatron_ext.sync.v1.StatusReply\x12M\n\x05\x45vict\x12\".megatron_ext.sync.v1.EvictRequest\x1a .megatron_ext.sync.v1.EvictReply\x12M\n\x05\x44rain\x12\".megatron_ext.sync.v1.DrainRequest\x1a .megatron_ext.sync.v1.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,35 +53,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOADREPLY']._serialized_start=1030
   _globals['_UPLOADREPLY']._serialized_end=1095
   _globals['_COMMITREQUEST']._serialized_start=1098
-  _globals['_COMMITREQUEST']._serialized_end=1232
-  _globals['_COMMITREPLY']._serialized_start=1234
-  _globals['_COMMITREPLY']._serialized_end=1263
-  _globals['_AWAITREQUEST']._serialized_start=1265
-  _globals['_AWAITREQUEST']._serialized_end=1390
-  _globals['_AWAITREPLY']._serialized_start=1393
-  _globals['_AWAITREPLY']._serialized_end=1620
-  _globals['_AWAITREPLY_STATE']._serialized_start=1560
-  _globals['_AWAITREPLY_STATE']._serialized_end=1620
-  _globals['_SLICE']._serialized_start=1622
-  _globals['_SLICE']._serialized_end=1691
-  _globals['_DOWNLOADREQUEST']._serialized_start=1694
-  _globals['_DOWNLOADREQUEST']._serialized_end=1847
-  _globals['_LEAVEREQUEST']._serialized_start=1849
-  _globals['_LEAVEREQUEST']._serialized_end=1909
-  _globals['_LEAVEREPLY']._serialized_start=1911
-  _globals['_LEAVEREPLY']._serialized_end=1923
-  _globals['_STATUSREQUEST']._serialized_start=1925
-  _globals['_STATUSREQUEST']._serialized_end=1940
-  _globals['_STATUSREPLY']._serialized_start=1942
-  _globals['_STATUSREPLY']._serialized_end=1969
-  _globals['_EVICTREQUEST']._serialized_start=1971
-  _globals['_EVICTREQUEST']._serialized_end=2028
-  _globals['_EVICTREPLY']._serialized_start=2030
-  _globals['_EVICTREPLY']._serialized_end=2042
-  _globals['_DRAINREQUEST']._serialized_start=2044
-  _globals['_DRAINREQUEST']._serialized_end=2058
-  _globals['_DRAINREPLY']._serialized_start=2060
-  _globals['_DRAINREPLY']._serialized_end=2089
-  _globals['_SYNCSERVICE']._serialized_start=2092
-  _globals['_SYNCSERVICE']._serialized_end=2844
+  _globals['_COMMITREQUEST']._serialized_end=1252
+  _globals['_COMMITREPLY']._serialized_start=1254
+  _globals['_COMMITREPLY']._serialized_end=1300
+  _globals['_AWAITREQUEST']._serialized_start=1302
+  _globals['_AWAITREQUEST']._serialized_end=1427
+  _globals['_AWAITREPLY']._serialized_start=1430
+  _globals['_AWAITREPLY']._serialized_end=1657
+  _globals['_AWAITREPLY_STATE']._serialized_start=1597
+  _globals['_AWAITREPLY_STATE']._serialized_end=1657
+  _globals['_SLICE']._serialized_start=1659
+  _globals['_SLICE']._serialized_end=1728
+  _globals['_DOWNLOADREQUEST']._serialized_start=1731
+  _globals['_DOWNLOADREQUEST']._serialized_end=1884
+  _globals['_LEAVEREQUEST']._serialized_start=1886
+  _globals['_LEAVEREQUEST']._serialized_end=1946
+  _globals['_LEAVEREPLY']._serialized_start=1948
+  _globals['_LEAVEREPLY']._serialized_end=1960
+  _globals['_STATUSREQUEST']._serialized_start=1962
+  _globals['_STATUSREQUEST']._serialized_end=1977
+  _globals['_STATUSREPLY']._serialized_start=1979
+  _globals['_STATUSREPLY']._serialized_end=2006
+  _globals['_EVICTREQUEST']._serialized_start=2008
+  _globals['_EVICTREQUEST']._serialized_end=2065
+  _globals['_EVICTREPLY']._serialized_start=2067
+  _globals['_EVICTREPLY']._serialized_end=2079
+  _globals['_DRAINREQUEST']._serialized_start=2081
+  _globals['_DRAINREQUEST']._serialized_end=2095
+  _globals['_DRAINREPLY']._serialized_start=2097
+  _globals['_DRAINREPLY']._serialized_end=2126
+  _globals['_SYNCSERVICE']._serialized_start=2129
+  _globals['_SYNCSERVICE']._serialized_end=2881
 # @@protoc_insertion_point(module_scope)
