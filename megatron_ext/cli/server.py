@@ -54,6 +54,7 @@ def _add_start(actions: Any) -> None:
     )
     start.add_argument("--config", type=Path, metavar="FILE", help="YAML file; see configs/sync_server_toy.yaml")
     start.add_argument("--dir", metavar="DIR", help="folder of the durable state")
+    start.add_argument("--state", metavar="URL", help="copy of that state for another machine, such as s3://bucket/x")
     start.add_argument("--bind", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:50051)")
     start.add_argument("--token-file", metavar="FILE", help="file with the token that every caller has to show")
     start.add_argument("--tls-cert", metavar="FILE", help="the server's certificate chain (PEM); switches TLS on")
@@ -116,7 +117,7 @@ def run_start(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {} if args.config is None else read_config(args.config)
     tls = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "insecure")
-    flags = ("dir", "bind", *tls, "status_port", "status_host")
+    flags = ("dir", "state", "bind", *tls, "status_port", "status_host")
     given |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     of_run = [entry.name for entry in fields(RunConfig) if hasattr(args, entry.name)]
     run = {name: getattr(args, name) for name in of_run if getattr(args, name) is not None}

@@ -42,6 +42,9 @@ __all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
 
 log = logging.getLogger(__name__)
 
+_UPLOADS = 3
+"""How many times a contribution is uploaded when servers lose it meanwhile."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOutcome:
@@ -247,8 +250,16 @@ class SyncClient:
         """
         if report is not None:
             self._report = report
-        closed = any(self._job.on_all(lambda: self._upload(number, values)))
-        closed = closed or self._membership.commit(number, self._report)
+        for _ in range(_UPLOADS):
+            closed, missing = any(self._job.on_all(lambda: self._upload(number, values))), ""
+            if not closed:
+                closed, missing = self._membership.commit(number, self._report)
+            if not missing:
+                break
+            # A server that goes on elsewhere has the rounds, and not what was uploaded since.
+            log.warning("%s; uploading it again", missing)
+        else:
+            raise UserError(f"{missing}, though it was uploaded {_UPLOADS} times")
         self.uploaded = not closed
         self._sent = number
         return not closed

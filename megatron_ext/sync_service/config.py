@@ -26,6 +26,10 @@ class ServerConfig:
     dir: str
     """Folder of the durable state; made when it is not there."""
 
+    state: str | None = None
+    """URL of a copy of that state, such as s3://bucket/folder (through fsspec), from which another machine can go on;
+    none unless given. Only one server at a time may use it."""
+
     bind: str = "127.0.0.1:50051"
     """Address and port to listen at. Port 0 takes a free one, which is printed."""
 
@@ -71,6 +75,8 @@ class ServerConfig:
                 f"bind is {self.bind}, which others reach, so that token_file, tls_cert and tls_key are needed; give "
                 "them, listen at 127.0.0.1, or say insecure (--insecure)"
             )
+        if self.state is not None and "://" not in self.state:
+            found.append(f"state is {self.state!r}; give a URL such as s3://bucket/folder (the folder here is dir)")
         if (self.tls_cert is None) != (self.tls_key is None):
             found.append("tls_cert and tls_key belong together; give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:

@@ -12,6 +12,7 @@ import json
 import os
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,12 @@ Event = dict[str, Any]
 class Journal:
     """The file, open for appending. Not for several threads at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, copy: Callable[[bytes], None] | None = None) -> None:
         """Open or create the file, and read what is there into `events`.
+
+        Args:
+            path: of the file.
+            copy: is given every line that is appended, which has happened when that returns; it may raise OSError.
 
         A last line that is not whole is cut off: the server died while it wrote it, so nobody was told of it.
 
@@ -35,6 +40,7 @@ class Journal:
             UserError: a line in the middle is damaged.
         """
         self.path = path
+        self._copy = copy
         self.events: list[Event] = []
         self._file = path.open("a+b", buffering=0)
         self._file.seek(0)
@@ -70,6 +76,8 @@ class Journal:
             if written != len(line):
                 raise OSError(errno.ENOSPC, "the disk is full", str(self.path))
             os.fsync(self._file.fileno())
+            if self._copy is not None:
+                self._copy(line)
         except OSError:
             self._file.truncate(self._size)
             raise

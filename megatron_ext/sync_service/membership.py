@@ -125,18 +125,28 @@ class Membership:
 
         return self._job.on_first(register)
 
-    def commit(self, number: int, report: Report) -> bool:
-        """Say that the contribution to a round is whole; return whether the round was closed before.
+    def commit(self, number: int, report: Report) -> tuple[bool, str]:
+        """Say that the contribution to a round is whole.
 
         Args:
             number: the round.
             report: what the first process says of the interval.
 
+        Returns:
+            Whether the round was closed before, and what the contribution lacks, empty when nothing.
+
         Raises:
             UserError: the server refuses.
         """
-        request = pb2.CommitRequest(caller=self.caller, round=number, loss=report.loss, steps=report.steps)
-        return self._job.on_first(lambda: bool(self._connection.call("Commit", request).closed))
+        request = pb2.CommitRequest(
+            caller=self.caller, round=number, loss=report.loss, steps=report.steps, can_repeat=True
+        )
+
+        def commit() -> tuple[bool, str]:
+            reply = self._connection.call("Commit", request)
+            return reply.closed, reply.missing
+
+        return self._job.on_first(commit)
 
     def ask(self, number: int, *, uploaded: bool, end: float, again: bool = False) -> Answer:
         """Return what the server says of a round once that is more than to wait.

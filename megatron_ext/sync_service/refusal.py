@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["Reason", "Refusal"]
+__all__ = ["NotWhole", "Reason", "Refusal"]
 
 Reason = Literal["invalid", "state", "denied", "not_found", "damaged", "later"]
 """invalid: the request is wrong in itself. state: not now, or not by this caller. denied: the caller is out.
@@ -18,3 +18,10 @@ class Refusal(Exception):
     def __init__(self, reason: Reason, message: str) -> None:
         super().__init__(message)
         self.reason: Reason = reason
+
+
+class NotWhole(Refusal):
+    """A contribution lacks something that its peer has to upload (again)."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("state", message)

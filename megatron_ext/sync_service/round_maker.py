@@ -146,6 +146,7 @@ class RoundMaker:
         self._failpoints.hit("snapshot_written")
         writer.publish()
         self._failpoints.hit("snapshot_renamed")
+        store.copy_snapshot(number)
         return outcome
 
     def _came(self, number: int) -> dict[str, float]:

@@ -16,7 +16,8 @@ from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.handshake import INTERVAL, check_against, check_alone
 from megatron_ext.sync_service.members import Admission, Member, RoundResult
-from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.refusal import NotWhole, Refusal
+from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
@@ -38,6 +39,7 @@ class Run:
         folder: Path,
         *,
         keep_snapshots: int,
+        remote: RemoteState | None = None,
         failpoints: Failpoints,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
@@ -48,6 +50,7 @@ class Run:
             config: of the run.
             folder: where its state is; made when it is not there.
             keep_snapshots: how many committed rounds stay on the disk.
+            remote: a copy of its state elsewhere.
             failpoints: where to die in tests.
             on_fatal: called with what ended the thread that makes the rounds.
 
@@ -60,7 +63,7 @@ class Run:
         self._changed = threading.Condition()
         self._stopping = False
         self._draining = Draining()
-        self._store = RunStore(name, config, folder, keep_snapshots)
+        self._store = RunStore(name, config, folder, keep_snapshots, remote)
         self._state = self._store.state
         self._maker = RoundMaker(config, self._store, self._changed, failpoints, on_fatal)
 
@@ -160,7 +163,8 @@ class Run:
             Whether the round was closed before.
 
         Raises:
-            Refusal: it is not whole, or the caller is refused.
+            NotWhole: it is not whole, perhaps because a former server had the rest.
+            Refusal: the caller is refused.
             OSError: the disk refuses.
         """
         if self.config.step_weights and number > 0 and not report.steps:
@@ -173,7 +177,7 @@ class Run:
             index = self._caller(peer, instance).index
         missing = self._store.missing(contribution, index, number)
         if missing is not None:
-            raise Refusal("state", f"the contribution to round {number} is not whole: {missing}")
+            raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
         contribution.sync()
         self._failpoints.hit("upload_synced")
         with self._changed:

@@ -19,6 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
+from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.security import TokenInterceptor, read_token, server_credentials
 from megatron_ext.sync_service.servicer import Servicer
@@ -67,6 +68,7 @@ class Server:
                 run,
                 folder / "runs" / name,
                 keep_snapshots=config.keep_snapshots,
+                remote=None if config.state is None else RemoteState(config.state, name),
                 failpoints=failpoints or Failpoints(),
                 on_fatal=self._fail,
             )

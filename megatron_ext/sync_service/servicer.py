@@ -14,7 +14,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
-from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
@@ -101,7 +101,12 @@ class Servicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated
                 loss=request.loss if request.HasField("loss") else None,
                 steps=request.steps if request.HasField("steps") else None,
             )
-            closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
+            try:
+                closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
+            except NotWhole as problem:
+                if not request.can_repeat:
+                    raise
+                return pb2.CommitReply(missing=str(problem))
             return pb2.CommitReply(closed=closed)
 
     def Await(self, request: Any, context: Any) -> Any:

@@ -22,6 +22,7 @@ from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, sync_folder
+from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 from megatron_ext.sync_service.spool import Contribution, Spool
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 class RunStore:
     """The durable state of a run. Not for several threads at once."""
 
-    def __init__(self, name: str, config: RunConfig, folder: Path, keep_snapshots: int) -> None:
+    def __init__(
+        self, name: str, config: RunConfig, folder: Path, keep_snapshots: int, remote: RemoteState | None = None
+    ) -> None:
         """Open the folder and go on from what is there.
 
         Args:
@@ -42,6 +45,7 @@ class RunStore:
             config: of the run.
             folder: where the state is; made when it is not there.
             keep_snapshots: how many committed rounds stay on the disk.
+            remote: a copy of it elsewhere, to go on from and to keep up.
 
         Raises:
             UserError: the state is damaged or was made with another configuration.
@@ -53,7 +57,13 @@ class RunStore:
         self._folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, *list(folder.parents)[:2]):
             sync_folder(parent)
-        self._journal = Journal(folder / "journal.jsonl")
+        self._remote = remote
+        if remote is not None:
+            try:
+                remote.meet(folder)
+            except OSError as error:
+                raise UserError(f"run {name}: {error}") from error
+        self._journal = Journal(folder / "journal.jsonl", None if remote is None else remote.append)
         kind = AsynchronousState if config.is_asynchronous else RunState
         self.state: RunState = kind(config.policy)
         self.history = History()
@@ -154,6 +164,15 @@ class RunStore:
         """Return where the snapshot of a round is."""
         return self._folder / snapshot_name(number)
 
+    def copy_snapshot(self, number: int) -> None:
+        """Bring the snapshot of a round that is about to be committed to where the copy of this state is.
+
+        Raises:
+            OSError: it could not be written there.
+        """
+        if self._remote is not None:
+            self._remote.put_snapshot(self.snapshot_path(number))
+
     def commit(self, event: Event, snapshot: Snapshot) -> None:
         """Let the event happen that commits the open round, and go on to the next one."""
         self.record(event)
@@ -166,6 +185,8 @@ class RunStore:
         for number in [number for number in self.snapshots if number < self.state.open_round - self._keep]:
             # A download that is under way keeps the file open.
             self.snapshots.pop(number).path.unlink(missing_ok=True)
+        if self._remote is not None:
+            self._remote.drop_snapshots({snapshot_name(number) for number in self.snapshots})
 
     def close(self) -> None:
         """Close the journal."""

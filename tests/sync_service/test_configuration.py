@@ -53,7 +53,7 @@ RUN = {"r": RunConfig(peers=2)}
             "run r: skip_anomaly cannot be combined with rounds: asynchronous yet",
         ),
         (
-            "runs: {r: {peers: 2, rounds: asynchronous, outer_optimizer: adam, outer_optimizer_lr: 0.1}}",
+            "runs: {r: {peers: 2, rounds: asynchronous, outer_optimizer: sgd, outer_optimizer_nesterov: false}}",
             "run r: rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd",
         ),
         ("runs: [r]", "runs must be a mapping"),
@@ -63,6 +63,12 @@ RUN = {"r": RunConfig(peers=2)}
         ("tls_key: k.pem\nruns: {r: {peers: 2}}", "tls_cert and tls_key belong together"),
         ("token_file: none.txt\nruns: {r: {peers: 2}}", "token_file .*none.txt: cannot be read: No such file"),
         ("keep_snapshots: 0\nruns: {r: {peers: 2}}", "keep_snapshots is 0"),
+        ("state: /data\nruns: {r: {peers: 2}}", "state is '/data'; give a URL such as s3://bucket/folder"),
+        ("state: dropbox://x\nruns: {r: {peers: 2}}", "state dropbox://x: .*[Ii]nstall"),
+        (
+            "state: nowhere://x\nruns: {r: {peers: 2}}",
+            "state nowhere://x: cannot be used: ValueError: Protocol not known",
+        ),
         ("status_port: 70000\nruns: {r: {peers: 2}}", "status_port is 70000; it must be 0 to 65535"),
         ("status_host: 0.0.0.0\nruns: {r: {peers: 2}}", "status_host is 0.0.0.0, and there is no status_port; add it"),
         ("{", "is not YAML"),

@@ -86,13 +86,15 @@ def _facts(run: Mapping[str, Any]) -> str:
 
 
 def _peers(run: Mapping[str, Any]) -> str:
-    rows = [_peer(run, peer, *_state(run, peer), "") for peer in run["peers"]]
+    latest = {key: _newest_by_peer(run, key) for key in ("losses", "steps")}
+    latest["counted"] = {name: entry["round"] for entry in run["rounds"] for name in entry["contributors"]}
+    rows = [_peer(run, peer, latest, *_state(run, peer), "") for peer in run["peers"]]
     here = {peer["peer"] for peer in run["peers"]}
     gone = {entry["peer"]: entry["kind"] for entry in run["incidents"] if entry["kind"] in ("evicted", "left")}
     for name, kind in gone.items():
         if name not in here and name in run["indices"]:
             peer = {"peer": name, "index": run["indices"][name], "bytes_uploaded": 0, "last_seen": None}
-            rows.append(_peer(run, peer, _TAGS.get(kind, ""), kind, "gone"))
+            rows.append(_peer(run, peer, latest, _TAGS.get(kind, ""), kind, "gone"))
     if not rows:
         return '<p class="none">nobody is here</p>'
     return (
@@ -103,17 +105,20 @@ def _peers(run: Mapping[str, Any]) -> str:
     )
 
 
-def _peer(run: Mapping[str, Any], peer: Mapping[str, Any], tag: str, state: str, row: str) -> str:
+def _peer(
+    run: Mapping[str, Any], peer: Mapping[str, Any], latest: Mapping[str, Any], tag: str, state: str, row: str
+) -> str:
     """Return the row of a peer."""
-    name, losses, steps = peer["peer"], _newest_by_peer(run, "losses"), _newest_by_peer(run, "steps")
-    loss = figure_text(losses[name]) if name in losses else "&ndash;"
+    name = peer["peer"]
+    counted, steps = (latest[key].get(name, "&ndash;") for key in ("counted", "steps"))
+    loss = figure_text(latest["losses"][name]) if name in latest["losses"] else "&ndash;"
     uploaded = bytes_text(peer["bytes_uploaded"]) if peer["bytes_uploaded"] else "&ndash;"
     seen = _ago(run, peer["last_seen"]) if peer["last_seen"] is not None else "&ndash;"
     return (
         f'<tr class="{row}"><td class="text">{_swatch(_colour(peer["index"]))}{escape(name)}</td>'
         f'<td class="number wide">{peer["index"]}</td><td><span class="tag {tag}">{escape(state)}</span></td>'
-        f'<td class="number">{_last_round(run, name)}</td><td class="number">{loss}</td>'
-        f'<td class="number wide">{steps.get(name, "&ndash;")}</td>'
+        f'<td class="number">{counted}</td><td class="number">{loss}</td>'
+        f'<td class="number wide">{steps}</td>'
         f'<td class="number wide">{uploaded}</td><td class="number">{seen}</td></tr>'
     )
 
@@ -129,12 +134,6 @@ def _state(run: Mapping[str, Any], peer: Mapping[str, Any]) -> tuple[str, str]:
     if not peer["awaited"]:
         return "warn", f"missed {peer['missed']}"
     return "", "training"
-
-
-def _last_round(run: Mapping[str, Any], peer: str) -> str:
-    """Return the number of the last round in which a peer counted."""
-    counted = (entry["round"] for entry in reversed(run["rounds"]) if peer in entry["contributors"])
-    return str(next(counted, "&ndash;"))
 
 
 def _charts(run: Mapping[str, Any]) -> str:

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A copy of a run's durable state at a URL, through fsspec: another machine can go on from it.
+
+    URL/RUN/journal/part-N.jsonl                 the lines of the journal, so many in each part
+    URL/RUN/snapshots/round-N.safetensors        the values of the newest rounds
+
+The server works in its folder. An event has happened once its line is in both places; the snapshot of a round is there
+before the line that commits it. Contributions to the open round are not copied: their peers send them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+
+__all__ = ["LINES", "RemoteState"]
+
+log = logging.getLogger(__name__)
+
+LINES = 500
+"""Of the journal in a part: object stores cannot append, so that the last part is written anew with every line."""
+
+
+class RemoteState:
+    """The copy of one run. Not for several threads at once, but that a snapshot may be put beside all else."""
+
+    def __init__(self, url: str, run: str) -> None:
+        """Find what is there.
+
+        Args:
+            url: such as s3://bucket/folder.
+            run: the run id.
+
+        Raises:
+            UserError: fsspec or what it needs for this kind of URL is not installed, or the place cannot be used.
+        """
+        self._url = url
+        try:
+            import fsspec
+        except ImportError as error:
+            raise UserError(f"state {url}: needs the package fsspec; install it with: pip install fsspec") from error
+        try:
+            self._files, root = fsspec.core.url_to_fs(url)
+            self._root = f"{root.rstrip('/')}/{run}"
+            self._files.makedirs(f"{self._root}/journal", exist_ok=True)
+            self._files.makedirs(f"{self._root}/snapshots", exist_ok=True)
+        except ImportError as error:
+            raise UserError(f"state {url}: {error}") from error
+        # Every kind of store has errors of its own.
+        except Exception as error:
+            raise UserError(f"state {url}: cannot be used: {type(error).__name__}: {error}") from error
+        with self._reading():
+            self._parts = [self._files.cat_file(path) for path in self._listed("journal")]
+
+    def meet(self, folder: Path) -> None:
+        """Bring the copy and the server's folder to the same state, that of the one which has seen more.
+
+        Args:
+            folder: of the run.
+
+        Raises:
+            UserError: each has seen what the other has not, or one cannot be read.
+            OSError: the copy cannot be written.
+        """
+        path = folder / "journal.jsonl"
+        here, there = path.read_bytes() if path.exists() else b"", b"".join(self._parts)
+        # A line that was cut off has not happened.
+        here = here[: here.rfind(b"\n") + 1]
+        if here.startswith(there):
+            for line in here[len(there) :].splitlines(keepends=True):
+                self._parts = _extended(self._parts, line)
+            for number in range(there.count(b"\n") // LINES, len(self._parts)):
+                self._put_part(number, self._parts[number])
+            sizes = self._snapshot_sizes()
+            for snapshot in (folder / "snapshots").glob("*.safetensors"):
+                # One of the same name and size was copied before its round was committed.
+                if sizes.get(snapshot.name) != snapshot.stat().st_size:
+                    self.put_snapshot(snapshot)
+            return
+        if not there.startswith(here):
+            raise UserError(
+                f"state {self._url}: has another history than {folder}: two servers have used it, or another run of "
+                "that name; give another URL, or move that folder away to go on from the URL"
+            )
+        log.info("run in %s goes on from %s", folder, self._url)
+        # What was uploaded there has been overtaken.
+        shutil.rmtree(folder / "spool", ignore_errors=True)
+        (folder / "snapshots").mkdir(parents=True, exist_ok=True)
+        with self._reading():
+            for name in self._listed("snapshots"):
+                self._files.get_file(name, str(folder / "snapshots" / name.rpartition("/")[2]))
+        path.with_suffix(".new").write_bytes(there)
+        path.with_suffix(".new").replace(path)
+
+    def append(self, line: bytes) -> None:
+        """Add a line.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        parts = _extended(self._parts, line)
+        self._put_part(len(parts) - 1, parts[-1])
+        self._parts = parts
+
+    def put_snapshot(self, path: Path) -> None:
+        """Copy a snapshot there.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        with self._writing():
+            self._files.put_file(str(path), f"{self._root}/snapshots/{path.name}")
+
+    def drop_snapshots(self, wanted: Set[str]) -> None:
+        """Remove the snapshots of other names; the log says when they cannot be removed."""
+        try:
+            with self._writing():
+                for path in self._listed("snapshots"):
+                    if path.rpartition("/")[2] not in wanted:
+                        self._files.rm_file(path)
+        except OSError as error:
+            log.warning("%s; old snapshots stay", error)
+
+    def _put_part(self, number: int, content: bytes) -> None:
+        with self._writing():
+            self._files.pipe_file(f"{self._root}/journal/part-{number:08d}.jsonl", content)
+
+    def _snapshot_sizes(self) -> dict[str, int]:
+        with self._reading():
+            return {path.rpartition("/")[2]: int(self._files.size(path)) for path in self._listed("snapshots")}
+
+    def _listed(self, folder: str) -> list[str]:
+        self._files.invalidate_cache()
+        return sorted(str(path) for path in self._files.ls(f"{self._root}/{folder}", detail=False))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserError(f"state {self._url}: cannot be read: {type(error).__name__}: {error}") from error
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise OSError(f"state {self._url} cannot be written: {type(error).__name__}: {error}") from error
+
+
+def _extended(parts: list[bytes], line: bytes) -> list[bytes]:
+    """Return the parts of a journal with one more line."""
+    if not parts or parts[-1].count(b"\n") >= LINES:
+        return [*parts, line]
+    return [*parts[:-1], parts[-1] + line]

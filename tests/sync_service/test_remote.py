@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The copy of the server's state at a URL: another machine goes on from it, and nothing is lost that was committed."""
+
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service import remote as remote_module
+from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.store import RunStore
+from tests.sync_service.service import Service
+from tests.sync_service.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
+from tests.sync_service.test_on_disk import CATALOG, snapshot
+
+MakeService = Callable[..., Service]
+CONFIG = RunConfig(peers=2)
+FIGURES: dict[str, Any] = {"digest": "", "rejected": {}, "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
+
+
+@pytest.fixture(autouse=True)
+def empty_memory():
+    """fsspec's memory is one for the whole process."""
+    fsspec.filesystem("memory").store.clear()
+
+
+def store_at(folder: Path, url: str = "memory://bucket/state") -> RunStore:
+    return RunStore("r", CONFIG, folder, 2, RemoteState(url, "r"))
+
+
+def begin(store: RunStore) -> RunStore:
+    store.create({"codec": "fp32"}, CATALOG)
+    store.record({"event": "joined", "peer": "a", "index": 0, "instance": "x"})
+    return store
+
+
+def make_round(store: RunStore) -> None:
+    number = store.state.open_round
+    store.record({"event": "uploaded", "round": number, "peer": "a"})
+    store.record(store.state.closing_event())
+    made = snapshot(store.snapshot_path(number))
+    store.copy_snapshot(number)
+    store.commit({"event": "committed", "round": number, "contributors": ["a"], **FIGURES}, made)
+
+
+def test_another_machine_goes_on_with_the_newest_rounds_and_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # Several parts of the journal.
+    monkeypatch.setattr(remote_module, "LINES", 4)
+    store = begin(store_at(tmp_path / "one"))
+    for _ in range(4):
+        make_round(store)
+    store.close()
+    again = store_at(tmp_path / "two")
+    assert again.state.open_round == 4 and list(again.state.members) == ["a"]
+    assert sorted(again.snapshots) == [2, 3]
+    files = fsspec.filesystem("memory")
+    parts = [files.cat_file(path) for path in sorted(files.ls("/bucket/state/r/journal", detail=False))]
+    assert {part.count(b"\n") for part in parts[:-1]} == {4} and len(parts) > 3
+    journals = [(tmp_path / name / "journal.jsonl").read_bytes() for name in ("one", "two")]
+    assert journals[1].startswith(journals[0])
+    make_round(again)
+    again.close()
+    # The first machine comes back: it has seen less, and takes the rest.
+    back = store_at(tmp_path / "one")
+    assert back.state.open_round == 5 and sorted(back.snapshots) == [3, 4]
+
+
+def test_a_folder_that_has_seen_more_brings_the_copy_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(remote_module, "LINES", 3)
+    alone = begin(RunStore("r", CONFIG, tmp_path / "one", 2))
+    make_round(alone)
+    alone.close()
+    store_at(tmp_path / "one").close()
+    assert store_at(tmp_path / "two").state.open_round == 1
+
+
+def test_two_histories_are_refused(tmp_path: Path):
+    begin(store_at(tmp_path / "one")).close()
+    begin(RunStore("r", CONFIG, tmp_path / "two", 2)).close()
+    with pytest.raises(UserError, match=r"state memory://bucket/state: has another history than .*two"):
+        store_at(tmp_path / "two")
+
+
+def test_what_could_not_be_copied_has_not_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    store = begin(store_at(tmp_path / "one"))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the network is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fsspec.get_filesystem_class("memory"), "pipe_file", fail)
+        with pytest.raises(OSError, match="state memory://bucket/state cannot be written: RuntimeError: the network"):
+            store.record({"event": "joined", "peer": "b", "index": 1, "instance": "y"})
+    assert list(store.state.members) == ["a"]
+    store.record({"event": "joined", "peer": "c", "index": 1, "instance": "y"})
+    store.close()
+    for name in ("one", "two"):
+        assert list(store_at(tmp_path / name).state.members) == ["a", "c"]
+
+
+@pytest.mark.parametrize("failpoint", ["upload_journaled:4", "round_committed:3"])
+def test_peers_go_on_at_a_server_on_another_machine(
+    make_service: MakeService,
+    undisturbed: list[str],  # noqa: F811  # the fixture
+    failpoint: str,
+):
+    service = make_service(**DILOCO)
+    service.extra = {"state": f"file://{service.folder}/bucket"}
+    server = service.start(failpoint)
+    peers = [service.peer(f"p{index}", ROUNDS, options={"index": index}, seed=7) for index in range(2)]
+    assert server.wait() == -signal.SIGKILL
+    # The machine is lost with all that was on it.
+    shutil.rmtree(service.state)
+    service.start()
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+    assert [event["digest"] for event in service.events("committed")] == undisturbed
+    assert service.seen("p0")[ROUNDS]["digest"] == undisturbed[ROUNDS]
