@@ -263,13 +263,13 @@ def test_a_server_killed_at_any_step_goes_on_bit_for_bit(make_service: MakeServi
 def test_a_fast_peer_does_not_wait_for_a_slow_one(make_service: MakeService):
     service = make_service(peers=2, **ASYNC)
     service.start()
-    slow_pauses = {str(number): 0.5 for number in range(1, 40)}
+    slow_pauses = {str(number): 1.5 for number in range(1, 40)}
     slow = service.peer("slow", 12, pauses=slow_pauses, options={"index": 1})
     until(lambda: service.events("committed"), "the start")
     fast = service.peer("fast", 12, options={"index": 0})
     assert (fast.wait(), slow.wait()) == (0, 0), slow.output
     made = [event["contributors"][0] for event in service.events("committed")[1:]]
-    assert made.count("fast") >= 8 and 1 <= made.count("slow") <= 4
+    assert made.count("fast") > 2 * made.count("slow") > 0
     # Both have ended with values that the server's journal has the digest of.
     digests = {event["round"]: event["digest"] for event in service.events("committed")}
     for name in ("fast", "slow"):

@@ -6,7 +6,7 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_ext.sync_service.status_page.charts import Line, bar_chart, line_chart, spread
@@ -16,6 +16,7 @@ finite = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_v
 by_round = st.dictionaries(st.integers(0, 700), finite, min_size=1, max_size=40)
 
 
+@settings(max_examples=40)
 @given(st.lists(by_round, min_size=1, max_size=4))
 def test_lines_are_inside_the_frame_whatever_their_values(drawn: list[dict[int, float]]):
     lines = [Line(label=f"p{index}", colour="red", values=values) for index, values in enumerate(drawn)]
@@ -28,6 +29,7 @@ def test_lines_are_inside_the_frame_whatever_their_values(drawn: list[dict[int, 
     assert 2 <= len(list(svg.iter("line"))) <= 7
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.integers(0, 700), st.tuples(st.floats(0, 1e12), st.floats(0, 1e12)), min_size=1))
 def test_bars_stand_on_the_ground_and_on_each_other(bars: dict[int, tuple[float, float]]):
     svg = ElementTree.fromstring(bar_chart(bars, [("a", "red"), ("b", "blue")], seconds_text))
