@@ -30,7 +30,11 @@ def run_script(path: str, arguments: Sequence[str], backend: Backend = "auto") -
         UserError: there is no such file.
     """
     if not os.path.isfile(path):
-        raise UserError(f"{path}: no such script; give the path of a training script such as pretrain_gpt.py")
+        way_out = "give the path of a training script such as pretrain_gpt.py"
+        if path.isidentifier() or path in ("local-sgd", "hot-switch"):
+            way_out += f", or, for a command of this package, run `megatron-ext {path}`"
+            way_out += f" (the same: `python -m megatron_ext.cli.main {path}`)"
+        raise UserError(f"{path}: no such script; {way_out}")
     sys.argv = [path, *arguments]
     # What `python SCRIPT` does: the script imports its neighbours.
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))

@@ -38,7 +38,7 @@ from megatron_ext.seams.sharded_state import (
 
 __all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "request", "restore"]
 
-_FORMAT = 3
+_FORMAT = 4
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
 _OWN = "local_sgd_own"
 # No slash: where Megatron checks a checkpoint strictly, it splits the keys of objects at one.
@@ -245,8 +245,9 @@ def request(
     if plan.summary is not None and values is not None:
         _check_model(plan, values.view)
     if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
+        at = torch.device("cpu") if engine.config.cpu_offload else None
         plan.outer = {
-            name: [torch.empty_like(value, requires_grad=False) for value in engine.values]
+            name: [torch.empty_like(value, requires_grad=False, device=at) for value in engine.values]
             for name in plan.summary["tensors"]
         }
         state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)

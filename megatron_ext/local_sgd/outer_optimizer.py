@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ __all__ = [
     "TorchOuter",
     "build_outer_optimizer",
     "outer_optimizer_problems",
-    "outer_state_names",
+    "outer_states_per_anchor",
     "resolve_class",
 ]
 
@@ -45,7 +46,7 @@ def resolve_class(name: str) -> type[torch.optim.Optimizer] | None:
         raise UserError(f"--outer-optimizer {name!r} is not known; {choices}")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the user's module may raise anything
         raise UserError(f"--outer-optimizer {name!r} cannot be imported ({error}); {choices}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UserError(f"--outer-optimizer {name!r} is not a torch.optim.Optimizer class; {choices}")
@@ -154,9 +155,20 @@ class TorchOuter:
 
     elementwise = False
 
-    def __init__(self, anchors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, anchors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer, numbers: dict[str, Any]
+    ) -> None:
+        """Prepare.
+
+        Args:
+            anchors: the optimizer's parameters.
+            optimizer: over all of them, in one group.
+            numbers: by name the states that it keeps of a parameter: None for one of the parameter's shape, else a
+                number, or a tensor with one, of the kind that it is.
+        """
         self._anchors = anchors
         self._optimizer = optimizer
+        self._numbers = numbers
 
     def step(self, index: int, part: slice, gradient: torch.Tensor) -> None:
         """Let the optimizer see a gradient for this anchor alone."""
@@ -177,42 +189,36 @@ class TorchOuter:
         return [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
 
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
-        """Return the optimizer's states of more than one element.
+        """Return the optimizer's states; a number of an anchor, such as Adam's step, as a tensor of its shape.
 
-        Raises:
-            UserError: a state has another shape than its anchor, so that no checkpoint format can hold it.
+        An anchor that no round has moved yet has none, while others may: its states are NaN.
         """
-        found: dict[str, list[torch.Tensor]] = {}
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self._numbers}
         for anchor in self._anchors:
-            for name, value in self._optimizer.state.get(anchor, {}).items():
-                if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                    continue
-                if value.shape != anchor.shape:
-                    raise UserError(
-                        f"--outer-optimizer {type(self._optimizer).__name__} keeps a state {name!r} of shape "
-                        f"{tuple(value.shape)} for a parameter of shape {tuple(anchor.shape)}, which checkpoints "
-                        "cannot hold; choose an optimizer whose states have the shape of their parameter"
-                    )
-                found.setdefault(name, []).append(value)
+            state = self._optimizer.state.get(anchor, {})
+            for name, values in found.items():
+                value = state.get(name, math.nan)
+                is_whole = isinstance(value, torch.Tensor) and value.dim() > 0
+                values.append(value if is_whole else torch.full_like(anchor, float(value)))
         return found
 
     def scalar_state(self) -> dict[str, float]:
-        """Return the optimizer's other states, of the first anchor: they are the same for all."""
-        state = self._optimizer.state.get(self._anchors[0], {}) if self._anchors else {}
-        return {
-            name: float(value)
-            for name, value in state.items()
-            if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-        }
+        """Return nothing: anchors may have made different numbers of steps."""
+        return {}
 
     def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, float]) -> None:
         """Give the optimizer copies of the states."""
         for index, anchor in enumerate(self._anchors):
-            state = self._optimizer.state[anchor]
-            for name, values in tensors.items():
-                state[name] = _like(anchor).copy_(values[index])
-            for name, value in scalars.items():
-                state[name] = torch.tensor(value, dtype=torch.float32)
+            for name, number in self._numbers.items():
+                if name not in tensors or bool(tensors[name][index].isnan().all()):
+                    continue
+                value = tensors[name][index]
+                if number is None:
+                    self._optimizer.state[anchor][name] = _like(anchor).copy_(value)
+                elif isinstance(number, torch.Tensor):
+                    self._optimizer.state[anchor][name] = torch.tensor(float(value[0]), dtype=number.dtype)
+                else:
+                    self._optimizer.state[anchor][name] = type(number)(float(value[0]))
 
 
 def _like(anchor: torch.Tensor) -> torch.Tensor:
@@ -220,11 +226,11 @@ def _like(anchor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(anchor, pin_memory=anchor.is_pinned())
 
 
-def outer_state_names(config: OuterOptimizerConfig) -> list[str]:
-    """Return the names of the states with the shape of their anchor, as a first step on a small tensor shows them."""
+def outer_states_per_anchor(config: OuterOptimizerConfig) -> int:
+    """Return how many tensors of its shape the optimizer keeps of an anchor, as a step on a small one shows it."""
     tried = build_outer_optimizer(config, [torch.zeros(2)])
     tried.step(0, slice(0, 2), torch.ones(2))
-    return sorted(tried.tensor_state())
+    return len(tried.states(0))
 
 
 def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.Tensor]) -> OuterOptimizer:
@@ -272,6 +278,49 @@ def _build_torch(
     # A rank whose shard is empty owns nothing; torch's optimizers insist on a parameter.
     parameters = list(anchors) or [torch.empty(0)]
     try:
-        return TorchOuter(anchors, chosen(parameters, **arguments))
+        probe = torch.zeros(3)
+        numbers = _states_of(chosen([probe], **arguments), probe, said)
+        return TorchOuter(anchors, chosen(parameters, **arguments), numbers)
     except (TypeError, ValueError) as error:
         raise UserError(f"{said} refused {arguments}: {error}") from error
+
+
+def _states_of(optimizer: torch.optim.Optimizer, probe: torch.Tensor, said: str) -> dict[str, Any]:
+    """Return what an optimizer keeps of a parameter, as `TorchOuter` takes it.
+
+    Raises:
+        UserError: no checkpoint can hold that, or it keeps something of all parameters together, although each is
+            moved by itself.
+    """
+    way_out = "choose an optimizer that keeps numbers, and tensors of a parameter's shape, for each parameter alone"
+    before = _settings(optimizer)
+    for _ in range(2):
+        probe.grad = torch.ones_like(probe)
+        optimizer.step()
+    changed = sorted(name for name, value in _settings(optimizer).items() if before.get(name) != value)
+    if changed:
+        raise UserError(
+            f"{said} keeps {', '.join(changed)} for all parameters together, which checkpoints cannot hold; {way_out}"
+        )
+    found: dict[str, Any] = {}
+    for name, value in optimizer.state.get(probe, {}).items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            if value.shape != probe.shape:
+                raise UserError(
+                    f"{said} keeps a state {name!r} of shape {tuple(value.shape)} for a parameter of shape "
+                    f"{tuple(probe.shape)}, which checkpoints cannot hold; {way_out}"
+                )
+            found[name] = None
+        elif isinstance(value, (int, float, torch.Tensor)):
+            found[name] = value
+        elif value is not None:
+            raise UserError(
+                f"{said} keeps a state {name!r} that is a {type(value).__name__}, which checkpoints cannot hold; "
+                f"{way_out}"
+            )
+    return found
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the settings of an optimizer's one group."""
+    return {name: repr(value) for name, value in optimizer.param_groups[0].items() if name != "params"}

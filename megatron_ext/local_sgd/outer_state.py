@@ -14,7 +14,7 @@ from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.eager import EagerRound
 from megatron_ext.local_sgd.host_memory import HostMemory
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer, outer_state_names
+from megatron_ext.local_sgd.outer_optimizer import build_outer_optimizer, outer_states_per_anchor
 from megatron_ext.local_sgd.owned import OwnedRuns
 from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.local_sgd.reducers import build_reducer, build_sparsifier
@@ -93,7 +93,7 @@ class OuterState:
         """Bytes of host memory that anchor and outer optimizer take from `begin` on."""
         if self._host is None:
             return 0
-        return 4 * (1 + len(outer_state_names(self._outer))) * sum(run.numel for _, run in self._owned.numbered)
+        return 4 * (1 + outer_states_per_anchor(self._outer)) * sum(run.numel for _, run in self._owned.numbered)
 
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""

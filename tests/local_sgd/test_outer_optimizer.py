@@ -43,8 +43,8 @@ def test_sgd_is_torch_s_bit_for_bit_on_any_ranges(sizes, rounds, chunk, lr, mome
         ({}, {"momentum_buffer"}),
         ({"outer_optimizer_momentum": 0.0}, set()),
         ({"outer_optimizer": "none"}, set()),
-        ({"outer_optimizer": "adamw"}, {"exp_avg", "exp_avg_sq"}),
-        ({"outer_optimizer": "torch.optim.Adagrad"}, {"sum"}),
+        ({"outer_optimizer": "adamw"}, {"step", "exp_avg", "exp_avg_sq"}),
+        ({"outer_optimizer": "torch.optim.Adagrad"}, {"step", "sum"}),
     ],
 )
 def test_a_state_continues_in_another_optimizer_without_sharing_memory(config, states):
@@ -65,6 +65,62 @@ def test_a_state_continues_in_another_optimizer_without_sharing_memory(config, s
     run(second, copies, [3])
     for left, right in zip(anchors, copies, strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "torch.optim.NAdam", "torch.optim.Rprop"])
+@pytest.mark.parametrize("made", [(0, 0), (0, 2), (1, 3)])
+def test_anchors_that_made_different_numbers_of_steps_go_on_as_they_were(name, made):
+    # A unit in which no worker counts makes no step in a round.
+    outer = OuterOptimizerConfig(outer_optimizer=name, outer_optimizer_lr=0.1)
+    anchors = [torch.ones(5), torch.ones(3)]
+    first = build_outer_optimizer(outer, anchors)
+    for index, steps in enumerate(made):
+        for step in range(steps):
+            first.step(index, slice(0, anchors[index].numel()), torch.full_like(anchors[index], 0.1 * (step + 1)))
+    copies = [anchor.clone() for anchor in anchors]
+    second = build_outer_optimizer(outer, copies)
+    second.load(first.tensor_state(), first.scalar_state())
+    for optimizer, values in ((first, anchors), (second, copies)):
+        for index, value in enumerate(values):
+            optimizer.step(index, slice(0, value.numel()), torch.arange(1.0, value.numel() + 1))
+    for left, right in zip(anchors, copies, strict=True):
+        assert torch.equal(left, right)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a counter for all parameters, as Prodigy and schedule-free optimizers do."""
+
+    def step(self, closure=None):
+        """Count."""
+        self.param_groups[0]["seen"] = self.param_groups[0].get("seen", 0) + 1
+        return super().step(closure)
+
+
+class Listing(torch.optim.SGD):
+    """Keeps a list for a parameter."""
+
+    def step(self, closure=None):
+        """Remember the gradient's length."""
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("lengths", []).append(parameter.numel())
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"), [(Counting, "keeps seen for all parameters together"), (Listing, "'lengths' that is a list")]
+)
+def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_refused(chosen, said):
+    config = OuterOptimizerConfig(outer_optimizer=f"{__name__}.{chosen.__name__}", outer_optimizer_lr=0.1)
+    (problem,) = outer_optimizer_problems(config)
+    assert said in problem
+
+
+def test_a_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch):
+    (tmp_path / "broken_outer.py").write_text("def f(:")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, said in (("broken_outer.Mine", "invalid syntax"), ("..foo.Bar", "relative import")):
+        (problem,) = outer_optimizer_problems(OuterOptimizerConfig(outer_optimizer=name, outer_optimizer_lr=0.1))
+        assert f"{name!r} cannot be imported" in problem and said in problem
 
 
 @pytest.mark.parametrize("name", ["sgd", "none", "adam", "adamw", "torch.optim.RMSprop"])
