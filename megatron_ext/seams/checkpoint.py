@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, name_step_zero
 
 __all__ = ["patches", "repairs"]
@@ -118,10 +120,13 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         except UserError:
             raise
         except (Exception, CheckpointException) as error:
+            cannot = f"--load {given['load_dir']}: the checkpoint cannot be read"
+            damaged = _damaged(given["load_dir"], given["args"])
+            if damaged is not None:
+                raise UserError(f"{cannot}: {damaged}; load an earlier one with --ckpt-step") from error
             raise UserError(
-                f"--load {given['load_dir']}: the checkpoint cannot be read ({type(error).__name__}: "
-                f"{_last_line(error)}). Either this run's model and parallel options are not those of the run that "
-                "saved it, or it is incomplete or damaged; then load an earlier one with --ckpt-step"
+                f"{cannot} ({type(error).__name__}: {_last_line(error)}). Either this run's model and parallel options "
+                "are not those of the run that saved it, or it is damaged; then load an earlier one with --ckpt-step"
             ) from error
         state, directory = result[0], result[1]
         if state is not None:
@@ -139,6 +144,16 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     wrapped: Callable[..., Any] = torch.no_grad()(original)
     return wrapped
+
+
+def _damaged(directory: str | None, args: Any) -> str | None:
+    """Return in words what is wrong with the files of the checkpoint that was to be loaded, as far as that shows."""
+    from megatron.training.checkpointing import get_load_checkpoint_path_by_args
+
+    if directory is None or directory != args.load:
+        return None
+    folder = Path(get_load_checkpoint_path_by_args(args))
+    return damaged_file(folder) if folder.is_dir() else None
 
 
 def _last_line(error: BaseException) -> str:

@@ -360,8 +360,8 @@ def test_a_truncated_checkpoint_is_refused_with_the_way_out(saved, tmp_path):
     exits = run_failing_pretrain(
         arguments("dp2", "bf16-distopt", workers=2, load=str(broken), ckpt_step=5, **SCHEDULE), 4
     )
-    assert any("the checkpoint cannot be read" in rank.stderr for rank in exits)
-    assert any("--ckpt-step" in rank.stderr for rank in exits)
+    said = f"the checkpoint cannot be read: {victim} has 100 bytes instead of "
+    assert any(said in rank.stderr and "--ckpt-step" in rank.stderr for rank in exits)
 
 
 def test_layout_of_every_preset_is_known():
