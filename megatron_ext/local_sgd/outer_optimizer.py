@@ -277,12 +277,12 @@ def _build_torch(
 ) -> OuterOptimizer:
     # A rank whose shard is empty owns nothing; torch's optimizers insist on a parameter.
     parameters = list(anchors) or [torch.empty(0)]
+    probe = torch.zeros(3)
     try:
-        probe = torch.zeros(3)
-        numbers = _states_of(chosen([probe], **arguments), probe, said)
-        return TorchOuter(anchors, chosen(parameters, **arguments), numbers)
+        tried, optimizer = chosen([probe], **arguments), chosen(parameters, **arguments)
     except (TypeError, ValueError) as error:
         raise UserError(f"{said} refused {arguments}: {error}") from error
+    return TorchOuter(anchors, optimizer, _states_of(tried, probe, said))
 
 
 def _states_of(optimizer: torch.optim.Optimizer, probe: torch.Tensor, said: str) -> dict[str, Any]:
