@@ -19,7 +19,7 @@ from pathlib import Path
 from benchmarks.common import add_report_option, report
 from benchmarks.convergence.figures import draw_convergence, draw_noise
 from benchmarks.convergence.results import compare, noise_cases, write
-from benchmarks.convergence.runs import Measured, finished, make
+from benchmarks.convergence.runs import finished_runs, make, make_missing_of
 from benchmarks.convergence.settings import METHODS, Run, Study
 from tests.support.distributed import REPOSITORY
 
@@ -48,20 +48,12 @@ def prepare_corpus(study: Study) -> None:
 def make_missing(study: Study, methods: Sequence[str], seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:
     """Make the runs of these methods that are not finished, and say how they went."""
     wanted = [run for run in all_runs(study, seeds, noise_seeds) if run.method.name in methods]
-    missing = [run for run in wanted if finished(study, run) is None]
-    print(f"{len(wanted)} runs of {study.iterations} iterations, {len(missing)} of them still to make", flush=True)
-    for run in missing:
-        measured = make(study, run)
-        print(f"{run.name}: validation loss {measured.final:.4f} after {measured.seconds:.0f} s", flush=True)
+    make_missing_of(study, wanted, make)
 
 
 def report_on(study: Study, seeds: Sequence[int], noise_seeds: Sequence[int], json_file: Path | None) -> None:
     """Print the tables, write results.json and the pictures, from the runs that are finished."""
-    results: dict[Run, Measured] = {}
-    for run in all_runs(study, seeds, noise_seeds):
-        measured = finished(study, run)
-        if measured is not None:
-            results[run] = measured
+    results = finished_runs(study, all_runs(study, seeds, noise_seeds))
     print()
     cases = compare(study, results, seeds) + noise_cases(study, results, noise_seeds)
     write(study, results, study.output / "results.json")

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,17 @@ from benchmarks.convergence.settings import VOCABULARY, WORKERS, Noise, Run, Stu
 from megatron_ext.local_sgd.round_log import read_rounds
 from tests.support.pretrain import run_pretrain
 
-__all__ = ["TIMEOUT_SECONDS", "VALIDATION", "Measured", "count_parameters", "finished", "keep", "make"]
+__all__ = [
+    "TIMEOUT_SECONDS",
+    "VALIDATION",
+    "Measured",
+    "count_parameters",
+    "finished",
+    "finished_runs",
+    "keep",
+    "make",
+    "make_missing_of",
+]
 
 TIMEOUT_SECONDS = 3600.0
 
@@ -65,6 +75,21 @@ def finished(study: Study, run: Run) -> Measured | None:
     measured = Measured(**content)
     same = measured.arguments == study.arguments(run) and measured.noise == _noise(study, run)
     return measured if same else None
+
+
+def finished_runs(study: Study, runs: Sequence[Run]) -> dict[Run, Measured]:
+    """Return what those of some runs measured that were made with these settings."""
+    found = {run: finished(study, run) for run in runs}
+    return {run: measured for run, measured in found.items() if measured is not None}
+
+
+def make_missing_of(study: Study, wanted: Sequence[Run], make: Callable[[Any, Run], Measured]) -> None:
+    """Make the runs that are not finished, in order, and say how they went."""
+    missing = [run for run in wanted if finished(study, run) is None]
+    print(f"{len(wanted)} runs of {study.iterations} iterations, {len(missing)} of them still to make", flush=True)
+    for run in missing:
+        measured = make(study, run)
+        print(f"{run.name}: validation loss {measured.final:.4f} after {measured.seconds:.0f} s", flush=True)
 
 
 def make(study: Study, run: Run) -> Measured:

@@ -19,7 +19,7 @@ from benchmarks.common import add_report_option, report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import compare, write
-from benchmarks.convergence.runs import Measured, finished
+from benchmarks.convergence.runs import finished_runs, make_missing_of
 from benchmarks.convergence.settings import Run
 from benchmarks.spes_convergence.runs import make
 from benchmarks.spes_convergence.settings import METHODS, SpesStudy
@@ -40,20 +40,12 @@ def make_missing(study: SpesStudy, methods: Sequence[str], seeds: Sequence[int])
     """Make the runs of these methods that are not finished, and say how they went."""
     # Seed by seed, so that an interrupted study has pairs.
     wanted = [Run(method=method, seed=seed) for seed in seeds for method in study.methods if method.name in methods]
-    missing = [run for run in wanted if finished(study, run) is None]
-    print(f"{len(wanted)} runs of {study.iterations} iterations, {len(missing)} of them still to make", flush=True)
-    for run in missing:
-        measured = make(study, run)
-        print(f"{run.name}: validation loss {measured.final:.4f} after {measured.seconds:.0f} s", flush=True)
+    make_missing_of(study, wanted, make)
 
 
 def report_on(study: SpesStudy, seeds: Sequence[int], json_file: Path | None) -> None:
     """Print the table, write results.json and the picture, from the runs that are finished."""
-    results: dict[Run, Measured] = {}
-    for run in [Run(method=method, seed=seed) for method in study.methods for seed in seeds]:
-        measured = finished(study, run)
-        if measured is not None:
-            results[run] = measured
+    results = finished_runs(study, [Run(method=method, seed=seed) for method in study.methods for seed in seeds])
     print()
     cases = compare(study, results, seeds)
     write(study, results, study.output / "results.json")
