@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.test_launch_scripts import Desk, desk  # noqa: F401  # a fixture
+from tests.examples.test_launch_scripts import Desk, desk, validated  # noqa: F401  # a fixture
 from tests.support.distributed import REPOSITORY, free_port, run_ranks
 
 FOLDER = REPOSITORY / "examples/hot_switch"
@@ -138,22 +138,10 @@ def problems_of(runs: list[tuple[list[str], str, int]]) -> list[Any]:
 
 
 def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
-    """Parse and validate a GPU run's command line in a rank, as the training script does."""
-    import sys
-
-    import torch
+    """Return what of a validated command line the tests here look at."""
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
-    from megatron.training import arguments as megatron_arguments
 
-    from megatron_ext import patch_megatron
-
-    if not torch.cuda.is_available():
-        megatron_arguments.get_device_arch_version = lambda: 9
-    os.environ["WORLD_SIZE"] = str(world_size)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    sys.argv = ["pretrain_gpt.py", *arguments]
-    patch_megatron("cuda")
-    args = megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = validated(arguments, world_size)
     rows = vocab_size_with_padding(args.vocab_size, args)
     return {"rows": rows, "tp": args.tensor_model_parallel_size, "iterations": args.train_iters}
 

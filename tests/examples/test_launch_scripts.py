@@ -30,9 +30,7 @@ IN_SLURM_JOB = {
     "SLURM_JOB_NODELIST": "node[0-63]",
     "SLURM_SUBMIT_DIR": str(REPOSITORY),
 }
-RECORD_ARGUMENTS = (
-    """printf '%s\\n' "$@" >"$RECORDED_ARGUMENTS"; echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}" """
-)
+RECORD_ARGUMENTS = """printf '%s\\n' "$@" >"$RECORDED_ARGUMENTS"; echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}" """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +160,8 @@ def split_at_script(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return dict(zip(options[::2], options[1::2], strict=True)), words[position + 1 :]
 
 
-def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
-    """Parse and validate a GPU run's command line in a rank, as the training script does."""
+def validated(arguments: list[str], world_size: int) -> Any:
+    """Return a GPU run's command line, parsed and validated in a rank as the training script does it."""
     import torch
     from megatron.training import arguments as megatron_arguments
 
@@ -175,7 +173,12 @@ def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     sys.argv = ["pretrain_gpt.py", *arguments]
     patch_megatron("cuda")
-    args = megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    return megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+
+
+def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
+    """Return what of a validated command line the tests here look at."""
+    args = validated(arguments, world_size)
     names = (
         "data_parallel_size",
         "local_sgd_workers",
@@ -266,9 +269,7 @@ def assert_trained(desk: Desk, output: str, iterations: int) -> None:
 def test_a_single_node_trains_on_cpu_on_given_text(desk: Desk) -> None:
     (desk.folder / "text").mkdir()
     for number in range(100):
-        (desk.folder / "text" / f"{number}.txt").write_text(
-            "All work and no play makes a dull corpus.\n" * 50
-        )
+        (desk.folder / "text" / f"{number}.txt").write_text("All work and no play makes a dull corpus.\n" * 50)
     make(desk.folder / "text", desk.folder / "corpus")
     arguments = [*desk.outputs(), str(desk.folder / "corpus")]
     environment = {"BACKEND": "cpu", "MASTER_PORT": str(free_port()), "TRAIN_ITERS": "2"}

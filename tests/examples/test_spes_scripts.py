@@ -3,13 +3,18 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.examples.test_launch_scripts import RECORD_ARGUMENTS, Desk, desk, split_at_script  # noqa: F401  # a fixture
+from tests.examples.test_launch_scripts import (  # noqa: F401  # a fixture
+    RECORD_ARGUMENTS,
+    Desk,
+    desk,
+    split_at_script,
+    validated,
+)
 from tests.support.distributed import REPOSITORY, free_port, run_ranks
 from tests.sync_service.service import until
 
@@ -26,20 +31,10 @@ def test_bash_can_read_and_run_every_script(script: Path) -> None:
 
 
 def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
-    """Parse and validate a GPU run's command line in a rank, as the training script does."""
-    import torch
-    from megatron.training import arguments as megatron_arguments
-
-    from megatron_ext import patch_megatron
+    """Return what of a validated command line the tests here look at."""
     from megatron_ext.spes.arguments import ownership_of
 
-    if not torch.cuda.is_available():
-        megatron_arguments.get_device_arch_version = lambda: 9
-    os.environ["WORLD_SIZE"] = str(world_size)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    sys.argv = ["pretrain_gpt.py", *arguments]
-    patch_megatron("cuda")
-    args = megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
+    args = validated(arguments, world_size)
     names = ("sync_service", "sync_service_peer", "sync_service_peers", "sync_service_interval", "save", "load")
     owned = ownership_of(args).owned_by(args.sync_service_index)
     return {"owned": owned, **{name: getattr(args, name) for name in names}}
