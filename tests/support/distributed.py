@@ -257,7 +257,7 @@ def _release(processes: list[ForkServerProcess], channels: list[Connection]) -> 
 
 
 def _kill(processes: list[ForkServerProcess]) -> None:
-    """End every rank and what it started; returns when the ranks are gone."""
+    """End every rank and what it started; returns when all of them are gone."""
     for process in processes:
         process.kill()  # before it became the leader of its own group, only this reaches it
         assert process.pid is not None
@@ -265,6 +265,12 @@ def _kill(processes: list[ForkServerProcess]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.join()
+    # A signal is on its way for a moment, and nobody can join what is a child of a rank's.
+    deadline = time.monotonic() + EXIT_SECONDS
+    for process in processes:
+        assert process.pid is not None
+        while group_exists(process.pid) and group_members(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def _dump_stacks(processes: list[ForkServerProcess], jobs: list[RankJob]) -> str:
