@@ -132,15 +132,20 @@ def test_another_backend_is_refused_and_a_foreign_excepthook_does_not_keep_the_p
     assert run_ranks(patch_for_two_backends, 1) == [0]
 
 
-BEFORE = "from megatron_ext import patch_megatron; patch_megatron(); from megatron.training.arguments import parse_args"
-AFTER = "from megatron.training.arguments import parse_args; from megatron_ext import patch_megatron; patch_megatron()"
+PATCHING = "from megatron_ext import patch_megatron; patch_megatron('cpu')"
+IMPORTING = "from megatron.training.arguments import parse_args"
+BEFORE = f"{PATCHING}; {IMPORTING}"
+AFTER = f"{IMPORTING}; {PATCHING}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", [BEFORE, AFTER], ids=["before", "after"])
 def test_help_lists_our_groups_without_gpu_and_without_torchrun(order):
+    # Megatron's decorators import the compiler, seconds of it, unless they meet a backend that compiles nothing.
+    imported = "torch._inductor.compile_fx"
+    code = f"import sys; {order}; assert ({imported!r} in sys.modules) == {order == AFTER}; parse_args()"
     finished = subprocess.run(
-        [sys.executable, "-c", f"{order}; parse_args()", "--help"],
+        [sys.executable, "-c", code, "--help"],
         capture_output=True,
         text=True,
         timeout=200,

@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import runpy
+import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -20,24 +24,32 @@ __all__ = ["check", "installed_version", "locate", "version_problem"]
 def installed_version(distribution: str) -> Version | None:
     """Return the release in use of `distribution`, None when it is not installed.
 
-    A Megatron-LM checkout has no distribution metadata, so for megatron-core the imported package speaks for
-    itself; its version may carry a `+githash`, which is dropped.
+    A Megatron-LM checkout has no distribution metadata, so for megatron-core the package speaks for itself; its
+    version may carry a `+githash`, which is dropped.
     """
-    if distribution == "megatron-core":
-        try:
-            info = importlib.import_module("megatron.core.package_info")
-        except ModuleNotFoundError as error:
-            if error.name and error.name.startswith("megatron"):
-                return None
-            raise
-        return Version(Version(str(info.__version__)).public)
-    return _version_on_disk(distribution)
+    version = _version_of_megatron() if distribution == "megatron-core" else _version_on_disk(distribution)
+    return None if version is None else Version(version.public)
+
+
+def _version_of_megatron() -> Version | None:
+    """Return what megatron.core says, without importing it: that takes seconds, and another release may fail there."""
+    info = sys.modules.get("megatron.core.package_info")
+    if info is not None:
+        return Version(str(info.__version__))
+    try:
+        package = importlib.util.find_spec("megatron.core")
+    except ModuleNotFoundError:  # there is no folder of that name at all
+        return None
+    if package is None or package.origin is None:
+        return None
+    path = Path(package.origin).with_name("package_info.py")
+    return Version(str(runpy.run_path(str(path))["__version__"])) if path.exists() else None
 
 
 @functools.cache  # asked for once per patch, and reading it takes milliseconds
 def _version_on_disk(distribution: str) -> Version | None:
     try:
-        return Version(Version(metadata.version(distribution)).public)
+        return Version(metadata.version(distribution))
     except metadata.PackageNotFoundError:
         return None
 

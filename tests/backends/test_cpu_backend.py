@@ -179,7 +179,11 @@ def compile_with_a_backend_that_fails():
     early = torch.compile(lambda value: value + 1, backend=fail)
     backend, registry = activated()
     late = torch.compile(lambda value: value + 2, backend=fail)
-    eager = [float(early(torch.ones(()))), float(late(torch.ones(())))]
+    decorated = torch.compile(backend=fail)(lambda value: value + 3)
+    module = torch.compile(torch.nn.Linear(1, 1), backend=fail)
+    eager = [float(function(torch.ones(()))) for function in (early, late, decorated)]
+    eager.append(module(torch.ones(1)).numel())
+    assert list(module.state_dict()) == ["_orig_mod.weight", "_orig_mod.bias"]
     backend.deactivate(registry)
     try:
         early(torch.ones(()))
@@ -190,7 +194,7 @@ def compile_with_a_backend_that_fails():
 
 def test_nothing_is_compiled_while_active_whenever_it_was_decorated():
     ((eager, compiles_again),) = run_ranks(compile_with_a_backend_that_fails, 1)
-    assert eager == [2.0, 3.0]
+    assert eager == [2.0, 3.0, 4.0, 1]
     assert compiles_again
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.backends.cpu import cuda_calls, megatron_gaps, placement, rng, torch_adam
+from megatron_ext.backends.cpu import compilation, cuda_calls, megatron_gaps, placement, rng, torch_adam
 from megatron_ext.patching import Patch, PatchRegistry
 
 __all__ = ["CpuBackend", "available_device_is_cuda", "patches"]
@@ -22,6 +22,7 @@ def available_device_is_cuda() -> bool:
 def patches() -> list[Patch]:
     """Return the patches of the CPU backend that the installed packages call for, in order."""
     records = [
+        *compilation.patches(),
         *placement.patches(),
         *cuda_calls.patches(),
         *rng.patches(),
@@ -57,7 +58,14 @@ class CpuBackend:
             return
         why = "the CPU was asked for" if available_device_is_cuda() else "no CUDA device was found"
         placement.warm_device_tables()
-        registry.apply([*patches(), megatron_gaps.compile_helpers_patch()])
+        # To check the other patches is to import Megatron, which meets these.
+        first = compilation.patches()
+        registry.apply(first)
+        try:
+            registry.apply([*patches(), megatron_gaps.compile_helpers_patch()])
+        except BaseException:
+            registry.revert(patch.name for patch in first)
+            raise
         # A stance holds for functions that were decorated before, too, and leaves no trace in them.
         self._stance = torch.compiler.set_stance("force_eager")
         rng.silence_fork_warning()
