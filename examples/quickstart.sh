@@ -27,28 +27,6 @@ Environment:
 TEXT
 }
 
-fail() {
-    printf 'quickstart.sh: error: %s (see --help)\n' "$*" >&2
-    exit 2
-}
-
-# Only the names are checked here, so that a slip does not show after minutes of set-up.
-arguments=("$@")
-while (($# > 0)); do
-    case "$1" in
-        -h | --help)
-            usage
-            exit 0
-            ;;
-        --iterations | --output | --backend)
-            (($# > 1)) || fail "$1 needs a value"
-            shift 2
-            ;;
-        --iterations=* | --output=* | --backend=*) shift ;;
-        *) fail "unknown argument $1" ;;
-    esac
-done
-
-source "$root/scripts/lib/python_env.sh"
-use_python_env || exit 1
-exec python "$root/examples/quickstart/quickstart.py" "${arguments[@]+"${arguments[@]}"}"
+source "$root/scripts/lib/quickstart.sh"
+check_names "--iterations --output --backend" "$@"
+start_quickstart "$root/examples/quickstart/quickstart.py" "$@"

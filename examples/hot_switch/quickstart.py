@@ -17,8 +17,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))  # the other quickstart's stages
 
-from settings import IMPLEMENTATION  # noqa: E402  # found through the path above
-from stages import StageError, run_stage  # noqa: E402  # found through the path above
+from entry import claim, exit_status  # noqa: E402  # found through the path above
+from settings import IMPLEMENTATION  # noqa: E402  # likewise
+from stages import StageError, run_stage  # noqa: E402  # likewise
+
+MARKER = ".megatron-ext-hot-switch-quickstart"
+"""In the output folder: says that it is ours, so that old results in it may be removed."""
 
 PROCESSES = 4
 CONTEXT = 1024
@@ -122,28 +126,25 @@ class Run:
 
 
 def main() -> int:
-    """Run the quickstart; return 1 when a run failed, 2 for bad options."""
+    """Run the quickstart; return 1 when a run failed, 2 for bad options, 130 on Ctrl-C."""
     parser = argparse.ArgumentParser(prog="quickstart", description=__doc__)
     parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "hot_switch_quickstart")
     options = parser.parse_args()
-    if options.iterations < LEAST_ITERATIONS:
-        print(f"quickstart: error: --iterations must be at least {LEAST_ITERATIONS}", file=sys.stderr)
-        return 2
-    output: Path = options.output.resolve()
-    try:
-        return compare(output, options.iterations)
-    except StageError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nquickstart: interrupted, nothing is left running", file=sys.stderr)
-        return 130
+    return exit_status(lambda: compare(options.output.resolve(), options.iterations))
 
 
 def compare(output: Path, iterations: int) -> int:
-    """Make the corpus and all runs, and write the results."""
-    output.mkdir(parents=True, exist_ok=True)
+    """Make the corpus and all runs, and write the results.
+
+    Raises:
+        ValueError: an option cannot be used.
+    """
+    if iterations < LEAST_ITERATIONS:
+        raise ValueError(f"--iterations is {iterations}; it must be at least {LEAST_ITERATIONS}")
+    claim(output, MARKER)
+    for file in (*output.glob("*.log"), output / "summary.json", output / "comparison.png"):
+        file.unlink(missing_ok=True)
     corpus = prepare(output)
     runs = [Run(strategies=HOT, buckets=BUCKETS)]
     runs += [Run(strategies=(strategy,), buckets=(CONTEXT, 0)) for strategy in HOT]

@@ -27,29 +27,7 @@ Environment:
 TEXT
 }
 
-fail() {
-    printf 'quickstart.sh: error: %s (see --help)\n' "$*" >&2
-    exit 2
-}
-
-# Only the names are checked here, so that a slip does not show after minutes of set-up.
-arguments=("$@")
-while (($# > 0)); do
-    case "$1" in
-        -h | --help)
-            usage
-            exit 0
-            ;;
-        --iterations | --output)
-            (($# > 1)) || fail "$1 needs a value"
-            shift 2
-            ;;
-        --iterations=* | --output=*) shift ;;
-        *) fail "unknown argument $1" ;;
-    esac
-done
+source "$root/scripts/lib/quickstart.sh"
+check_names "--iterations --output" "$@"
 [[ ${BACKEND:-cpu} == cpu ]] || fail "BACKEND=$BACKEND: this quickstart has run on CPU only; use BACKEND=cpu"
-
-source "$root/scripts/lib/python_env.sh"
-use_python_env || exit 1
-exec python "$root/examples/hot_switch/quickstart.py" "${arguments[@]+"${arguments[@]}"}"
+start_quickstart "$root/examples/hot_switch/quickstart.py" "$@"

@@ -5,17 +5,16 @@ import argparse
 import contextlib
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
+from entry import claim, exit_status
 from report import Run, describe_patches, plot, resumed_differences, table
 from settings import DEFAULT_ITERATIONS, WORKERS, Quickstart, Schedule, choose_machine
-from stages import StageError, progress, run_stage
+from stages import progress, run_stage
 
 ROOT = Path(__file__).resolve().parents[2]
 MARKER = ".megatron-ext-quickstart"
@@ -25,19 +24,7 @@ MARKER = ".megatron-ext-quickstart"
 def main() -> int:
     """Run the quickstart; return 1 when a stage or a promise failed, 2 for bad options, 130 on Ctrl-C."""
     options = parse_options()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
-    try:
-        return run(settings_from(options))
-    except ValueError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return 2
-    except StageError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nquickstart: interrupted, nothing is left running", file=sys.stderr)
-        return 130
+    return exit_status(lambda: run(settings_from(options)))
 
 
 def parse_options() -> argparse.Namespace:
@@ -49,11 +36,6 @@ def parse_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Treat a request to end like Ctrl-C."""
-    raise KeyboardInterrupt
-
-
 def settings_from(options: argparse.Namespace) -> Quickstart:
     """Check the options and look at the machine.
 
@@ -61,25 +43,17 @@ def settings_from(options: argparse.Namespace) -> Quickstart:
         ValueError: an option cannot be used.
     """
     schedule = Schedule(iterations=options.iterations)
-    output = options.output.resolve()
-    if not may_write_into(output):
-        raise ValueError(f"--output {output} is something else than a quickstart's output; give a new folder")
     gpus = 0
     if options.backend != "cpu":
         import torch
 
         gpus = torch.cuda.device_count()
     machine = choose_machine(options.backend, gpus)
+    output = options.output.resolve()
+    claim(output, MARKER)
     if gpus and machine.backend == "cpu":
         print(f"one GPU is not enough for {WORKERS} workers, so the CPU is used\n")
     return Quickstart(output=output, schedule=schedule, machine=machine)
-
-
-def may_write_into(output: Path) -> bool:
-    """Return whether a folder is new, empty or an earlier quickstart's."""
-    if not output.is_dir():
-        return not output.exists()
-    return (output / MARKER).exists() or not any(output.iterdir())
 
 
 def run(quickstart: Quickstart) -> int:
@@ -120,8 +94,6 @@ def run(quickstart: Quickstart) -> int:
 def remove_old_results(quickstart: Quickstart) -> None:
     """Remove what an earlier quickstart wrote, except the corpus."""
     output = quickstart.output
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MARKER).touch()
     for folder in (output / "records", quickstart.checkpoints, quickstart.index_cache):
         if folder.exists():
             shutil.rmtree(folder)

@@ -4,7 +4,6 @@
 import argparse
 import json
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -12,14 +11,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "quickstart"))  # the other quickstart's stages
 sys.path.insert(0, str(ROOT / "examples" / "spes" / "lib"))
 
-from jobs import Job  # noqa: E402  # found through the path above
+from entry import claim, exit_status  # noqa: E402  # found through the path above
+from jobs import Job  # noqa: E402  # likewise
 from plan import DEFAULT_ITERATIONS, VICTIM, Plan, Schedule, environment  # noqa: E402  # likewise
 from results import Peer, Rounds, plot, summarize, table  # noqa: E402  # likewise
 from stages import StageError, run_stage  # noqa: E402  # likewise
@@ -40,24 +39,7 @@ def main() -> int:
     parser.add_argument("--iterations", type=int, default=DEFAULT_ITERATIONS)
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "spes" / "quickstart")
     options = parser.parse_args()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, interrupt)
-    try:
-        return run(plan_from(options))
-    except ValueError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return 2
-    except StageError as error:
-        print(f"quickstart: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\nquickstart: interrupted, nothing is left running", file=sys.stderr)
-        return 130
-
-
-def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    """Treat a request to end like Ctrl-C."""
-    raise KeyboardInterrupt
+    return exit_status(lambda: run(plan_from(options)))
 
 
 def plan_from(options: argparse.Namespace) -> Plan:
@@ -68,16 +50,8 @@ def plan_from(options: argparse.Namespace) -> Plan:
     """
     output = options.output.resolve()
     schedule = Schedule(iterations=options.iterations)
-    if not may_write_into(output):
-        raise ValueError(f"--output {output} is something else than a quickstart's output; give a new folder")
+    claim(output, MARKER)
     return Plan(output=output, schedule=schedule)
-
-
-def may_write_into(output: Path) -> bool:
-    """Return whether a folder is new, empty or an earlier quickstart's."""
-    if not output.is_dir():
-        return not output.exists()
-    return (output / MARKER).exists() or not any(output.iterdir())
 
 
 def run(plan: Plan) -> int:
@@ -109,8 +83,6 @@ def run(plan: Plan) -> int:
 
 def remove_old_results(output: Path) -> None:
     """Remove what an earlier quickstart wrote, except the corpus."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / MARKER).touch()
     for name in ("server", "checkpoints", "records", "index-cache"):
         shutil.rmtree(output / name, ignore_errors=True)
     for file in (*output.glob("*.log"), output / "summary.json", output / "quickstart.png"):

@@ -34,6 +34,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "examples").symlink_to(REPOSITORY / "examples")
     stand_in = folder / "scripts" / "lib" / "python_env.sh"
     stand_in.parent.mkdir(parents=True)
+    (stand_in.parent / "quickstart.sh").symlink_to(REPOSITORY / "scripts" / "lib" / "quickstart.sh")
     stand_in.write_text(
         f'use_python_env() {{ export PATH="{Path(sys.executable).parent}:$PATH" PYTHONPATH="{REPOSITORY}"\n}}\n'
     )

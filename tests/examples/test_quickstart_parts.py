@@ -302,3 +302,20 @@ def wait_until(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def test_an_output_folder_is_new_or_empty_or_that_of_the_same_quickstart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    entry = load("entry")
+    entry.claim(tmp_path / "new" / "one", ".mine")
+    (tmp_path / "new" / "one" / "result").touch()
+    entry.claim(tmp_path / "new" / "one", ".mine")
+    (tmp_path / "empty").mkdir()
+    entry.claim(tmp_path / "empty", ".mine")
+    assert (tmp_path / "empty" / ".mine").exists()
+    for other in (tmp_path / "new" / "one", tmp_path / "new", tmp_path / "empty" / ".mine"):
+        with pytest.raises(ValueError, match=r"something else than a quickstart's output; give a new folder"):
+            entry.claim(other, ".another")
+    assert not list(tmp_path.rglob(".another"))
