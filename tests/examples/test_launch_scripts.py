@@ -272,7 +272,7 @@ def test_a_single_node_trains_on_cpu_on_given_text(desk: Desk) -> None:
         (desk.folder / "text" / f"{number}.txt").write_text("All work and no play makes a dull corpus.\n" * 50)
     make(desk.folder / "text", desk.folder / "corpus")
     arguments = [*desk.outputs(), str(desk.folder / "corpus")]
-    environment = {"BACKEND": "cpu", "MASTER_PORT": str(free_port()), "TRAIN_ITERS": "2"}
+    environment = {"BACKEND": "cpu", "GPUS_PER_NODE": "2", "MASTER_PORT": str(free_port()), "TRAIN_ITERS": "2"}
     code, output = desk.run(SINGLE_NODE, arguments, **environment)
     assert code == 0, output[-6000:]
     assert_trained(desk, output, 2)

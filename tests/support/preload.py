@@ -18,6 +18,7 @@ MODULES = (
     "megatron.core",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
+    "megatron.core.tokenizers.text",  # with all of transformers, where that is installed
     "megatron.training",
     "megatron.training.argument_utils",
     "megatron.training.arguments",
