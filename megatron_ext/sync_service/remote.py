@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A copy of a run's durable state at a URL, through fsspec: another machine can go on from it.
 
+    URL/RUN/owner.json                           which server writes there
     URL/RUN/journal/part-N.jsonl                 the lines of the journal, so many in each part
     URL/RUN/snapshots/round-N.safetensors        the values of the newest rounds
 
 The server works in its folder. An event has happened once its line is in both places; the snapshot of a round is there
 before the line that commits it. Contributions to the open round are not copied: their peers send them again.
+
+The last server that started with a URL owns it. Another one that still runs finds out before and after everything that
+it writes, and nothing that it does counts any more.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import shutil
+import socket
+import time
+import uuid
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.errors import UserError
 
@@ -40,6 +50,7 @@ class RemoteState:
             UserError: fsspec or what it needs for this kind of URL is not installed, or the place cannot be used.
         """
         self._url = url
+        self._token = uuid.uuid4().hex
         try:
             import fsspec
         except ImportError as error:
@@ -54,11 +65,10 @@ class RemoteState:
         # Every kind of store has errors of its own.
         except Exception as error:
             raise UserError(f"state {url}: cannot be used: {type(error).__name__}: {error}") from error
-        with self._reading():
-            self._parts = [self._files.cat_file(path) for path in self._listed("journal")]
+        self._parts = self._read_parts()
 
     def meet(self, folder: Path) -> None:
-        """Bring the copy and the server's folder to the same state, that of the one which has seen more.
+        """Own the copy, and bring it and the server's folder to the same state, that of the one which has seen more.
 
         Args:
             folder: of the run.
@@ -68,9 +78,15 @@ class RemoteState:
             OSError: the copy cannot be written.
         """
         path = folder / "journal.jsonl"
-        here, there = path.read_bytes() if path.exists() else b"", b"".join(self._parts)
+        here = path.read_bytes() if path.exists() else b""
         # A line that was cut off has not happened.
         here = here[: here.rfind(b"\n") + 1]
+        # Who has no business here must not drive away who has.
+        self._compare(here, folder)
+        self._own()
+        self._parts = self._read_parts()
+        self._compare(here, folder)
+        there = b"".join(self._parts)
         if here.startswith(there):
             for line in here[len(there) :].splitlines(keepends=True):
                 self._parts = _extended(self._parts, line)
@@ -82,11 +98,6 @@ class RemoteState:
                 if sizes.get(snapshot.name) != snapshot.stat().st_size:
                     self.put_snapshot(snapshot)
             return
-        if not there.startswith(here):
-            raise UserError(
-                f"state {self._url}: has another history than {folder}: two servers have used it, or another run of "
-                "that name; give another URL, or move that folder away to go on from the URL"
-            )
         log.info("run in %s goes on from %s", folder, self._url)
         # What was uploaded there has been overtaken.
         shutil.rmtree(folder / "spool", ignore_errors=True)
@@ -97,11 +108,47 @@ class RemoteState:
         path.with_suffix(".new").write_bytes(there)
         path.with_suffix(".new").replace(path)
 
+    def _compare(self, here: bytes, folder: Path) -> None:
+        """Refuse a journal that is not the beginning of the copy's, nor the other way round."""
+        there = b"".join(self._parts)
+        if not (here.startswith(there) or there.startswith(here)):
+            raise UserError(
+                f"state {self._url}: has another history than {folder}: two servers have used it, or another run of "
+                "that name; give another URL, or move that folder away to go on from the URL"
+            )
+
+    def _own(self) -> None:
+        """Become the one that writes."""
+        with self._reading():
+            before = self._owner()
+        if before is not None:
+            log.info("state %s was %s's; it writes nothing there any more", self._url, _described(before))
+        mine = {"token": self._token, "host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
+        with self._writing():
+            self._files.pipe_file(f"{self._root}/owner.json", json.dumps(mine).encode())
+
+    def _owner(self) -> dict[str, Any] | None:
+        """Return what the server that writes says of itself."""
+        path = f"{self._root}/owner.json"
+        self._files.invalidate_cache()
+        found: dict[str, Any] | None = json.loads(self._files.cat_file(path)) if self._files.exists(path) else None
+        return found
+
+    def _require_ownership(self) -> None:
+        with self._writing():
+            owner = self._owner()
+        if owner is None or owner["token"] != self._token:
+            whose = "nobody" if owner is None else _described(owner)
+            raise OSError(
+                f"state {self._url}: belongs to {whose} now, and nothing that this server does counts any more; "
+                "end it, and start one server alone with that URL"
+            )
+
     def append(self, line: bytes) -> None:
         """Add a line.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written, or another server owns the copy.
         """
         parts = _extended(self._parts, line)
         self._put_part(len(parts) - 1, parts[-1])
@@ -111,14 +158,16 @@ class RemoteState:
         """Copy a snapshot there.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written, or another server owns the copy.
         """
+        self._require_ownership()
         with self._writing():
             self._files.put_file(str(path), f"{self._root}/snapshots/{path.name}")
 
     def drop_snapshots(self, wanted: Set[str]) -> None:
         """Remove the snapshots of other names; the log says when they cannot be removed."""
         try:
+            self._require_ownership()
             with self._writing():
                 for path in self._listed("snapshots"):
                     if path.rpartition("/")[2] not in wanted:
@@ -127,8 +176,15 @@ class RemoteState:
             log.warning("%s; old snapshots stay", error)
 
     def _put_part(self, number: int, content: bytes) -> None:
+        self._require_ownership()
         with self._writing():
             self._files.pipe_file(f"{self._root}/journal/part-{number:08d}.jsonl", content)
+        # Another server that has become the owner meanwhile may have read the copy without this.
+        self._require_ownership()
+
+    def _read_parts(self) -> list[bytes]:
+        with self._reading():
+            return [self._files.cat_file(path) for path in self._listed("journal")]
 
     def _snapshot_sizes(self) -> dict[str, int]:
         with self._reading():
@@ -151,6 +207,12 @@ class RemoteState:
             yield
         except Exception as error:
             raise OSError(f"state {self._url} cannot be written: {type(error).__name__}: {error}") from error
+
+
+def _described(owner: dict[str, Any]) -> str:
+    """Return a server in words."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(owner["since"]))
+    return f"the server with process id {owner['process']} on {owner['host']}, started {since}"
 
 
 def _extended(parts: list[bytes], line: bytes) -> list[bytes]:

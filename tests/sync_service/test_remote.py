@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The copy of the server's state at a URL: another machine goes on from it, and nothing is lost that was committed."""
 
+import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -85,6 +86,52 @@ def test_two_histories_are_refused(tmp_path: Path):
     begin(RunStore("r", CONFIG, tmp_path / "two", 2)).close()
     with pytest.raises(UserError, match=r"state memory://bucket/state: has another history than .*two"):
         store_at(tmp_path / "two")
+
+
+def test_a_server_whose_url_another_one_has_taken_over_changes_nothing_there(tmp_path: Path):
+    first = begin(store_at(tmp_path / "one"))
+    make_round(first)
+    second = store_at(tmp_path / "two")
+    make_round(second)
+    files = fsspec.filesystem("memory")
+    seen = dict(files.store)
+    with pytest.raises(OSError, match=rf"belongs to the server with process id {os.getpid()} on .* end it"):
+        first.record({"event": "joined", "peer": "b", "index": 1, "instance": "y"})
+    snapshot(first.snapshot_path(1))
+    with pytest.raises(OSError, match="nothing that this server does counts any more"):
+        first.copy_snapshot(1)
+    assert list(first.state.members) == ["a"]
+    assert files.store == seen
+    make_round(second)
+    assert store_at(tmp_path / "three").state.open_round == 3
+
+
+def test_what_is_written_while_another_server_takes_over_has_not_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    first = begin(store_at(tmp_path / "one"))
+    memory = fsspec.get_filesystem_class("memory")
+    write = memory.pipe_file
+
+    def write_late(self: Any, path: str, content: bytes, **options: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "pipe_file", write)
+            store_at(tmp_path / "two")
+        write(self, path, content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "pipe_file", write_late)
+        with pytest.raises(OSError, match="belongs to the server"):
+            first.record({"event": "joined", "peer": "b", "index": 1, "instance": "y"})
+    assert list(first.state.members) == ["a"]
+
+
+def test_a_server_with_another_history_does_not_take_the_url_over(tmp_path: Path):
+    first = begin(store_at(tmp_path / "one"))
+    begin(RunStore("r", CONFIG, tmp_path / "two", 2)).close()
+    with pytest.raises(UserError, match="has another history"):
+        store_at(tmp_path / "two")
+    make_round(first)
 
 
 def test_what_could_not_be_copied_has_not_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
