@@ -19,6 +19,11 @@ VANISH_SECONDS = 3.0
 _empty_collectors: list[str] = []
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let tests that throw dice go on for longer."""
+    parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long each test marked fuzz goes on (1)")
+
+
 def pytest_configure() -> None:
     """Mark this session's environment, and ask nothing of the clock: machines that run tests are busy."""
     os.environ[SESSION_MARK] = uuid.uuid4().hex
