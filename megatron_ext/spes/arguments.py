@@ -47,7 +47,8 @@ def complete_arguments(args: Any) -> None:
         # Said in `argument_problems`; what follows has no meaning without it.
         return
     for key, name in _SYNC_SERVICE.items():
-        if getattr(args, name) is None:
+        by_time = name == "sync_service_interval" and args.sync_service_interval_seconds is not None
+        if getattr(args, name) is None and not by_time:
             setattr(args, name, getattr(config, key))
     if args.sync_service_run is None:
         args.sync_service_run = "spes"

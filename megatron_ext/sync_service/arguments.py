@@ -4,6 +4,7 @@
 # Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
 
 import importlib.util
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from megatron_ext.local_sgd.options import FromArgs
 from megatron_ext.support import refusals
 from megatron_ext.sync_service.config import NAME, is_loopback
 
-__all__ = ["SyncServiceConfig", "argument_problems", "notices"]
+__all__ = ["SyncServiceConfig", "argument_problems", "interval_of", "notices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,11 @@ class SyncServiceConfig(FromArgs):
     """How many peers the run has; the samples are cut into so many parts. The server's own number."""
 
     sync_service_interval: int | None = None
-    """Interval H: completed steps between two rounds."""
+    """Interval H: completed steps between two rounds. This or --sync-service-interval-seconds."""
+
+    sync_service_interval_seconds: float | None = None
+    """Time-based rounds (A-EDiT): a round is due when a step ends at least so many seconds after the last one, however
+    many steps that were, so that peers of different speeds do not wait for each other's steps."""
 
     sync_service_index: int | None = None
     """Which part of the samples is this peer's, from 0; the lowest free one unless given."""
@@ -70,8 +75,14 @@ class SyncServiceConfig(FromArgs):
         if self.sync_service is None:
             given = [flag for flag, value in self.by_flag().items() if value != SyncServiceConfig().by_flag()[flag]]
             return [f"{flag} has no effect without --sync-service; add it or drop the option" for flag in given]
-        needed = ("--sync-service-run", "--sync-service-peer", "--sync-service-peers", "--sync-service-interval")
+        needed = ("--sync-service-run", "--sync-service-peer", "--sync-service-peers")
         found = [f"--sync-service needs {flag}; add it" for flag in needed if self.by_flag()[flag] is None]
+        if self.sync_service_interval is None and self.sync_service_interval_seconds is None:
+            found.append("--sync-service needs --sync-service-interval or --sync-service-interval-seconds; add one")
+        if self.sync_service_interval is not None and self.sync_service_interval_seconds is not None:
+            found.append(
+                "--sync-service-interval counts steps and --sync-service-interval-seconds time; drop one of them"
+            )
         host = self.sync_service.rpartition(":")[0]
         if not host or not self.sync_service.rpartition(":")[2].isdigit():
             found.append(f"--sync-service is {self.sync_service!r}; give HOST:PORT")
@@ -92,10 +103,22 @@ class SyncServiceConfig(FromArgs):
             found.append(
                 f"--sync-service-index is {self.sync_service_index}; it must be 0 to --sync-service-peers minus 1"
             )
-        for flag in ("--sync-service-round-seconds", "--sync-service-patience-seconds"):
-            if not self.by_flag()[flag] > 0:
-                found.append(f"{flag} is {self.by_flag()[flag]}; it must be above 0")
+        seconds = ("--sync-service-interval-seconds", "--sync-service-round-seconds", "--sync-service-patience-seconds")
+        for flag in seconds:
+            value = self.by_flag()[flag]
+            if value is not None and not 0 < value < math.inf:
+                found.append(f"{flag} is {value}; it must be above 0, and finite")
         return found
+
+
+def interval_of(options: Any) -> str:
+    """Return the interval in words, as peers compare it.
+
+    Args:
+        options: Megatron's argument namespace, or the config.
+    """
+    seconds = options.sync_service_interval_seconds
+    return str(options.sync_service_interval) if seconds is None else f"{seconds:g} seconds"
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -129,12 +152,14 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 def notices(args: Any) -> list[str]:
     """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
     config = SyncServiceConfig.from_args(args)
-    interval = config.sync_service_interval or 1
+    interval, by_time = config.sync_service_interval or 1, config.sync_service_interval_seconds is not None
+    unit = "" if by_time else " steps"
     lines = [
         f"sync service: peer {config.sync_service_peer!r} of run {config.sync_service_run!r} at {config.sync_service}, "
-        f"one of {config.sync_service_peers}, a round every {interval} steps, codec {config.sync_service_codec}"
+        f"one of {config.sync_service_peers}, a round every {interval_of(config)}{unit}, "
+        f"codec {config.sync_service_codec}"
     ]
-    if args.train_iters is not None and args.train_iters % interval:
+    if args.train_iters is not None and not by_time and args.train_iters % interval:
         lines.append(
             f"sync service: --train-iters {args.train_iters} ends {args.train_iters % interval} steps after a round; "
             "the peers end with weights of their own"

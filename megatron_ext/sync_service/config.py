@@ -13,10 +13,13 @@ from typing import Any
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.run_config import RunConfig
 
-__all__ = ["NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
+__all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """Names of runs and peers: they become names of files."""
+
+INTERVAL = "--sync-service-interval"
+"""The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +31,7 @@ class ServerConfig:
 
     state: str | None = None
     """URL of a copy of that state, such as s3://bucket/folder (through fsspec), from which another machine can go on;
-    none unless given. Only one server at a time may use it."""
+    none unless given. The server that started last owns it."""
 
     bind: str = "127.0.0.1:50051"
     """Address and port to listen at. Port 0 takes a free one, which is printed."""

@@ -22,17 +22,19 @@ from megatron_ext.seams import logging, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.arguments import ownership_of
-from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
+from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, interval_of, notices
+from megatron_ext.sync_service.config import INTERVAL
 from megatron_ext.sync_service.report import Report
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.client import RoundOutcome, SyncClient
+    from megatron_ext.sync_service.interval import Interval
     from megatron_ext.sync_service.job import Job
     from megatron_ext.sync_service.slices import Slices
 
 __all__ = ["SyncServiceFeature", "agreed"]
 
-_FORMAT = 1
+_FORMAT = 2
 _STATE = "sync_service"
 _TIMER = "sync-service"
 _LOSS = "lm loss"
@@ -52,11 +54,8 @@ class _Peer:
     values: InnerValues
     """What that is made of."""
 
-    interval: int
-    """Steps from one round to the next."""
-
-    steps: int = 0
-    """Completed steps since the round that the client went on from."""
+    interval: Interval
+    """What there is since the round that the client went on from."""
 
     job: Job
     """The ranks."""
@@ -65,7 +64,7 @@ class _Peer:
     """Sum of the losses of steps since that round, where this rank knows them."""
 
     losses: int = 0
-    """Of how many steps; fewer than `steps` after a resume."""
+    """Of how many steps; fewer than the interval's after a resume."""
 
     last: RoundOutcome | None = None
     """The last round, without its values; None before the first."""
@@ -124,13 +123,13 @@ class SyncServiceFeature(Feature):
             peer.slices.write(adopted)
             peer.values.refresh(now=True)
         peer.client.rest()
-        place = f"{peer.steps} steps after round {peer.client.round}"
+        place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
     def _resume(self, peer: _Peer, saved: dict[str, Any]) -> Any:
         adopted = peer.client.resume(saved["round"])
         if adopted is None:
-            peer.steps = saved["steps"]
+            peer.interval.resume(saved["steps"], saved["seconds"])
         else:
             say(f"sync service: the others went on after round {saved['round']}; its interval is lost")
         return adopted
@@ -140,12 +139,12 @@ class SyncServiceFeature(Feature):
         peer = self._require_peer()
         if not context.completed:
             return
-        peer.steps += 1
+        is_over = peer.interval.count_step()
         if _LOSS in context.losses:
             # Stays on the device until the interval ends.
             loss = context.losses[_LOSS].detach().float().reshape(())
             peer.loss, peer.losses = loss if peer.loss is None else peer.loss + loss, peer.losses + 1
-        if peer.steps < peer.interval:
+        if not is_over:
             return
         from megatron.training import get_timers
 
@@ -159,7 +158,8 @@ class SyncServiceFeature(Feature):
         peer.slices.write(outcome.values)
         peer.values.refresh()
         peer.client.rest()
-        peer.steps, peer.losses, peer.loss = 0, 0, None
+        peer.interval.restart()
+        peer.losses, peer.loss = 0, None
         peer.last = replace(outcome, values={})
         if not outcome.contributed:
             # It goes on from the others' weights; its moments would spoil them in the next step.
@@ -171,8 +171,9 @@ class SyncServiceFeature(Feature):
     def on_train_end(self, context: TrainContext) -> None:
         """End the membership: nobody shall wait for this job any more."""
         peer = self._require_peer()
-        if peer.steps:
-            say(f"sync service: training ends {peer.steps} steps after round {peer.client.round}, with its own weights")
+        steps = peer.interval.steps
+        if steps:
+            say(f"sync service: training ends {steps} steps after round {peer.client.round}, with its own weights")
         peer.client.leave()
         peer.client.close()
         self._peer = None
@@ -209,7 +210,8 @@ class SyncServiceFeature(Feature):
             "peer": config.sync_service_peer,
             "index": client.index,
             "round": client.round,
-            "steps": self._peer.steps,
+            "steps": self._peer.interval.steps,
+            "seconds": self._peer.interval.seconds,
         }
 
     def on_load(self, context: LoadContext) -> None:
@@ -253,12 +255,13 @@ def _join(context: ModelContext, index: int | None) -> _Peer:
     # Imported here because they import gRPC, which other runs can do without.
     from megatron_ext.sync_service.client import ClientConfig, SyncClient
     from megatron_ext.sync_service.connection import ConnectionConfig
+    from megatron_ext.sync_service.interval import Interval
     from megatron_ext.sync_service.job import Ranks
     from megatron_ext.sync_service.slices import Slices, catalog_of
 
     config = SyncServiceConfig.from_args(context.args)
     # `problems` has seen to it.
-    assert config.sync_service and config.sync_service_run and config.sync_service_peer and config.sync_service_interval
+    assert config.sync_service and config.sync_service_run and config.sync_service_peer
     view = ParameterView.from_model(context.model)
     values = InnerValues(context.optimizer, view)
     catalog = catalog_of(view, ownership_of(context.args))
@@ -286,7 +289,8 @@ def _join(context: ModelContext, index: int | None) -> _Peer:
     )
     job = Ranks(group)
     client = SyncClient(client_config, catalog, job=job, parts=slices.parts)
-    return _Peer(client=client, slices=slices, values=values, interval=config.sync_service_interval, job=job)
+    interval = Interval(job, steps=config.sync_service_interval, seconds=config.sync_service_interval_seconds)
+    return _Peer(client=client, slices=slices, values=values, interval=interval, job=job)
 
 
 def _report(peer: _Peer) -> Report:
@@ -294,14 +298,14 @@ def _report(peer: _Peer) -> Report:
     # Known on the last pipeline stage, and said by the first rank. After a resume it is that of the steps since.
     known = peer.job.on_all(lambda: None if peer.loss is None else (float(peer.loss), peer.losses))
     sums = [entry for entry in known if entry is not None]
-    return Report(loss=sums[0][0] / sums[0][1] if sums else None, steps=peer.steps)
+    return Report(loss=sums[0][0] / sums[0][1] if sums else None, steps=peer.interval.steps)
 
 
 def agreed(args: Any) -> dict[str, str]:
     """Return what the peers have to agree on beside the tensors: the interval, and the order of the samples."""
     samples = args.train_samples or args.train_iters * args.global_batch_size
     return {
-        "--sync-service-interval": str(args.sync_service_interval),
+        INTERVAL: interval_of(args),
         "--seed": str(args.seed),
         "--seq-length": str(args.seq_length),
         "--split": str(args.split),

@@ -7,15 +7,12 @@ from collections.abc import Mapping, Set
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.frames import codec_of
 from megatron_ext.sync_service.merge import layers_of
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["INTERVAL", "check_against", "check_alone"]
-
-INTERVAL = "--sync-service-interval"
-"""The field by which a peer says how many steps it makes between two rounds."""
+__all__ = ["check_against", "check_alone"]
 
 
 def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> None:

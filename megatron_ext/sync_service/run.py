@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
-from megatron_ext.sync_service.handshake import INTERVAL, check_against, check_alone
+from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.members import Admission, Member, RoundResult
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState

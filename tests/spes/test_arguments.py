@@ -79,6 +79,8 @@ def test_the_command_line_replaces_what_the_file_says(file: str):
     args = completed(spes_config=file, sync_service_index=1, sync_service_interval=7, sync_service_run="big")
     assert argument_problems(args) == []
     assert (args.sync_service_peer, args.sync_service_interval, args.sync_service_run) == ("node1", 7, "big")
+    by_time = completed(spes_config=file, sync_service_interval_seconds=60.0)
+    assert by_time.sync_service_interval is None and SyncServiceConfig.from_args(by_time).problems() == []
 
 
 def test_flags_alone_are_enough():

@@ -174,12 +174,20 @@ def test_a_peer_that_joins_late_begins_with_the_newest_round(make_service: MakeS
     assert samples_of(ranks) == list(range(1, 32, 2))
 
 
-def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeService):
+@pytest.mark.parametrize("by", ["steps", "time"])
+def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeService, by: str):
     service = make_service(peers=2, rounds="asynchronous", step_weights=True, outer_optimizer="sgd")
     service.start()
-    slow = start_job(service, "slow", ("pp2", "bf16", 2), sync_service_index=1)
+    if by == "steps":
+        options = {"slow": {}, "fast": {"sync_service_interval": 2}}
+    else:
+        same = {"sync_service_interval": None, "sync_service_interval_seconds": 1.0}
+        # 4 steps of 0.3 s, and 2 of 0.6 s. The clock of the other rank is of no interest.
+        ticks = {"slow": {0: 0.3, 1: 50.0}, "fast": {0: 0.6}}
+        options = {name: {**same, "before": functools.partial(tick, ticks[name])} for name in ticks}
+    slow = start_job(service, "slow", ("pp2", "bf16", 2), sync_service_index=1, **options["slow"])
     until(lambda: service.events("committed"), "the start")
-    fast = run_job(service, "fast", SINGLE, sync_service_index=0, sync_service_interval=2)
+    fast = run_job(service, "fast", SINGLE, sync_service_index=0, **options["fast"])
     ends = {"slow": slow.result(), "fast": fast}
     made = [event for event in service.events("committed") if event["round"] > 0]
     assert sorted(event["contributors"][0] for event in made) == ["fast"] * 4 + ["slow"] * 2
@@ -188,6 +196,25 @@ def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeSer
     for name, ranks in ends.items():
         number = max(event["round"] for event in made if event["contributors"] == [name])
         assert f"sync round: {number} |" in "".join(rank.stdout for rank in ranks)
+
+
+def tick(seconds: dict[int, float]) -> None:
+    """Before: let every step take so long on the clock of intervals, by rank."""
+    import os
+
+    from megatron_ext.sync_service.interval import Interval
+
+    now = [0.0]
+    begin, count_step = Interval.__init__, Interval.count_step
+
+    def init(self, *args, **kwargs):
+        begin(self, *args, **kwargs, clock=lambda: now[0])
+
+    def count(self):
+        now[0] += seconds[int(os.environ["RANK"])]
+        return count_step(self)
+
+    Interval.__init__, Interval.count_step = init, count
 
 
 def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):
@@ -205,6 +232,7 @@ def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):
     "change",
     [
         {"sync_service_interval": 5},
+        {"sync_service_interval": None, "sync_service_interval_seconds": 5.0},
         {"seed": 1},
         {"seq_length": 64},
         {"split": "1,0,0"},
@@ -218,6 +246,7 @@ def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):
 def test_peers_agree_on_the_interval_and_on_the_samples(change):
     options = {
         "sync_service_interval": 4,
+        "sync_service_interval_seconds": None,
         "seed": 1234,
         "seq_length": 32,
         "split": None,
