@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.local_sgd.options import FromArgs
+from megatron_ext.config_options import FromArgs
 
 __all__ = ["HotSwitchConfig"]
 
