@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron_ext.errors import UserError
@@ -97,10 +98,8 @@ class HotSwitchFeature(Feature):
                 options=options,
             )
             self._guests.append(guest)
-            say(
-                f"hot switching: guest {strategy.label} takes {guest.bytes_from_home / _MIB:.1f} MiB of parameters "
-                f"from home and sends {guest.bytes_of_gradients / _MIB:.1f} MiB of gradients there, all ranks together"
-            )
+        for guest, after in pairwise([*self._guests, None]):
+            say(_ways(guest, after))
 
     def on_train_start(self, context: TrainContext) -> None:
         """Open the data, and let home's gradients be those of all strategies."""
@@ -142,3 +141,25 @@ class HotSwitchFeature(Feature):
     def _require_strategies(self) -> StrategyList:
         assert self._strategies is not None, "hot switching: arguments are not validated yet"
         return self._strategies
+
+
+def _ways(guest: Any, after: Any) -> str:
+    """Say where a guest's parameters come from, and where its gradients go.
+
+    Args:
+        guest: the guest.
+        after: the one that runs after it; None for the last.
+    """
+    source, taken = "home", guest.from_home
+    if guest.may_follow:
+        source, taken = f"guest {guest.before.strategy.label}", guest.from_before
+    target, sent, instead = "home", guest.to_home, ""
+    # Gradients are fp32, plans count in the parameters' type.
+    factor = 4 / taken.tensors[0].tensor.dtype.itemsize / _MIB
+    if after is not None and after.takes_gradients:
+        target, sent = f"to guest {after.strategy.label}", after.from_before
+        instead = f" ({guest.to_home.bytes_moved * factor:.1f} MiB to home)"
+    return (
+        f"hot switching: guest {guest.strategy.label} takes {taken.bytes_moved / _MIB:.1f} MiB of parameters from "
+        f"{source} and sends {sent.bytes_moved * factor:.1f} MiB of gradients {target}{instead}, all ranks together"
+    )

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.hot_switch.flat_tensors import FlatTensors
+from megatron_ext.hot_switch.itinerary import LocalTensor
 from megatron_ext.hot_switch.masks import DocumentMasks
 from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.strategy import Strategy
@@ -66,6 +68,14 @@ class PlacedModel:
             gradient: Any = entry.parameter
             found[entry.placed.name] = gradient.main_grad
         return found
+
+    def gradient_sums(self) -> FlatTensors:
+        """Return tensors like `gradients` for those of other strategies; they have no memory yet."""
+        # A guest's parameters have no shape outside its turn.
+        local = {name: LocalTensor(tuple(gradient.shape), torch.float32) for name, gradient in self.gradients().items()}
+        sums = FlatTensors(local, self.device)
+        sums.give_up()
+        return sums
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

@@ -19,7 +19,6 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch, batch_dictionaries
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.guest import Guest, held_tensors
-from megatron_ext.hot_switch.itinerary import LocalTensor
 from megatron_ext.hot_switch.losses import GuestLosses
 from megatron_ext.hot_switch.placed_model import PlacedModel
 
@@ -49,11 +48,9 @@ class SwitchingStep:
         self._reader = reader
         self._losses = GuestLosses(home.device)
         self._guests_ran = False
-        shapes = {
-            entry.placed.name: LocalTensor(tuple(entry.parameter.shape), torch.float32) for entry in home.view.entries
-        }
-        self._sums = FlatTensors(shapes if guests else {}, home.device)
-        self._sums.give_up()
+        # Memory for them is there from the first that arrive until home has added them.
+        self._sums = home.gradient_sums() if guests else FlatTensors({}, home.device)
+        self._has_sums = False
         self.last_batch: GlobalBatch | None = None
         self.switching_seconds = 0.0
 
@@ -115,8 +112,6 @@ class SwitchingStep:
         if not self._guests_ran:
             return
         self._home.gather_parameters()
-        self._sums.take()
-        torch._foreach_zero_(list(self._sums.views.values()))
         self._losses.start()
         source: dict[str, torch.Tensor] = {}
         in_use: list[tuple[int, Guest]] = []
@@ -137,9 +132,21 @@ class SwitchingStep:
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
             with self._switching():
-                guest.send_gradients(self._sums.views)
+                self._send_gradients(batch, number, guest)
         _give_back(in_use)
         self._losses.finish()
+
+    def _send_gradients(self, batch: GlobalBatch, number: int, guest: Guest) -> None:
+        """Send a guest's gradients, and those that it got itself, on to the next guest or home."""
+        if number < len(self._guests) and batch.parts[number + 1] is not None:
+            after = self._guests[number]
+            if after.takes_gradients:
+                guest.pass_gradients_on(after)
+                return
+        if not self._has_sums:
+            self._sums.take_zeros()
+            self._has_sums = True
+        guest.send_gradients(self._sums.views)
 
     @contextmanager
     def _switching(self) -> Iterator[None]:
@@ -155,6 +162,7 @@ class SwitchingStep:
         gradients = self._home.gradients()
         torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
         self._sums.give_up()
+        self._has_sums = False
 
 
 def _give_back(in_use: list[tuple[int, Guest]]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.figures import measure_plan
+from megatron_ext.hot_switch.figures import SwitchFigures, measure_plan
 from megatron_ext.hot_switch.packing import plan_batch
 from megatron_ext.hot_switch.plan import plan_switch
 from megatron_ext.hot_switch.step_time import StepTimes
@@ -92,7 +92,7 @@ class Suggester:
         self.lengths = lengths
         self.context = context
         self._strategies = candidates(times, gpus)
-        self._switches: dict[tuple[Strategy, Strategy], float] = {}
+        self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
 
     def static(self) -> list[Suggestion]:
         """Return every single strategy that fits, the quickest first; all sequences are packed into full rows.
@@ -189,18 +189,27 @@ class Suggester:
         return held <= self.times.times.machine.memory
 
     def _switching(self, listed: StrategyList) -> float:
-        """Return the time of a step's switches: parameters from strategy to strategy, gradients of guests to home.
+        """Return the time of a step's switches, each by the way that moves fewer bytes.
 
-        The way back to home is not counted: home keeps its parameters.
+        Parameters come from home or from the guest before, gradients go home or to the guest after. Home keeps its
+        parameters.
         """
-        parameters = sum(self._switch(source, target) for source, target in listed.switches[:-1])
-        gradients = sum(self._switch(guest, listed.home) for guest in listed.strategies[1:])
+        home, parameters, gradients = listed.home, 0.0, 0.0
+        for before, guest in listed.switches[:-1]:
+            parameters += self._shorter((home, guest), (before, guest))
+        for guest, after in listed.switches[1:]:
+            gradients += self._shorter((guest, home), (guest, after))
         return parameters + _GRADIENT_BYTES * gradients
 
-    def _switch(self, source: Strategy, target: Strategy) -> float:
+    def _shorter(self, direct: tuple[Strategy, Strategy], chained: tuple[Strategy, Strategy]) -> float:
+        return min(self._switch(*direct), self._switch(*chained), key=lambda switch: switch.bytes_total).seconds(
+            self.times.times.machine.links
+        )
+
+    def _switch(self, source: Strategy, target: Strategy) -> SwitchFigures:
         if (source, target) not in self._switches:
             shape, machine = self.times.times.shape, self.times.times.machine
             layouts = source.layout(shape.num_layers), target.layout(shape.num_layers)
             plan = plan_switch(shape, *layouts, gpus_per_node=machine.gpus_per_node)
-            self._switches[source, target] = measure_plan(plan).seconds(machine.links)
+            self._switches[source, target] = measure_plan(plan)
         return self._switches[source, target]

@@ -21,6 +21,11 @@ LLAMA = {
 }
 
 
+def says(ranks, text):
+    """Whether the run's first rank printed a text."""
+    return text in ranks[0].stdout
+
+
 def assert_equal_but_for_rounding(ours, theirs):
     """Losses, gradient norms (which tell what clipping and Adam hide) and parameters of two runs in fp32."""
     assert len(losses(ours)) == len(losses(theirs)) > 0
@@ -33,17 +38,18 @@ def assert_equal_but_for_rounding(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("strategies", "options"),
+    ("strategies", "passes_on", "options"),
     [
-        (["1,2,2", "4,1,1", "2,1,2"], {}),
-        (["2,2,1", "1,4,1", "1,2,2"], {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True}),
+        (["1,2,2", "4,1,1", "2,1,2"], False, {}),
+        (["2,2,1", "1,4,1", "1,2,2"], True, {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True}),
     ],
     ids=["tp and pp at home", "distributed optimizer and sequence parallel"],
 )
-def test_hot_equals_static(strategies, options):
+def test_hot_equals_static(strategies, passes_on, options):
     hot = hot_run(strategies, [32, 16, 8, 0], **options)
     stock = stock_run(strategies[0], **options)
     assert_equal_but_for_rounding(hot, stock)
+    assert says(hot, "of gradients to guest 1,2,2") == passes_on
 
 
 INTERLEAVED = """
@@ -83,14 +89,25 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
     stock = stock_run("4,1,1", expert_model_parallel_size=2, **options)
     assert_equal_but_for_rounding(hot, stock)
+    assert says(hot, "of gradients to guest 2,2,1")
 
 
-@pytest.mark.parametrize("buckets", [[32, 31, 30, 0], [32, 2, 1, 0]], ids=["mostly shortest", "mostly longest"])
-def test_strategies_without_data_in_a_step_change_nothing(buckets):
+@pytest.mark.parametrize(
+    ("strategies", "buckets", "says_so"),
+    [
+        # The second guest often has no data: the first one's gradients go home then.
+        (["2,1,1", "1,2,1", "1,1,2"], [32, 31, 30, 0], "of gradients to guest 1,1,2"),
+        # The first guest often has no data: the second one's parameters come from home then.
+        (["1,2,1", "2,1,1", "1,1,2"], [32, 2, 1, 0], "of parameters from guest 2,1,1"),
+    ],
+    ids=["mostly shortest", "mostly longest"],
+)
+def test_strategies_without_data_in_a_step_change_nothing(strategies, buckets, says_so):
     options = {"train_iters": 6, "global_batch_size": 2, "optimizer": "sgd", "lr": 0.1}
-    hot = hot_run(["1,2,1", "2,1,1", "1,1,2"], buckets, **options)
-    stock = stock_run("1,2,1", **options)
+    hot = hot_run(strategies, buckets, **options)
+    stock = stock_run(strategies[0], **options)
     assert_equal_but_for_rounding(hot, stock)
+    assert says(hot, says_so)
 
 
 def test_bf16_stays_as_near_to_stock_as_rounding_allows():
@@ -150,11 +167,12 @@ def watch_turns():
 
 
 def held_bytes(guest):
-    """Bytes of a guest's parameters and gradients on this rank."""
+    """Bytes of a guest's parameters on this rank, of its gradients, and of those that it got from another guest."""
     parameters = [entry.parameter for entry in guest.view.entries]
+    received = guest._received.views.values() if guest._received else ()
     return tuple(
         sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        for tensors in (parameters, guest.gradients().values())
+        for tensors in (parameters, guest.gradients().values(), received)
     )
 
 
@@ -168,13 +186,15 @@ def held_memory(model, optimizer, args):
 
 
 def test_guests_have_no_memory_outside_their_turns():
-    # Home has all parameters on every rank, so that both guests take them from there.
+    # Home has all parameters on every rank, so that both guests take them from there. The first guest's gradients go
+    # to the second one.
     command = arguments(["2,1,1", "1,2,1", "1,1,2"], [32, 16, 8, 0], train_iters=2)
     for rank in run_pretrain(command, 2, before=watch_turns, probe=held_memory):
         turns, of_sums, sums = rank.probe
         assert [label for label, _ in turns] == 2 * ["1,2,1", "1,1,2", "2,1,1"]
         for label, held in turns:
-            for guest, (parameters, gradients) in held.items():
+            for guest, (parameters, gradients, received) in held.items():
+                assert received == 0, (label, guest)
                 if guest == label:
                     assert parameters > 0 and gradients > 0
                 else:
