@@ -18,7 +18,7 @@ from megatron_ext.hot_switch.documents import open_documents
 from megatron_ext.hot_switch.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
-from megatron_ext.seams import checkpoint, logging, model, strategies, training
+from megatron_ext.seams import checkpoint, logging, model, router, strategies, training
 from megatron_ext.seams.arguments import add_config_group, say
 
 __all__ = ["HotSwitchFeature"]
@@ -64,6 +64,7 @@ class HotSwitchFeature(Feature):
             *training.loop_patches(),
             *logging.patches(),
             *checkpoint.repairs(),
+            *router.padding_patches(),
         ]
 
     def guest_layouts(self, args: Any) -> Sequence[Layout]:

@@ -21,6 +21,8 @@ from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.guest import Guest, held_tensors
 from megatron_ext.hot_switch.losses import GuestLosses
 from megatron_ext.hot_switch.placed_model import PlacedModel
+from megatron_ext.hot_switch.router_losses import RouterReport
+from megatron_ext.seams.router import metrics_apart
 
 __all__ = ["SwitchingStep"]
 
@@ -46,7 +48,8 @@ class SwitchingStep:
         self._home = home
         self._guests = guests
         self._reader = reader
-        self._losses = GuestLosses(home.device)
+        self._routers = RouterReport(home.config, home.device)
+        self._losses = GuestLosses(home.device, self._routers)
         self._guests_ran = False
         # Memory for them is there from the first that arrive until home has added them.
         self._sums = home.gradient_sums() if guests else FlatTensors({}, home.device)
@@ -101,6 +104,8 @@ class SwitchingStep:
             call["num_microbatches"] = part.count
             call["seq_length"], call["micro_batch_size"] = part.row_length, self._home.strategy.micro_batch_size
             losses: Losses = original(**call)
+        if self._routers.names:
+            self._routers.finish(batch.trained_micro_batches, self._home.strategy.dp)
         if self._guests_ran and self._home.is_last_stage:
             losses.append(self._losses.for_home(losses[0], counts=self._home.replica == 0))
         return losses
@@ -108,6 +113,7 @@ class SwitchingStep:
     def _run_guests(self, batch: GlobalBatch, forward_step: Any, seed: int) -> None:
         """Let every guest with data train, and collect gradients, tokens and losses."""
         self.switching_seconds = 0.0
+        self._routers.start()
         self._guests_ran = any(part is not None for part in batch.parts[1:])
         if not self._guests_ran:
             return
@@ -127,8 +133,10 @@ class SwitchingStep:
                 source = guest.borrow(source, from_home=not follows)
             in_use.append((number, guest))
             micro_batches = self._reader.read(batch, number, guest.replica)
-            with guest.training(part.row_length, micro_batches, self._home.config, seed + number):
+            turn = guest.training(part.row_length, micro_batches, self._home.config, seed + number)
+            with turn, metrics_apart() as of_routers:
                 losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
+            self._routers.add(of_routers, guest.strategy.tp)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
             with self._switching():

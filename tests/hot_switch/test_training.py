@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with hot switching computes what stock Megatron computes on the same documents."""
 
+import re
+
 import numpy as np
 import pytest
 
-from tests.hot_switch.runs import COMMON, arguments, full_parameters, hot_run, losses, stock_run
+from tests.hot_switch.runs import (
+    COMMON,
+    arguments,
+    full_parameters,
+    hot_run,
+    losses,
+    one_document_per_row,
+    stock_run,
+    tell_padding,
+)
 from tests.support.presets import MOE, PRECISIONS, toy_gpt
 from tests.support.pretrain import run_pretrain
 
@@ -84,12 +95,41 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(EXPERTS)
     options = {**MOE, "moe_aux_loss_coeff": 0.0, "use_distributed_optimizer": True, "train_iters": 5}
+    # Unlike the balancing loss this one does not depend on what shares a micro-batch.
+    options["moe_z_loss_coeff"] = 0.1
     # Megatron 0.19 fails on experts with biases whose tensor parallel size differs from that of the rest.
     options["disable_bias_linear"] = True
     hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
-    stock = stock_run("4,1,1", expert_model_parallel_size=2, **options)
+    stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
     assert_equal_but_for_rounding(hot, stock)
     assert says(hot, "of gradients to guest 2,2,1")
+
+
+BALANCED = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 4, tp: 1, pp: 1, ep: 2}
+  - {dp: 1, tp: 2, pp: 2, ep: 2, etp: 1, sequence_parallel: true, recompute: full}
+  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
+"""
+
+
+def reported(ranks, name):
+    """The values of a loss that the log lines give."""
+    return [float(value) for value in re.findall(rf" {name}: (\S+)", ranks[-1].stdout)]
+
+
+def test_losses_of_routers_are_those_of_the_same_micro_batches(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(BALANCED)
+    options = {**MOE, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1, "train_iters": 5, "disable_bias_linear": True}
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters, before=one_document_per_row)
+    stock = stock_run("4,1,1", tell_padding, one_document_per_row, expert_model_parallel_size=2, **options)
+    assert_equal_but_for_rounding(hot, stock)
+    balancing = reported(hot, "load_balancing_loss")
+    assert len(balancing) == 5 and all(balancing)
+    assert balancing == pytest.approx(reported(stock, "load_balancing_loss"), rel=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ NOT_WITH_IT = {
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_expert_capacity_factor": 1.0,
     "moe_router_enable_expert_bias": True,
     "context_parallel_size": 2,
@@ -66,7 +67,7 @@ CASES = {
             for option in (
                 *("--fp16", "--grad-reduce-in-bf16", "--context-parallel-size above 1", "--moe-expert-capacity-factor"),
                 *(
-                    "--moe-aux-loss-coeff, --moe-z-loss-coeff",
+                    "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
                     "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
                 ),
                 *("virtual pipeline stages", "uneven pipeline stages", "--use-local-sgd", "--dataloader-type"),
