@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import BuilderContext
 from megatron_ext.hot_switch.executor import SwitchExecutor
+from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.plan import SwitchPlan, plan_switch
 from megatron_ext.hot_switch.rows import PackedBatch
@@ -96,6 +97,8 @@ class Guest(PlacedModel):
         self._from_home = SwitchExecutor(self.from_home, dist.group.WORLD)
         self._to_home = SwitchExecutor(self.to_home, dist.group.WORLD, gradients=True)
         self._from_before: SwitchExecutor | None = None
+        # Memory for parameters that come from there.
+        self._own: FlatTensors | None = None
         self._gradients_from_before: SwitchExecutor | None = None
         if before is not None and self.from_before is not None:
             if self.from_before.bytes_moved < self.from_home.bytes_moved:
@@ -129,12 +132,18 @@ class Guest(PlacedModel):
             from_home: where `source` is from.
 
         Returns:
-            This guest's parameters and buffers by global name. They may share memory with `source`, and hold until
-            `give_back`.
+            This guest's parameters and buffers by global name, which hold until `give_back`. They may share home's
+            memory, but not that of a guest, which is given back while they are in use.
         """
-        executor = self._from_home if from_home else self._from_before
-        assert executor is not None
-        held = executor.switch(source)
+        if from_home:
+            held = self._from_home.switch(source)
+        else:
+            assert self._from_before is not None
+            if self._own is None:
+                self._own = FlatTensors(self._from_before.itinerary.targets, self.device)
+            self._own.take()
+            held = self._from_before.switch(source, out=self._own.views)
+            self._from_before.release()
         for entry in self._entries:
             entry.parameter.data = held[entry.placed.name]
         return held
@@ -143,8 +152,8 @@ class Guest(PlacedModel):
         """Give up the memory of parameters."""
         self._drop_tensors()
         self._from_home.release()
-        if self._from_before is not None:
-            self._from_before.release()
+        if self._own is not None:
+            self._own.give_up()
 
     @contextmanager
     def training(self, row_length: int, batches: Sequence[PackedBatch], home: Any, seed: int) -> Iterator[None]:

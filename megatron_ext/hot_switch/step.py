@@ -120,18 +120,20 @@ class SwitchingStep:
         self._home.gather_parameters()
         self._losses.start()
         source: dict[str, torch.Tensor] = {}
-        in_use: list[tuple[int, Guest]] = []
+        before: tuple[int, Guest] | None = None
         for number, guest in enumerate(self._guests, 1):
             part = batch.parts[number]
             if part is None:
                 continue
-            follows = guest.may_follow and bool(in_use) and in_use[-1][0] == number - 1
+            follows = guest.may_follow and before is not None and before[0] == number - 1
             if not follows:
-                _give_back(in_use)
+                _give_back(before)
                 source = held_tensors(self._home.view)
             with self._switching():
                 source = guest.borrow(source, from_home=not follows)
-            in_use.append((number, guest))
+            if follows:
+                _give_back(before)
+            before = number, guest
             micro_batches = self._reader.read(batch, number, guest.replica)
             turn = guest.training(part.row_length, micro_batches, self._home.config, seed + number)
             with turn, metrics_apart() as of_routers:
@@ -141,7 +143,7 @@ class SwitchingStep:
                 self._losses.add(losses, guest.counted_tokens)
             with self._switching():
                 self._send_gradients(batch, number, guest)
-        _give_back(in_use)
+        _give_back(before)
         self._losses.finish()
 
     def _send_gradients(self, batch: GlobalBatch, number: int, guest: Guest) -> None:
@@ -173,10 +175,9 @@ class SwitchingStep:
         self._has_sums = False
 
 
-def _give_back(in_use: list[tuple[int, Guest]]) -> None:
-    # The last one may use memory of those before it.
-    while in_use:
-        in_use.pop()[1].give_back()
+def _give_back(guest: tuple[int, Guest] | None) -> None:
+    if guest is not None:
+        guest[1].give_back()
 
 
 def _forward_backward(guest: Guest, forward_step: Any, row_length: int, micro_batches: list[Any]) -> Losses:

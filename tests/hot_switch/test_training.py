@@ -209,6 +209,8 @@ def watch_turns():
 def held_bytes(guest):
     """Bytes of a guest's parameters on this rank, of its gradients, and of those that it got from another guest."""
     parameters = [entry.parameter for entry in guest.view.entries]
+    if guest._own is not None:
+        parameters += guest._own.views.values()
     received = guest._received.views.values() if guest._received else ()
     return tuple(
         sum(tensor.untyped_storage().nbytes() for tensor in tensors)
@@ -225,13 +227,22 @@ def held_memory(model, optimizer, args):
     return _turns, sum(sums), len(sums)
 
 
-def test_guests_have_no_memory_outside_their_turns():
-    # Home has all parameters on every rank, so that both guests take them from there. The first guest's gradients go
-    # to the second one.
-    command = arguments(["2,1,1", "1,2,1", "1,1,2"], [32, 16, 8, 0], train_iters=2)
-    for rank in run_pretrain(command, 2, before=watch_turns, probe=held_memory):
+@pytest.mark.parametrize(
+    ("strategies", "says_so"),
+    [
+        (["2,1,1", "1,2,1", "1,1,2"], "of gradients to guest 1,1,2"),
+        (["1,2,1", "2,1,1", "1,1,2"], "of parameters from guest 2,1,1"),
+    ],
+    ids=["gradients go on", "parameters go on"],
+)
+def test_guests_have_no_memory_outside_their_turns(strategies, says_so):
+    command = arguments(strategies, [32, 16, 8, 0], train_iters=2)
+    ranks = run_pretrain(command, 2, before=watch_turns, probe=held_memory)
+    assert says(ranks, says_so)
+    home, *guests = strategies
+    for rank in ranks:
         turns, of_sums, sums = rank.probe
-        assert [label for label, _ in turns] == 2 * ["1,2,1", "1,1,2", "2,1,1"]
+        assert [label for label, _ in turns] == 2 * [*guests, home]
         for label, held in turns:
             for guest, (parameters, gradients, received) in held.items():
                 assert received == 0, (label, guest)
