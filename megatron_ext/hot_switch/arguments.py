@@ -39,8 +39,14 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             if value != defaults[flag]
         ]
     problems = _list_problems(args, config)
-    if config.hot_switch_gpus_per_node < 1:
-        problems.append(f"--hot-switch-gpus-per-node is {config.hot_switch_gpus_per_node}; it must be at least 1")
+    per_node = config.hot_switch_gpus_per_node
+    if per_node < 1:
+        problems.append(f"--hot-switch-gpus-per-node is {per_node}; it must be at least 1")
+    elif args.world_size > per_node and args.world_size % per_node:
+        problems.append(
+            f"--hot-switch-gpus-per-node is {per_node}, but {args.world_size} ranks do not fill such nodes; set it to "
+            "the number of ranks that share a node"
+        )
     if config.hot_switch_algorithm not in ALGORITHMS:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"

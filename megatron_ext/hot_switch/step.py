@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ class SwitchingStep:
             losses: Losses = original(**call)
         if self._routers.names:
             self._routers.finish(batch.trained_micro_batches, self._home.strategy.dp)
+        _count_positions(batch, of_this_rank=self._home.replica == 0)
         if self._guests_ran and self._home.is_last_stage:
             losses.append(self._losses.for_home(losses[0], counts=self._home.replica == 0))
         return losses
@@ -173,6 +175,19 @@ class SwitchingStep:
         torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
         self._sums.give_up()
         self._has_sums = False
+
+
+def _count_positions(batch: GlobalBatch, *, of_this_rank: bool) -> None:
+    """Have Megatron's FLOP/s count documents as they are, as it does for packed rows, not --seq-length for each.
+
+    Args:
+        batch: the global batch.
+        of_this_rank: whether this rank counts them; all ranks of one of home's replicas do.
+    """
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    lengths = [sequence.positions for sequence in batch.sequences] if of_this_rank else [0]
+    update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(lengths)]))
 
 
 def _give_back(guest: tuple[int, Guest] | None) -> None:

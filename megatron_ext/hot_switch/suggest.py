@@ -144,10 +144,7 @@ class Suggester:
             strategies=listed,
             compute=tuple(compute),
             switching=self._switching(listed),
-            memory=tuple(
-                self.times.memory(strategy, bucket.up_to, listed.home)
-                for strategy, bucket in zip(listed.strategies, listed.buckets, strict=True)
-            ),
+            memory=self._memory(listed),
             sequences=tuple(self._sequences(bucket) for bucket in listed.buckets),
             positions=tuple(0 if batch is None else batch.positions for batch in batches),
         )
@@ -157,18 +154,26 @@ class Suggester:
         by_length = [Bucket(above=lower, up_to=upper) for upper, lower in pairwise(bounds)]
         if not all(self._sequences(bucket) for bucket in by_length[1:]):
             return  # a guest without data
-        homes = [strategy for strategy in self._strategies if self._fits(strategy, strategy)]
+        homes = [strategy for strategy in self._strategies if self._fits(strategy, strategy, switches=True)]
         for home in self._quickest(homes, by_length[0]):
             guests = [
                 self._quickest(
-                    [strategy for strategy in self._strategies if self._fits(strategy, home, bucket.up_to)], bucket
+                    [
+                        strategy
+                        for strategy in self._strategies
+                        if self._fits(strategy, home, bucket.up_to, switches=True)
+                    ],
+                    bucket,
                 )
                 for bucket in by_length[1:]
             ]
             for chosen in product(*guests):
-                if len({home, *chosen}) == len(bounds) - 1:
-                    # Home has the longest sequences; the guests run from the shortest ones on.
-                    yield self.estimate([home, *reversed(chosen)], bounds)
+                if len({home, *chosen}) < len(bounds) - 1:
+                    continue
+                # Home has the longest sequences; the guests run from the shortest ones on.
+                found = self.estimate([home, *reversed(chosen)], bounds)
+                if max(found.memory) <= self.times.times.machine.memory:
+                    yield found
 
     def _quickest(self, strategies: Sequence[Strategy], bucket: Bucket) -> list[Strategy]:
         return sorted(strategies, key=lambda strategy: self._alone(strategy, bucket))[:_PER_BUCKET]
@@ -184,9 +189,23 @@ class Suggester:
     def _sequences(self, bucket: Bucket) -> int:
         return sum(bucket.above < length <= bucket.up_to for length in self.lengths)
 
-    def _fits(self, strategy: Strategy, home: Strategy, positions: int | None = None) -> bool:
-        held = self.times.memory(strategy, self.context if positions is None else positions, home)
-        return held <= self.times.times.machine.memory
+    def _fits(
+        self, strategy: Strategy, home: Strategy, positions: int | None = None, *, switches: bool = False
+    ) -> bool:
+        longest = self.context if positions is None else positions
+        return self.times.memory(strategy, longest, home, switches=switches) <= self.times.times.machine.memory
+
+    def _memory(self, listed: StrategyList) -> tuple[float, ...]:
+        """Return the bytes of the fullest GPU in every strategy's turn."""
+        home, switches = listed.home, len(listed.strategies) > 1
+        receives = [False] * len(listed.strategies)
+        for number, (before, guest) in enumerate(pairwise(listed.strategies[1:]), 2):
+            chained, direct = self._switch(before, guest), self._switch(before, home)
+            receives[number] = chained.bytes_total < direct.bytes_total
+        return tuple(
+            self.times.memory(strategy, bucket.up_to, home, switches=switches, receives=waits)
+            for strategy, bucket, waits in zip(listed.strategies, listed.buckets, receives, strict=True)
+        )
 
     def _switching(self, listed: StrategyList) -> float:
         """Return the time of a step's switches, each by the way that moves fewer bytes.

@@ -16,7 +16,7 @@ MACHINE = Machine(operations=1e14, memory=0, links=Links(within_node=1e11, betwe
 LONG_TAILED = [100] * 40 + [500] * 20 + [2000] * 6 + [8192] * 2
 
 
-def suggester(lengths: list[int] = LONG_TAILED, memory_gib: float = 2.3, context: int = 8192) -> Suggester:
+def suggester(lengths: list[int] = LONG_TAILED, memory_gib: float = 2.6, context: int = 8192) -> Suggester:
     machine = replace(MACHINE, memory=memory_gib * 2**30)
     times = StepTimes(times=ModelledTimes(shape=SHAPE, machine=machine))
     return Suggester(times, gpus=8, lengths=lengths, context=context)
@@ -38,7 +38,7 @@ def test_short_sequences_get_data_parallelism_where_the_context_needs_model_para
     assert guests
     assert all(guest.dp > home.dp for guest in guests)
     assert sum(best.sequences) == len(LONG_TAILED)
-    assert all(held <= 2.3 * 2**30 for held in best.memory)
+    assert all(held <= 2.6 * 2**30 for held in best.memory)
     assert best.switching > 0
     # It can be given as it is printed.
     bounds = [8192, *sorted({bucket.up_to for bucket in best.strategies.buckets} - {8192}, reverse=True), 0]
@@ -58,6 +58,10 @@ def test_switches_take_the_way_that_moves_fewer_bytes() -> None:
     # The second guest holds parts of what the first one does; gradients are twice the bytes of parameters.
     assert seconds(first, second) == 0 < seconds(first, home)
     assert found.switching == pytest.approx(seconds(home, first) + 2 * seconds(second, home))
+    # The first guest's gradients wait at the second one.
+    listed = found.strategies
+    waiting = suggester().times.memory(listed.strategies[2], 2048, listed.home, switches=True, receives=True)
+    assert found.memory[2] == waiting
 
 
 def test_one_strategy_is_kept_where_switching_gains_nothing() -> None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of training with hot switching: every mistake is named, all together, before anything starts."""
 
+import re
+
 from tests.hot_switch.runs import arguments
 from tests.support.distributed import run_ranks
 from tests.support.presets import toy_gpt
@@ -77,6 +79,10 @@ CASES = {
             )
         ],
     ),
+    "nodes": (
+        arguments(["3,1,1", "1,3,1"], [32, 8, 0], hot_switch_gpus_per_node=2),
+        ["--hot-switch-gpus-per-node is 2, but 3 ranks do not fill such nodes"],
+    ),
     "no buckets": (
         toy_gpt(hot_switch_strategies=["2,1,1"]),
         ["--hot-switch-strategies needs --hot-switch-bucket-sizes"],
@@ -107,7 +113,7 @@ def problems_of(command_lines):
     found = []
     for line in command_lines:
         args = parser.parse_args(line)
-        args.world_size = 2
+        args.world_size = 3 if "3,1,1" in line else 2
         found.append(hot_switch.validate(args))
     return found
 
@@ -140,9 +146,30 @@ def test_bad_options_end_the_run_with_one_error_and_no_traceback():
     assert "Traceback" not in exits[0].stderr
 
 
+_counted: list = []
+
+
+def watch_flops():
+    """Note for how many tokens Megatron computes its FLOP/s."""
+    from megatron.training import training
+
+    original = training.num_floating_point_operations
+
+    def watched(*args, total_real_tokens_in_batch=None, **kwargs):
+        _counted.append(total_real_tokens_in_batch)
+        return original(*args, total_real_tokens_in_batch=total_real_tokens_in_batch, **kwargs)
+
+    training.num_floating_point_operations = watched
+
+
+def counted_positions(model, optimizer, args):
+    """What was noted."""
+    return sorted(set(_counted))
+
+
 def test_what_hot_switching_decides_is_said():
     command = arguments(*HOME_AND_GUEST, train_iters=1, calculate_per_token_loss=None)
-    first, _ = run_pretrain(command, 2)
+    first, last = run_pretrain(command, 2, before=watch_flops, probe=counted_positions)
     for part in (
         "hot switching: home 1,2,1 for 8 < positions <= 32, guest 2,1,1 for 0 < positions <= 8",
         "--calculate-per-token-loss is set",
@@ -150,3 +177,7 @@ def test_what_hot_switching_decides_is_said():
         "sequences per epoch, 8 per step, 0 read before",
     ):
         assert part in first.stdout
+    # Megatron's FLOP/s are those of the documents, not of sequences of --seq-length.
+    tokens = re.search(r"tokens: (\d+)", last.stdout)
+    assert tokens is not None and 8 < int(tokens[1]) < 8 * 32
+    assert first.probe == last.probe == [int(tokens[1])]
