@@ -28,8 +28,8 @@ class HotSwitchConfig(FromArgs):
     sequences that are longer than the lower bound of its bucket, up to the upper one."""
 
     hot_switch_strategy_file: str | None = None
-    """The same as a YAML file, in which each strategy can also have vpp, ep, etp, sequence_parallel, micro_batch_size
-    and recompute of its own; home's are taken for the run's."""
+    """The same as a YAML file, in which each strategy can also have vpp, ep, etp, first_stage_layers,
+    last_stage_layers, sequence_parallel, micro_batch_size and recompute of its own; home's are taken for the run's."""
 
     hot_switch_gpus_per_node: int = 8
     """Ranks of a node, for the choice of who sends in a switch: of several ranks that hold the same part, one on the

@@ -270,6 +270,8 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.tensor_model_parallel_size = strategy.tp
     transformer.pipeline_model_parallel_size = strategy.pp
     transformer.virtual_pipeline_model_parallel_size = strategy.vpp if strategy.vpp > 1 else None
+    transformer.num_layers_in_first_pipeline_stage = strategy.first_stage_layers
+    transformer.num_layers_in_last_pipeline_stage = strategy.last_stage_layers
     transformer.microbatch_group_size_per_vp_stage = strategy.pp
     transformer.expert_model_parallel_size = strategy.ep
     transformer.expert_tensor_parallel_size = strategy.tp if strategy.etp is None else strategy.etp

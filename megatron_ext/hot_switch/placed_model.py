@@ -37,6 +37,9 @@ class PlacedModel:
             strategy: the strategy.
             state: its parallel layout, which must be in place.
             chunks: the model chunks, wrapped.
+
+        Raises:
+            RuntimeError: the model's layers lie elsewhere than the strategy says.
         """
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
@@ -45,6 +48,12 @@ class PlacedModel:
         self.state = state
         self.chunks = list(chunks)
         self.view = ParameterView.from_model(self.chunks)
+        layers = self.view.shape.num_layers
+        built = self.view.layout.chunk_layers(layers)
+        if built != strategy.layout(layers).chunk_layers(layers):
+            raise RuntimeError(
+                f"strategy {strategy.label}: the model has chunks of {[len(chunk) for chunk in built]} layers"
+            )
         self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device)
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))

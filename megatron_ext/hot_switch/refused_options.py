@@ -66,7 +66,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             or args.account_for_loss_in_pipeline_split
             or args.pipeline_model_parallel_layout
         ),
-        "they would be home's only; use as many layers as every strategy's stages divide",
+        "each strategy has its own; drop what says so, and give first_stage_layers and last_stage_layers in "
+        "--hot-switch-strategy-file",
     ),
     (
         "--use-local-sgd",

@@ -66,19 +66,20 @@ def test_hot_equals_static(strategies, passes_on, options):
 INTERLEAVED = """
 bucket_sizes: [32, 16, 8, 0]
 strategies:
-  - {dp: 1, tp: 2, pp: 2, vpp: 2, sequence_parallel: true, recompute: full}
+  - {dp: 1, tp: 2, pp: 2, vpp: 2, first_stage_layers: 4, sequence_parallel: true, recompute: full}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2}
-  - {dp: 2, tp: 1, pp: 2, vpp: 2, recompute: selective}
+  - {dp: 2, tp: 1, pp: 2, vpp: 2, last_stage_layers: 4, recompute: selective}
 """
 
 
-def test_interleaved_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
+def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(INTERLEAVED)
-    options = {"num_layers": 4, "train_iters": 5}
+    options = {"num_layers": 6, "train_iters": 5}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters)
-    stock = stock_run("1,2,2", num_virtual_stages_per_pipeline_rank=2, sequence_parallel=True, **options)
+    stages = {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 4}
+    stock = stock_run("1,2,2", **stages, sequence_parallel=True, **options)
     assert_equal_but_for_rounding(hot, stock)
 
 

@@ -128,11 +128,11 @@ def test_every_mistake_is_named():
 
 def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     file = tmp_path / "strategies.yaml"
-    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 2, tp: 1, pp: 1, cp: 1, ep: 1, first_stage_layers: 2}]")
+    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 1, tp: 1, pp: 1, cp: 2, ep: 1}]")
     bare = toy_gpt(hot_switch_strategy_file=str(file))
     both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
     in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
-    for part in ("no list 'bucket_sizes'", "does not support first_stage_layers yet"):
+    for part in ("no list 'bucket_sizes'", "does not support cp yet"):
         assert part in in_file[0]
     for option in ("--hot-switch-strategies", "--hot-switch-bucket-sizes", "--recompute-granularity"):
         assert f"{option} is in --hot-switch-strategy-file already" in "\n".join(beside)
