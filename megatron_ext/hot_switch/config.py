@@ -38,6 +38,10 @@ class HotSwitchConfig(FromArgs):
     hot_switch_algorithm: str = "balanced"
     """How senders are chosen where several ranks hold the same part: balanced, greedy, round-robin or fcfs."""
 
+    hot_switch_profile: bool = False
+    """Print at every --log-interval what each switch of the step moved and took on the first rank. On a GPU this waits
+    for the device around each of them, which costs time."""
+
     @property
     def active(self) -> bool:
         """Whether there are strategies."""

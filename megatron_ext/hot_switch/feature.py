@@ -36,6 +36,7 @@ class HotSwitchFeature(Feature):
         self._home: Any = None
         self._guests: list[Any] = []
         self._step: Any = None
+        self._profiles = False
 
     # Arguments.
 
@@ -117,7 +118,8 @@ class HotSwitchFeature(Feature):
             f"hot switching: {reader.sequences_per_epoch} sequences per epoch, "
             f"{context.args.global_batch_size} per step, {context.args.consumed_train_samples} read before"
         )
-        self._step = SwitchingStep(self._home, self._guests, reader)
+        self._profiles = HotSwitchConfig.from_args(context.args).hot_switch_profile
+        self._step = SwitchingStep(self._home, self._guests, reader, profiles=self._profiles)
         self._step.install(context.config)
 
     def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,11 +135,16 @@ class HotSwitchFeature(Feature):
             context.fields.append(("tokens", str(batch.predicted)))
             context.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
             if self._guests:
-                context.fields.append(("switching (ms)", f"{1000 * self._step.switching_seconds:.1f}"))
+                context.fields.append(("switching (ms)", f"{1000 * self._step.switches.seconds:.1f}"))
+            if self._profiles:
+                for line in self._step.switches.lines():
+                    say(line)
         if context.writing:
             context.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
             context.scalars["hot-switch/tokens"] = batch.predicted
-            context.scalars["hot-switch/switching-seconds"] = self._step.switching_seconds
+            context.scalars["hot-switch/switching-seconds"] = self._step.switches.seconds
+            for switch in self._step.switches.done:
+                context.scalars[f"hot-switch/seconds of {switch.title}"] = switch.seconds
 
     def _require_strategies(self) -> StrategyList:
         assert self._strategies is not None, "hot switching: arguments are not validated yet"

@@ -8,9 +8,7 @@ home trained the whole global batch: summed over its tokens, and divided by thei
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +21,7 @@ from megatron_ext.hot_switch.guest import Guest, held_tensors
 from megatron_ext.hot_switch.losses import GuestLosses
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.router_losses import RouterReport
+from megatron_ext.hot_switch.switch_log import SwitchLog
 from megatron_ext.seams.router import metrics_apart
 
 __all__ = ["SwitchingStep"]
@@ -35,16 +34,19 @@ class SwitchingStep:
 
     Attributes:
         last_batch: the global batch of the last step, None before there was one.
-        switching_seconds: what this rank spent on switches in the last step. On a GPU, on launching them.
+        switches: those of the last step.
     """
 
-    def __init__(self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader) -> None:
+    def __init__(
+        self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader, *, profiles: bool = False
+    ) -> None:
         """Prepare the steps.
 
         Args:
             home: the model that Megatron trains.
             guests: in the order in which they run.
             reader: of the global batches.
+            profiles: whether to wait for the device around each switch, so that times are those of moving.
         """
         self._home = home
         self._guests = guests
@@ -56,7 +58,7 @@ class SwitchingStep:
         self._sums = home.gradient_sums() if guests else FlatTensors({}, home.device)
         self._has_sums = False
         self.last_batch: GlobalBatch | None = None
-        self.switching_seconds = 0.0
+        self.switches = SwitchLog(home.device, waits=profiles)
 
     def install(self, config: Any) -> None:
         """Make home's gradients the sum of all strategies', through the hook that Megatron offers.
@@ -114,7 +116,7 @@ class SwitchingStep:
 
     def _run_guests(self, batch: GlobalBatch, forward_step: Any, seed: int) -> None:
         """Let every guest with data train, and collect gradients, tokens and losses."""
-        self.switching_seconds = 0.0
+        self.switches.start()
         self._routers.start()
         self._guests_ran = any(part is not None for part in batch.parts[1:])
         if not self._guests_ran:
@@ -131,7 +133,10 @@ class SwitchingStep:
             if not follows:
                 _give_back(before)
                 source = held_tensors(self._home.view)
-            with self._switching():
+            origin, plan = "home", guest.from_home
+            if follows and guest.from_before is not None and before is not None:
+                origin, plan = before[1].strategy.label, guest.from_before
+            with self.switches.timed(f"parameters {origin} -> {guest.strategy.label}", plan):
                 source = guest.borrow(source, from_home=not follows)
             if follows:
                 _give_back(before)
@@ -143,28 +148,24 @@ class SwitchingStep:
             self._routers.add(of_routers, guest.strategy.tp)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
-            with self._switching():
-                self._send_gradients(batch, number, guest)
+            self._send_gradients(batch, number, guest)
         _give_back(before)
         self._losses.finish()
 
     def _send_gradients(self, batch: GlobalBatch, number: int, guest: Guest) -> None:
         """Send a guest's gradients, and those that it got itself, on to the next guest or home."""
+        title = f"gradients {guest.strategy.label} -> "
         if number < len(self._guests) and batch.parts[number + 1] is not None:
             after = self._guests[number]
-            if after.takes_gradients:
-                guest.pass_gradients_on(after)
+            if after.takes_gradients and after.from_before is not None:
+                with self.switches.timed(title + after.strategy.label, after.from_before, gradients=True):
+                    guest.pass_gradients_on(after)
                 return
         if not self._has_sums:
             self._sums.take_zeros()
             self._has_sums = True
-        guest.send_gradients(self._sums.views)
-
-    @contextmanager
-    def _switching(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.switching_seconds += time.perf_counter() - start
+        with self.switches.timed(title + "home", guest.to_home, gradients=True):
+            guest.send_gradients(self._sums.views)
 
     @torch.no_grad()
     def _add_guests_gradients(self, num_tokens: torch.Tensor) -> None:

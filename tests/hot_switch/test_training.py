@@ -237,10 +237,15 @@ def held_memory(model, optimizer, args):
     ids=["gradients go on", "parameters go on"],
 )
 def test_guests_have_no_memory_outside_their_turns(strategies, says_so):
-    command = arguments(strategies, [32, 16, 8, 0], train_iters=2)
+    command = arguments(strategies, [32, 16, 8, 0], train_iters=2, hot_switch_profile=True)
     ranks = run_pretrain(command, 2, before=watch_turns, probe=held_memory)
     assert says(ranks, says_so)
     home, *guests = strategies
+    # Printed after every step: two switches of parameters, two of gradients.
+    assert len(re.findall(r"parameters \S+ -> \S+: \d+\.\d\d ms, ", ranks[0].stdout)) == 4
+    assert len(re.findall(r"gradients \S+ -> \S+: \d+\.\d\d ms, ", ranks[0].stdout)) == 4
+    moved, sent = re.findall(r"-> home: .* ms, (\S+) MiB moved, .* at most (\S+) sent", ranks[0].stdout)[-1]
+    assert 0 < float(sent) < float(moved)
     for rank in ranks:
         turns, of_sums, sums = rank.probe
         assert [label for label, _ in turns] == 2 * [*guests, home]
