@@ -60,7 +60,7 @@ TRAINING = {
 
 _LINE = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+).*lm loss: ([\d.E+-]+)")
 _FIELDS = {"tokens": r"tokens: (\d+)", "padding": r"padding: ([\d.]+)%", "switching": r"switching \(ms\): ([\d.]+)"}
-_GUEST = re.compile(r"guest (\S+) takes ([\d.]+) MiB of parameters from home and sends ([\d.]+) MiB of gradients")
+_GUEST = re.compile(r"guest (\S+) takes ([\d.]+) MiB of parameters from .+ and sends ([\d.]+) MiB of gradients")
 
 
 @dataclass(kw_only=True)

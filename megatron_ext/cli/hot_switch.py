@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
+from megatron_ext.cli.gradient_ways import GradientWay, gradient_ways
 from megatron_ext.cli.hot_switch_profile import add_profile
 from megatron_ext.cli.hot_switch_suggest import add_suggest
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.hot_switch import StrategyList, SwitchFigures
+    from megatron_ext.hot_switch import Strategy, StrategyList, SwitchFigures
     from megatron_ext.params import GptShape
 
 __all__ = ["add_parser", "run_plan"]
@@ -23,13 +24,15 @@ __all__ = ["add_parser", "run_plan"]
 _DESCRIPTION = """\
 Plan the switches of a training step that goes through several parallel strategies, and print what
 each would move: from home to the guest of the shortest sequences, on to the next longer ones, and back
-home. No GPU is needed.
+home; then what the guests' gradients move. No GPU is needed.
 """
 
 _EPILOG = """\
 Columns: GiB moved by all ranks together, and from other nodes among these; GiB of the busiest sender
 and of the busiest receiver; messages (pairs of ranks that exchange something); GiB of parameters of the
 fullest rank before, after, and during the switch; and the least time that the links allow.
+
+A guest's gradients go home or to the next guest, whichever moves fewer bytes; both are printed.
 
 Ranks are numbered as Megatron does, tp-cp-ep-dp-pp from fast to slow.
 
@@ -115,21 +118,26 @@ def run_plan(options: argparse.Namespace) -> int:
     shape = read_shape(options)
     chosen = _strategies(options, shape)
     links = Links(within_node=options.intra_node_bandwidth * 1e9, between_nodes=options.inter_node_bandwidth * 1e9)
-    figures = []
-    for source, target in chosen.switches:
-        plan = plan_switch(
-            shape,
-            source.layout(shape.num_layers),
-            target.layout(shape.num_layers),
-            gpus_per_node=options.gpus_per_node,
-            algorithm=options.algorithm,
+
+    def figures_of(source: Strategy, target: Strategy) -> SwitchFigures:
+        return measure_plan(
+            plan_switch(
+                shape,
+                source.layout(shape.num_layers),
+                target.layout(shape.num_layers),
+                gpus_per_node=options.gpus_per_node,
+                algorithm=options.algorithm,
+            )
         )
-        figures.append(measure_plan(plan))
+
+    figures = [figures_of(source, target) for source, target in chosen.switches]
+    direct = [figures_of(guest, chosen.home) for guest in chosen.strategies[1:-1]]
     seconds = [figure.seconds(links) for figure in figures]
+    gradients = gradient_ways(chosen, figures, direct, links, 4 / shape.dtype.itemsize)
     if options.json:
-        print(json.dumps(_as_object(options, chosen, figures, seconds), indent=2))
+        print(json.dumps(_as_object(options, chosen, figures, seconds, gradients), indent=2))
     else:
-        _print_report(options, shape, chosen, figures, seconds)
+        _print_report(options, shape, chosen, figures, seconds, gradients)
     return 0
 
 
@@ -147,7 +155,11 @@ def _strategies(options: argparse.Namespace, shape: GptShape) -> StrategyList:
 
 
 def _as_object(
-    options: argparse.Namespace, chosen: StrategyList, figures: Sequence[SwitchFigures], seconds: Sequence[float]
+    options: argparse.Namespace,
+    chosen: StrategyList,
+    figures: Sequence[SwitchFigures],
+    seconds: Sequence[float],
+    gradients: Sequence[GradientWay],
 ) -> dict[str, Any]:
     ends = [{"from": source.label, "to": target.label} for source, target in chosen.switches]
     return {
@@ -165,6 +177,7 @@ def _as_object(
             }
             for end, figure in zip(ends, figures, strict=True)
         ],
+        "gradients": [way.as_object() for way in gradients],
         "estimates": [
             {
                 **end,
@@ -185,6 +198,7 @@ def _print_report(
     chosen: StrategyList,
     figures: Sequence[SwitchFigures],
     seconds: Sequence[float],
+    gradients: Sequence[GradientWay],
 ) -> None:
     from megatron_ext.params import gpt_parameters
 
@@ -215,16 +229,18 @@ def _print_report(
     total = sum(figure.bytes_total for figure in figures)
     between = sum(figure.bytes_inter_node for figure in figures)
     print("\nGiB of bf16 parameters per switch, in the order of a training step:")
-    print(_table(rows))
+    print(_table(_HEAD, rows))
     print(
         f"together {total / _GIB:.2f} GiB, {between / _GIB:.2f} of it between nodes; at least "
         f"{1000 * sum(seconds):.1f} ms at {options.intra_node_bandwidth:g} GB/s per GPU within nodes and "
         f"{options.inter_node_bandwidth:g} between them"
     )
+    print("\nGiB of fp32 gradients per guest, to home or to the next guest, whichever moves fewer:")
+    print(_table(GradientWay.HEAD, [way.as_row() for way in gradients]))
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in (_HEAD, *rows)) for column in range(len(_HEAD))]
+def _table(head: Sequence[str], rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (_HEAD, *rows)
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
     )

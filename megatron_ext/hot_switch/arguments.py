@@ -39,8 +39,14 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             if value != defaults[flag]
         ]
     problems = _list_problems(args, config)
-    if config.hot_switch_gpus_per_node < 1:
-        problems.append(f"--hot-switch-gpus-per-node is {config.hot_switch_gpus_per_node}; it must be at least 1")
+    per_node = config.hot_switch_gpus_per_node
+    if per_node < 1:
+        problems.append(f"--hot-switch-gpus-per-node is {per_node}; it must be at least 1")
+    elif args.world_size > per_node and args.world_size % per_node:
+        problems.append(
+            f"--hot-switch-gpus-per-node is {per_node}, but {args.world_size} ranks do not fill such nodes; set it to "
+            "the number of ranks that share a node"
+        )
     if config.hot_switch_algorithm not in ALGORITHMS:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"
@@ -89,17 +95,11 @@ def _from_file(args: Any, path: Path) -> StrategyList:
     problems = []
     if not listed.buckets:
         problems.append(f"{path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0")
-    for strategy in listed.strategies:
-        given = {
-            "cp": strategy.cp > 1,
-            "first_stage_layers": strategy.first_stage_layers is not None,
-            "last_stage_layers": strategy.last_stage_layers is not None,
-        }
-        problems += [
-            f"{path}: strategy {strategy.label}: training does not support {name} yet; drop it"
-            for name, is_given in given.items()
-            if is_given
-        ]
+    problems += [
+        f"{path}: strategy {strategy.label}: training does not support cp yet; drop it"
+        for strategy in listed.strategies
+        if strategy.cp > 1
+    ]
     if problems:
         raise combine(problems, "hot-switch strategies")
     shape = _shape_of(args, listed.strategies)
@@ -144,6 +144,8 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
     args.sequence_parallel = home.sequence_parallel
     args.micro_batch_size = home.micro_batch_size
     args.num_virtual_stages_per_pipeline_rank = home.vpp if home.vpp > 1 else None
+    args.decoder_first_pipeline_num_layers = home.first_stage_layers
+    args.decoder_last_pipeline_num_layers = home.last_stage_layers
     args.expert_model_parallel_size, args.expert_tensor_parallel_size = home.ep, home.etp
     args.recompute_granularity = None if home.recompute == "none" else home.recompute
     if home.recompute == "full":
@@ -151,8 +153,13 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
         args.recompute_num_layers = args.recompute_num_layers or 1
     return [
         f"hot switching: the file says for home: sequence parallelism {'on' if home.sequence_parallel else 'off'}, "
-        f"--micro-batch-size {home.micro_batch_size}, {home.vpp} model chunks per stage, expert parallel size "
-        f"{home.ep}, recompute {home.recompute}"
+        f"--micro-batch-size {home.micro_batch_size}, {home.vpp} model chunks per stage, "
+        + "".join(
+            f"{count} layers in the {which} stage, "
+            for which, count in (("first", home.first_stage_layers), ("last", home.last_stage_layers))
+            if count is not None
+        )
+        + f"expert parallel size {home.ep}, recompute {home.recompute}"
     ]
 
 

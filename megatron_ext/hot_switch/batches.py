@@ -34,6 +34,13 @@ class GlobalBatch:
         return sum(sequence.positions for sequence in self.sequences)
 
     @property
+    def trained_micro_batches(self) -> int:
+        """Micro-batches with something to predict, of all replicas and strategies."""
+        return sum(
+            any(rows) for part in self.parts if part is not None for replica in part.micro_batches for rows in replica
+        )
+
+    @property
     def padding_ratio(self) -> float:
         """Positions that are computed for nothing, as a part of all that are computed."""
         return 1.0 - self.predicted / sum(part.positions for part in self.parts if part is not None)

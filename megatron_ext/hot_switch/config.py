@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.local_sgd.options import FromArgs
+from megatron_ext.config_options import FromArgs
 
 __all__ = ["HotSwitchConfig"]
 
@@ -28,8 +28,8 @@ class HotSwitchConfig(FromArgs):
     sequences that are longer than the lower bound of its bucket, up to the upper one."""
 
     hot_switch_strategy_file: str | None = None
-    """The same as a YAML file, in which each strategy can also have vpp, ep, etp, sequence_parallel, micro_batch_size
-    and recompute of its own; home's are taken for the run's."""
+    """The same as a YAML file, in which each strategy can also have vpp, ep, etp, first_stage_layers,
+    last_stage_layers, sequence_parallel, micro_batch_size and recompute of its own; home's are taken for the run's."""
 
     hot_switch_gpus_per_node: int = 8
     """Ranks of a node, for the choice of who sends in a switch: of several ranks that hold the same part, one on the
@@ -37,6 +37,10 @@ class HotSwitchConfig(FromArgs):
 
     hot_switch_algorithm: str = "balanced"
     """How senders are chosen where several ranks hold the same part: balanced, greedy, round-robin or fcfs."""
+
+    hot_switch_profile: bool = False
+    """Print at every --log-interval what each switch of the step moved and took on the first rank. On a GPU this waits
+    for the device around each of them, which costs time."""
 
     @property
     def active(self) -> bool:

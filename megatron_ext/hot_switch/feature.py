@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatron_ext.errors import UserError
@@ -17,7 +18,7 @@ from megatron_ext.hot_switch.documents import open_documents
 from megatron_ext.hot_switch.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
-from megatron_ext.seams import checkpoint, logging, model, strategies, training
+from megatron_ext.seams import checkpoint, logging, model, router, strategies, training
 from megatron_ext.seams.arguments import add_config_group, say
 
 __all__ = ["HotSwitchFeature"]
@@ -35,6 +36,7 @@ class HotSwitchFeature(Feature):
         self._home: Any = None
         self._guests: list[Any] = []
         self._step: Any = None
+        self._profiles = False
 
     # Arguments.
 
@@ -63,6 +65,7 @@ class HotSwitchFeature(Feature):
             *training.loop_patches(),
             *logging.patches(),
             *checkpoint.repairs(),
+            *router.padding_patches(),
         ]
 
     def guest_layouts(self, args: Any) -> Sequence[Layout]:
@@ -97,10 +100,8 @@ class HotSwitchFeature(Feature):
                 options=options,
             )
             self._guests.append(guest)
-            say(
-                f"hot switching: guest {strategy.label} takes {guest.bytes_from_home / _MIB:.1f} MiB of parameters "
-                f"from home and sends {guest.bytes_of_gradients / _MIB:.1f} MiB of gradients there, all ranks together"
-            )
+        for guest, after in pairwise([*self._guests, None]):
+            say(_ways(guest, after))
 
     def on_train_start(self, context: TrainContext) -> None:
         """Open the data, and let home's gradients be those of all strategies."""
@@ -117,7 +118,8 @@ class HotSwitchFeature(Feature):
             f"hot switching: {reader.sequences_per_epoch} sequences per epoch, "
             f"{context.args.global_batch_size} per step, {context.args.consumed_train_samples} read before"
         )
-        self._step = SwitchingStep(self._home, self._guests, reader)
+        self._profiles = HotSwitchConfig.from_args(context.args).hot_switch_profile
+        self._step = SwitchingStep(self._home, self._guests, reader, profiles=self._profiles)
         self._step.install(context.config)
 
     def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,12 +135,39 @@ class HotSwitchFeature(Feature):
             context.fields.append(("tokens", str(batch.predicted)))
             context.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
             if self._guests:
-                context.fields.append(("switching (ms)", f"{1000 * self._step.switching_seconds:.1f}"))
+                context.fields.append(("switching (ms)", f"{1000 * self._step.switches.seconds:.1f}"))
+            if self._profiles:
+                for line in self._step.switches.lines():
+                    say(line)
         if context.writing:
             context.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
             context.scalars["hot-switch/tokens"] = batch.predicted
-            context.scalars["hot-switch/switching-seconds"] = self._step.switching_seconds
+            context.scalars["hot-switch/switching-seconds"] = self._step.switches.seconds
+            for switch in self._step.switches.done:
+                context.scalars[f"hot-switch/seconds of {switch.title}"] = switch.seconds
 
     def _require_strategies(self) -> StrategyList:
         assert self._strategies is not None, "hot switching: arguments are not validated yet"
         return self._strategies
+
+
+def _ways(guest: Any, after: Any) -> str:
+    """Say where a guest's parameters come from, and where its gradients go.
+
+    Args:
+        guest: the guest.
+        after: the one that runs after it; None for the last.
+    """
+    source, taken = "home", guest.from_home
+    if guest.may_follow:
+        source, taken = f"guest {guest.before.strategy.label}", guest.from_before
+    target, sent, instead = "home", guest.to_home, ""
+    # Gradients are fp32, plans count in the parameters' type.
+    factor = 4 / taken.tensors[0].tensor.dtype.itemsize / _MIB
+    if after is not None and after.takes_gradients:
+        target, sent = f"to guest {after.strategy.label}", after.from_before
+        instead = f" ({guest.to_home.bytes_moved * factor:.1f} MiB to home)"
+    return (
+        f"hot switching: guest {guest.strategy.label} takes {taken.bytes_moved / _MIB:.1f} MiB of parameters from "
+        f"{source} and sends {sent.bytes_moved * factor:.1f} MiB of gradients {target}{instead}, all ranks together"
+    )

@@ -48,6 +48,11 @@ class FlatTensors:
         """Take the memory again, with undefined contents; does nothing where there is some."""
         self._memory.untyped_storage().resize_(self.nbytes)
 
+    def take_zeros(self) -> None:
+        """Take the memory again, with zeros in it."""
+        self.take()
+        self._memory.zero_()
+
     def give_up(self) -> None:
         """Give the memory up; the views must not be used until it is taken again."""
         self._memory.untyped_storage().resize_(0)

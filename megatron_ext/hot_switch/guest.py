@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import BuilderContext
 from megatron_ext.hot_switch.executor import SwitchExecutor
-from megatron_ext.hot_switch.figures import measure_plan
+from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.plan import SwitchPlan, plan_switch
 from megatron_ext.hot_switch.rows import PackedBatch
@@ -60,9 +60,14 @@ class Guest(PlacedModel):
     Outside its turn it has no memory for either. It never writes to its parameters, so where the plan allows they are
     home's own memory.
 
+    Parameters come from home or from the guest before, and gradients go home or to the guest after, whichever moves
+    fewer bytes; of equals it is home. A guest without data in a step is left out of the chain.
+
     Attributes:
-        bytes_from_home: parameter bytes of all ranks that switching here from home sends.
-        bytes_of_gradients: gradient bytes of all ranks that sending them home moves.
+        before: the guest that runs before this one.
+        from_home: plan of a switch here from home.
+        to_home: plan of a switch home.
+        from_before: plan of a switch here from the guest before, None for the first.
     """
 
     def __init__(
@@ -86,28 +91,38 @@ class Guest(PlacedModel):
             options: of the plans.
         """
         super().__init__(strategy, state, chunks)
-        from_home, to_home = options.plan(home, self.view), options.plan(self.view, home)
-        self.bytes_from_home = _moved_bytes(from_home)
-        self._from_home = SwitchExecutor(from_home, dist.group.WORLD)
+        self.before = before
+        self.from_home, self.to_home = options.plan(home, self.view), options.plan(self.view, home)
+        self.from_before = None if before is None else options.plan(before.view, self.view)
+        self._from_home = SwitchExecutor(self.from_home, dist.group.WORLD)
+        self._to_home = SwitchExecutor(self.to_home, dist.group.WORLD, gradients=True)
         self._from_before: SwitchExecutor | None = None
-        if before is not None:
-            plan = options.plan(before.view, self.view)
-            if _moved_bytes(plan) < self.bytes_from_home:
-                self._from_before = SwitchExecutor(plan, dist.group.WORLD)
-        self._to_home = SwitchExecutor(to_home, dist.group.WORLD, gradients=True)
-        self.bytes_of_gradients = _moved_bytes(to_home) * 4 // home.shape.dtype.itemsize
+        # Memory for parameters that come from there.
+        self._own: FlatTensors | None = None
+        self._gradients_from_before: SwitchExecutor | None = None
+        if before is not None and self.from_before is not None:
+            if self.from_before.bytes_moved < self.from_home.bytes_moved:
+                self._from_before = SwitchExecutor(self.from_before, dist.group.WORLD)
+            if self.from_before.bytes_moved < before.to_home.bytes_moved:
+                self._gradients_from_before = SwitchExecutor(self.from_before, dist.group.WORLD, gradients=True)
         self._entries = (*self.view.entries, *self.view.buffers)
         self._tokens = torch.zeros((), dtype=torch.int)
         self.config.finalize_model_grads_func = self._finalize
         self._nothing = torch.empty(0, device=self.device)
         self._drop_tensors()
-        for chunk in self.chunks:
-            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        self._drop_gradients()
+        self._received = self.gradient_sums() if self.takes_gradients else None
+        self._has_received = False
 
     @property
     def may_follow(self) -> bool:
         """Whether the guest before it is nearer than home: switching from it sends fewer bytes."""
         return self._from_before is not None
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the guest before it had better send its gradients here than home."""
+        return self._gradients_from_before is not None
 
     def borrow(self, source: Tensors, *, from_home: bool) -> dict[str, torch.Tensor]:
         """Take parameters from home or from the guest before. All ranks must call it.
@@ -117,12 +132,18 @@ class Guest(PlacedModel):
             from_home: where `source` is from.
 
         Returns:
-            This guest's parameters and buffers by global name. They may share memory with `source`, and hold until
-            `give_back`.
+            This guest's parameters and buffers by global name, which hold until `give_back`. They may share home's
+            memory, but not that of a guest, which is given back while they are in use.
         """
-        executor = self._from_home if from_home else self._from_before
-        assert executor is not None
-        held = executor.switch(source)
+        if from_home:
+            held = self._from_home.switch(source)
+        else:
+            assert self._from_before is not None
+            if self._own is None:
+                self._own = FlatTensors(self._from_before.itinerary.targets, self.device)
+            self._own.take()
+            held = self._from_before.switch(source, out=self._own.views)
+            self._from_before.release()
         for entry in self._entries:
             entry.parameter.data = held[entry.placed.name]
         return held
@@ -131,8 +152,8 @@ class Guest(PlacedModel):
         """Give up the memory of parameters."""
         self._drop_tensors()
         self._from_home.release()
-        if self._from_before is not None:
-            self._from_before.release()
+        if self._own is not None:
+            self._own.give_up()
 
     @contextmanager
     def training(self, row_length: int, batches: Sequence[PackedBatch], home: Any, seed: int) -> Iterator[None]:
@@ -156,8 +177,17 @@ class Guest(PlacedModel):
         """Add the gradients to home's, by global name, fp32, and give up their memory. All ranks must call it."""
         self._to_home.switch(self.gradients(), out=home)
         self._to_home.release()
-        for chunk in self.chunks:
-            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
+        self._drop_gradients()
+
+    def pass_gradients_on(self, after: Guest) -> None:
+        """Send the gradients to the guest that runs next, and give up their memory. All ranks must call it."""
+        executor = after._gradients_from_before
+        assert executor is not None and after._received is not None
+        after._received.take_zeros()
+        after._has_received = True
+        executor.switch(self.gradients(), out=after._received.views)
+        executor.release()
+        self._drop_gradients()
 
     @property
     def counted_tokens(self) -> torch.Tensor:
@@ -167,12 +197,24 @@ class Guest(PlacedModel):
     def _finalize(
         self, model: list[Any], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
     ) -> None:
-        """Reduce the gradients, but leave them undivided: home divides by the tokens of all strategies."""
+        """Reduce the gradients, but leave them undivided: home divides by the tokens of all strategies.
+
+        What the guest before sent is reduced already, and is added afterwards.
+        """
         from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 
         assert num_tokens is not None, "hot switching needs --calculate-per-token-loss"
         self._tokens = num_tokens
         finalize_model_grads(model, None, pg_collection=pg_collection, **kwargs)
+        if self._has_received and self._received is not None:
+            self._has_received = False
+            gradients, sums = self.gradients(), self._received.views
+            torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
+            self._received.give_up()
+
+    def _drop_gradients(self) -> None:
+        for chunk in self.chunks:
+            chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
 
     def _drop_tensors(self) -> None:
         for entry in self._entries:
@@ -228,6 +270,8 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.tensor_model_parallel_size = strategy.tp
     transformer.pipeline_model_parallel_size = strategy.pp
     transformer.virtual_pipeline_model_parallel_size = strategy.vpp if strategy.vpp > 1 else None
+    transformer.num_layers_in_first_pipeline_stage = strategy.first_stage_layers
+    transformer.num_layers_in_last_pipeline_stage = strategy.last_stage_layers
     transformer.microbatch_group_size_per_vp_stage = strategy.pp
     transformer.expert_model_parallel_size = strategy.ep
     transformer.expert_tensor_parallel_size = strategy.tp if strategy.etp is None else strategy.etp
@@ -244,8 +288,3 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
         transformer.recompute_method = transformer.recompute_num_layers = None
     # Home's parameters take the place of what would be drawn here.
     transformer.perform_initialization = False
-
-
-def _moved_bytes(plan: SwitchPlan) -> int:
-    figures = measure_plan(plan)
-    return int(figures.sent_within.sum() + figures.sent_between.sum())

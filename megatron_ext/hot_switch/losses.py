@@ -8,19 +8,23 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from megatron_ext.hot_switch.router_losses import RouterReport
+
 __all__ = ["GuestLosses"]
 
 
 class GuestLosses:
     """Adds up over micro-batches, guests and ranks. One small all-reduce per step."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, routers: RouterReport) -> None:
         """Start with nothing.
 
         Args:
             device: of the losses.
+            routers: what the guests' routers report; its `sums` are added up along.
         """
         self._device = device
+        self._routers = routers
         self._names: tuple[str, ...] | None = None
         self.start()
 
@@ -59,10 +63,12 @@ class GuestLosses:
             )
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         pairs = [self._mine.get(name, nothing) for name in self._names]
-        together = torch.cat([self._tokens.view(1), *pairs])
+        routers = self._routers.sums
+        together = torch.cat([self._tokens.view(1), *pairs, routers.flatten()])
         dist.all_reduce(together)
         self._tokens = together[0]
-        self._mine = dict(zip(self._names, together[1:].view(-1, 2), strict=True))
+        self._mine = dict(zip(self._names, together[1 : 1 + 2 * len(pairs)].view(-1, 2), strict=True))
+        routers.copy_(together[1 + 2 * len(pairs) :].view_as(routers))
 
     @property
     def tokens(self) -> torch.Tensor:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every forward pass the attention mask of its micro-batch, whatever the user's `get_batch` does about masks.
+"""Gives every forward pass the masks of its micro-batch, whatever the user's `get_batch` does about masks.
 
-Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline.
+Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline. Routers with auxiliary
+losses are told besides which positions are padding.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.hot_switch.router_losses import reported_losses
 from megatron_ext.hot_switch.rows import PackedBatch, document_mask
 
 __all__ = ["DocumentMasks"]
@@ -24,7 +26,7 @@ _PLACE = 2
 class DocumentMasks:
     """Counts the forward passes of each model chunk; schedules run the micro-batches of a chunk in order."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Any], device: torch.device) -> None:
         """Hook into the chunks.
 
         Args:
@@ -34,6 +36,7 @@ class DocumentMasks:
         self._device = device
         self._batches: Sequence[PackedBatch] | None = None
         self._passes = [0] * len(chunks)
+        self._has_router_losses = bool(reported_losses(chunks[0].config))
         for number, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(partial(self._give, number), with_kwargs=True)
 
@@ -64,7 +67,22 @@ class DocumentMasks:
         self._passes[chunk] += 1
         if number >= len(self._batches):
             return None
-        mask = document_mask(self._batches[number].segments.to(self._device))
+        segments = self._batches[number].segments.to(self._device)
+        mask = document_mask(segments)
+        if self._has_router_losses:
+            kwargs = {**kwargs, "padding_mask": _padding_mask(module, segments)}
         if len(args) > _PLACE:
             return (*args[:_PLACE], mask, *args[_PLACE + 1 :]), kwargs
         return args, {**kwargs, "attention_mask": mask}
+
+
+def _padding_mask(module: Any, segments: torch.Tensor) -> torch.Tensor:
+    """Return where a micro-batch has padding, as the model expects it: bool, shape (rows, positions)."""
+    from megatron.core import parallel_state
+
+    padding = segments < 0
+    if module.pre_process or not module.config.sequence_parallel:
+        return padding
+    # Megatron cuts it along with the embeddings only.
+    part = segments.shape[1] // parallel_state.get_tensor_model_parallel_world_size()
+    return padding.narrow(1, part * parallel_state.get_tensor_model_parallel_rank(), part).contiguous()

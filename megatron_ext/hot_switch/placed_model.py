@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.hot_switch.flat_tensors import FlatTensors
+from megatron_ext.hot_switch.itinerary import LocalTensor
 from megatron_ext.hot_switch.masks import DocumentMasks
 from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.strategy import Strategy
@@ -35,6 +37,9 @@ class PlacedModel:
             strategy: the strategy.
             state: its parallel layout, which must be in place.
             chunks: the model chunks, wrapped.
+
+        Raises:
+            RuntimeError: the model's layers lie elsewhere than the strategy says.
         """
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
@@ -43,6 +48,12 @@ class PlacedModel:
         self.state = state
         self.chunks = list(chunks)
         self.view = ParameterView.from_model(self.chunks)
+        layers = self.view.shape.num_layers
+        built = self.view.layout.chunk_layers(layers)
+        if built != strategy.layout(layers).chunk_layers(layers):
+            raise RuntimeError(
+                f"strategy {strategy.label}: the model has chunks of {[len(chunk) for chunk in built]} layers"
+            )
         self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device)
         self.replica = int(parallel_state.get_data_parallel_rank())
         self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
@@ -66,6 +77,14 @@ class PlacedModel:
             gradient: Any = entry.parameter
             found[entry.placed.name] = gradient.main_grad
         return found
+
+    def gradient_sums(self) -> FlatTensors:
+        """Return tensors like `gradients` for those of other strategies; they have no memory yet."""
+        # A guest's parameters have no shape outside its turn.
+        local = {name: LocalTensor(tuple(gradient.shape), torch.float32) for name, gradient in self.gradients().items()}
+        sums = FlatTensors(local, self.device)
+        sums.give_up()
+        return sums
 
     @torch.no_grad()
     def gather_parameters(self) -> None:

@@ -133,6 +133,11 @@ class SwitchPlan:
         """Number of ranks."""
         return self.source.world_size
 
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of parameters and buffers that go from one rank to another, all ranks together."""
+        return sum(len(planned.senders) * planned.slice_bytes for planned in self.tensors)
+
     def sends(self, rank: int) -> dict[int, tuple[Move, ...]]:
         """Return what `rank` sends, by receiver; the receiver's `receives` has the same moves in the same order."""
         return self._moves(rank, of_sender=True)

@@ -22,9 +22,13 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("--fp16", lambda args: args.fp16, "guests have no loss scale of their own yet; use --bf16"),
     (
-        "--moe-aux-loss-coeff, --moe-z-loss-coeff",
-        lambda args: _any_nonzero(args.moe_aux_loss_coeff) or bool(args.moe_z_loss_coeff),
-        "these losses would depend on how documents are packed into rows; use 0",
+        "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
+        lambda args: (
+            bool({"seq_aux_loss", "global_aux_loss"} & {*_listed(args.moe_router_load_balancing_type)})
+            and any(_listed(args.moe_aux_loss_coeff))
+        ),
+        "the one would take a row of documents for a sequence, the other keeps counts that would be one strategy's "
+        "only; use aux_loss",
     ),
     (
         "--moe-expert-capacity-factor",
@@ -62,7 +66,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             or args.account_for_loss_in_pipeline_split
             or args.pipeline_model_parallel_layout
         ),
-        "they would be home's only; use as many layers as every strategy's stages divide",
+        "each strategy has its own; drop what says so, and give first_stage_layers and last_stage_layers in "
+        "--hot-switch-strategy-file",
     ),
     (
         "--use-local-sgd",
@@ -123,10 +128,6 @@ def refused_options(args: Any) -> list[str]:
         args: Megatron's arguments as parsed.
     """
     return [f"{option} is not supported with hot switching: {why}" for option, asked, why in _REFUSED if asked(args)]
-
-
-def _any_nonzero(coefficients: Any) -> bool:
-    return any(bool(each) for each in _listed(coefficients))
 
 
 def _listed(value: Any) -> list[Any]:

@@ -8,9 +8,8 @@ home trained the whole global batch: summed over its tokens, and divided by thei
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -19,9 +18,11 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch, batch_dictionaries
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.guest import Guest, held_tensors
-from megatron_ext.hot_switch.itinerary import LocalTensor
 from megatron_ext.hot_switch.losses import GuestLosses
 from megatron_ext.hot_switch.placed_model import PlacedModel
+from megatron_ext.hot_switch.router_losses import RouterReport
+from megatron_ext.hot_switch.switch_log import SwitchLog
+from megatron_ext.seams.router import metrics_apart
 
 __all__ = ["SwitchingStep"]
 
@@ -33,29 +34,31 @@ class SwitchingStep:
 
     Attributes:
         last_batch: the global batch of the last step, None before there was one.
-        switching_seconds: what this rank spent on switches in the last step. On a GPU, on launching them.
+        switches: those of the last step.
     """
 
-    def __init__(self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader) -> None:
+    def __init__(
+        self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader, *, profiles: bool = False
+    ) -> None:
         """Prepare the steps.
 
         Args:
             home: the model that Megatron trains.
             guests: in the order in which they run.
             reader: of the global batches.
+            profiles: whether to wait for the device around each switch, so that times are those of moving.
         """
         self._home = home
         self._guests = guests
         self._reader = reader
-        self._losses = GuestLosses(home.device)
+        self._routers = RouterReport(home.config, home.device)
+        self._losses = GuestLosses(home.device, self._routers)
         self._guests_ran = False
-        shapes = {
-            entry.placed.name: LocalTensor(tuple(entry.parameter.shape), torch.float32) for entry in home.view.entries
-        }
-        self._sums = FlatTensors(shapes if guests else {}, home.device)
-        self._sums.give_up()
+        # Memory for them is there from the first that arrive until home has added them.
+        self._sums = home.gradient_sums() if guests else FlatTensors({}, home.device)
+        self._has_sums = False
         self.last_batch: GlobalBatch | None = None
-        self.switching_seconds = 0.0
+        self.switches = SwitchLog(home.device, waits=profiles)
 
     def install(self, config: Any) -> None:
         """Make home's gradients the sum of all strategies', through the hook that Megatron offers.
@@ -104,48 +107,65 @@ class SwitchingStep:
             call["num_microbatches"] = part.count
             call["seq_length"], call["micro_batch_size"] = part.row_length, self._home.strategy.micro_batch_size
             losses: Losses = original(**call)
+        if self._routers.names:
+            self._routers.finish(batch.trained_micro_batches, self._home.strategy.dp)
+        _count_positions(batch, of_this_rank=self._home.replica == 0)
         if self._guests_ran and self._home.is_last_stage:
             losses.append(self._losses.for_home(losses[0], counts=self._home.replica == 0))
         return losses
 
     def _run_guests(self, batch: GlobalBatch, forward_step: Any, seed: int) -> None:
         """Let every guest with data train, and collect gradients, tokens and losses."""
-        self.switching_seconds = 0.0
+        self.switches.start()
+        self._routers.start()
         self._guests_ran = any(part is not None for part in batch.parts[1:])
         if not self._guests_ran:
             return
         self._home.gather_parameters()
-        self._sums.take()
-        torch._foreach_zero_(list(self._sums.views.values()))
         self._losses.start()
         source: dict[str, torch.Tensor] = {}
-        in_use: list[tuple[int, Guest]] = []
+        before: tuple[int, Guest] | None = None
         for number, guest in enumerate(self._guests, 1):
             part = batch.parts[number]
             if part is None:
                 continue
-            follows = guest.may_follow and bool(in_use) and in_use[-1][0] == number - 1
+            follows = guest.may_follow and before is not None and before[0] == number - 1
             if not follows:
-                _give_back(in_use)
+                _give_back(before)
                 source = held_tensors(self._home.view)
-            with self._switching():
+            origin, plan = "home", guest.from_home
+            if follows and guest.from_before is not None and before is not None:
+                origin, plan = before[1].strategy.label, guest.from_before
+            with self.switches.timed(f"parameters {origin} -> {guest.strategy.label}", plan):
                 source = guest.borrow(source, from_home=not follows)
-            in_use.append((number, guest))
+            if follows:
+                _give_back(before)
+            before = number, guest
             micro_batches = self._reader.read(batch, number, guest.replica)
-            with guest.training(part.row_length, micro_batches, self._home.config, seed + number):
+            turn = guest.training(part.row_length, micro_batches, self._home.config, seed + number)
+            with turn, metrics_apart() as of_routers:
                 losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
+            self._routers.add(of_routers, guest.strategy.tp)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
-            with self._switching():
-                guest.send_gradients(self._sums.views)
-        _give_back(in_use)
+            self._send_gradients(batch, number, guest)
+        _give_back(before)
         self._losses.finish()
 
-    @contextmanager
-    def _switching(self) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.switching_seconds += time.perf_counter() - start
+    def _send_gradients(self, batch: GlobalBatch, number: int, guest: Guest) -> None:
+        """Send a guest's gradients, and those that it got itself, on to the next guest or home."""
+        title = f"gradients {guest.strategy.label} -> "
+        if number < len(self._guests) and batch.parts[number + 1] is not None:
+            after = self._guests[number]
+            if after.takes_gradients and after.from_before is not None:
+                with self.switches.timed(title + after.strategy.label, after.from_before, gradients=True):
+                    guest.pass_gradients_on(after)
+                return
+        if not self._has_sums:
+            self._sums.take_zeros()
+            self._has_sums = True
+        with self.switches.timed(title + "home", guest.to_home, gradients=True):
+            guest.send_gradients(self._sums.views)
 
     @torch.no_grad()
     def _add_guests_gradients(self, num_tokens: torch.Tensor) -> None:
@@ -155,12 +175,25 @@ class SwitchingStep:
         gradients = self._home.gradients()
         torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
         self._sums.give_up()
+        self._has_sums = False
 
 
-def _give_back(in_use: list[tuple[int, Guest]]) -> None:
-    # The last one may use memory of those before it.
-    while in_use:
-        in_use.pop()[1].give_back()
+def _count_positions(batch: GlobalBatch, *, of_this_rank: bool) -> None:
+    """Have Megatron's FLOP/s count documents as they are, as it does for packed rows, not --seq-length for each.
+
+    Args:
+        batch: the global batch.
+        of_this_rank: whether this rank counts them; all ranks of one of home's replicas do.
+    """
+    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
+
+    lengths = [sequence.positions for sequence in batch.sequences] if of_this_rank else [0]
+    update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(lengths)]))
+
+
+def _give_back(guest: tuple[int, Guest] | None) -> None:
+    if guest is not None:
+        guest[1].give_back()
 
 
 def _forward_backward(guest: Guest, forward_step: Any, row_length: int, micro_batches: list[Any]) -> Losses:

@@ -35,6 +35,10 @@ _GUEST_BYTES = 6
 """Of a guest's parameter: bf16, and an fp32 gradient."""
 
 _HOME_BYTES = 6
+_SUM_BYTES = 4
+"""Of an fp32 sum of other strategies' gradients: for home's parameters beside guests, for a guest's where the guest
+before it sends its gradients there."""
+
 _OPTIMIZER_BYTES = 12
 """Of home's parameter: those, and fp32 values and two Adam moments, which the distributed optimizer spreads over DP."""
 
@@ -172,18 +176,22 @@ class StepTimes:
         bandwidth = machine.links.between_nodes if spread else machine.links.within_node
         return 2 * (strategy.dp - 1) / strategy.dp * 4 * self._parameters(strategy) / bandwidth
 
-    def memory(self, strategy: Strategy, positions: int, home: Strategy) -> float:
+    def memory(
+        self, strategy: Strategy, positions: int, home: Strategy, *, switches: bool = False, receives: bool = False
+    ) -> float:
         """Return the bytes of the fullest GPU while a strategy trains rows.
 
         Args:
             strategy: the one that trains.
             positions: length of its rows.
             home: what keeps parameters, gradients and the optimizer's state meanwhile; may be the same.
+            switches: whether home has guests, whose gradients it adds up.
+            receives: whether another guest's gradients wait at this one.
         """
         shape = self.times.shape
-        held = self._parameters(home) * (_HOME_BYTES + _OPTIMIZER_BYTES / home.dp)
+        held = self._parameters(home) * (_HOME_BYTES + _SUM_BYTES * switches + _OPTIMIZER_BYTES / home.dp)
         if strategy != home:
-            held += self._parameters(strategy) * _GUEST_BYTES
+            held += self._parameters(strategy) * (_GUEST_BYTES + _SUM_BYTES * receives)
         # The first stage keeps as many micro-batches as there are stages, each with its share of the layers.
         per_position = shape.num_layers * _OF_ACTIVATIONS * shape.hidden_size / strategy.tp
         logits = shape.padded_vocab_size / strategy.tp * 8  # bf16, and fp32 with its gradient in turn

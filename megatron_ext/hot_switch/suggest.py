@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise, product
 
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.figures import measure_plan
+from megatron_ext.hot_switch.figures import SwitchFigures, measure_plan
 from megatron_ext.hot_switch.packing import plan_batch
 from megatron_ext.hot_switch.plan import plan_switch
 from megatron_ext.hot_switch.step_time import StepTimes
@@ -92,7 +92,7 @@ class Suggester:
         self.lengths = lengths
         self.context = context
         self._strategies = candidates(times, gpus)
-        self._switches: dict[tuple[Strategy, Strategy], float] = {}
+        self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
 
     def static(self) -> list[Suggestion]:
         """Return every single strategy that fits, the quickest first; all sequences are packed into full rows.
@@ -144,10 +144,7 @@ class Suggester:
             strategies=listed,
             compute=tuple(compute),
             switching=self._switching(listed),
-            memory=tuple(
-                self.times.memory(strategy, bucket.up_to, listed.home)
-                for strategy, bucket in zip(listed.strategies, listed.buckets, strict=True)
-            ),
+            memory=self._memory(listed),
             sequences=tuple(self._sequences(bucket) for bucket in listed.buckets),
             positions=tuple(0 if batch is None else batch.positions for batch in batches),
         )
@@ -157,18 +154,26 @@ class Suggester:
         by_length = [Bucket(above=lower, up_to=upper) for upper, lower in pairwise(bounds)]
         if not all(self._sequences(bucket) for bucket in by_length[1:]):
             return  # a guest without data
-        homes = [strategy for strategy in self._strategies if self._fits(strategy, strategy)]
+        homes = [strategy for strategy in self._strategies if self._fits(strategy, strategy, switches=True)]
         for home in self._quickest(homes, by_length[0]):
             guests = [
                 self._quickest(
-                    [strategy for strategy in self._strategies if self._fits(strategy, home, bucket.up_to)], bucket
+                    [
+                        strategy
+                        for strategy in self._strategies
+                        if self._fits(strategy, home, bucket.up_to, switches=True)
+                    ],
+                    bucket,
                 )
                 for bucket in by_length[1:]
             ]
             for chosen in product(*guests):
-                if len({home, *chosen}) == len(bounds) - 1:
-                    # Home has the longest sequences; the guests run from the shortest ones on.
-                    yield self.estimate([home, *reversed(chosen)], bounds)
+                if len({home, *chosen}) < len(bounds) - 1:
+                    continue
+                # Home has the longest sequences; the guests run from the shortest ones on.
+                found = self.estimate([home, *reversed(chosen)], bounds)
+                if max(found.memory) <= self.times.times.machine.memory:
+                    yield found
 
     def _quickest(self, strategies: Sequence[Strategy], bucket: Bucket) -> list[Strategy]:
         return sorted(strategies, key=lambda strategy: self._alone(strategy, bucket))[:_PER_BUCKET]
@@ -184,23 +189,46 @@ class Suggester:
     def _sequences(self, bucket: Bucket) -> int:
         return sum(bucket.above < length <= bucket.up_to for length in self.lengths)
 
-    def _fits(self, strategy: Strategy, home: Strategy, positions: int | None = None) -> bool:
-        held = self.times.memory(strategy, self.context if positions is None else positions, home)
-        return held <= self.times.times.machine.memory
+    def _fits(
+        self, strategy: Strategy, home: Strategy, positions: int | None = None, *, switches: bool = False
+    ) -> bool:
+        longest = self.context if positions is None else positions
+        return self.times.memory(strategy, longest, home, switches=switches) <= self.times.times.machine.memory
+
+    def _memory(self, listed: StrategyList) -> tuple[float, ...]:
+        """Return the bytes of the fullest GPU in every strategy's turn."""
+        home, switches = listed.home, len(listed.strategies) > 1
+        receives = [False] * len(listed.strategies)
+        for number, (before, guest) in enumerate(pairwise(listed.strategies[1:]), 2):
+            chained, direct = self._switch(before, guest), self._switch(before, home)
+            receives[number] = chained.bytes_total < direct.bytes_total
+        return tuple(
+            self.times.memory(strategy, bucket.up_to, home, switches=switches, receives=waits)
+            for strategy, bucket, waits in zip(listed.strategies, listed.buckets, receives, strict=True)
+        )
 
     def _switching(self, listed: StrategyList) -> float:
-        """Return the time of a step's switches: parameters from strategy to strategy, gradients of guests to home.
+        """Return the time of a step's switches, each by the way that moves fewer bytes.
 
-        The way back to home is not counted: home keeps its parameters.
+        Parameters come from home or from the guest before, gradients go home or to the guest after. Home keeps its
+        parameters.
         """
-        parameters = sum(self._switch(source, target) for source, target in listed.switches[:-1])
-        gradients = sum(self._switch(guest, listed.home) for guest in listed.strategies[1:])
+        home, parameters, gradients = listed.home, 0.0, 0.0
+        for before, guest in listed.switches[:-1]:
+            parameters += self._shorter((home, guest), (before, guest))
+        for guest, after in listed.switches[1:]:
+            gradients += self._shorter((guest, home), (guest, after))
         return parameters + _GRADIENT_BYTES * gradients
 
-    def _switch(self, source: Strategy, target: Strategy) -> float:
+    def _shorter(self, direct: tuple[Strategy, Strategy], chained: tuple[Strategy, Strategy]) -> float:
+        return min(self._switch(*direct), self._switch(*chained), key=lambda switch: switch.bytes_total).seconds(
+            self.times.times.machine.links
+        )
+
+    def _switch(self, source: Strategy, target: Strategy) -> SwitchFigures:
         if (source, target) not in self._switches:
             shape, machine = self.times.times.shape, self.times.times.machine
             layouts = source.layout(shape.num_layers), target.layout(shape.num_layers)
             plan = plan_switch(shape, *layouts, gpus_per_node=machine.gpus_per_node)
-            self._switches[source, target] = measure_plan(plan).seconds(machine.links)
+            self._switches[source, target] = measure_plan(plan)
         return self._switches[source, target]

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megatron_ext.config_options import FromArgs
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.options import FromArgs
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import plural

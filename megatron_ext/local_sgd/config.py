@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.local_sgd.options import FromArgs, flag, flag_of, on_off
+from megatron_ext.config_options import FromArgs, flag, flag_of, on_off
 
 __all__ = ["GTAConfig", "LocalSGDConfig"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.local_sgd.options import WITHOUT_FLAG, FromArgs, flag, on_off
+from megatron_ext.config_options import WITHOUT_FLAG, FromArgs, flag, on_off
 
 __all__ = ["OuterOptimizerConfig"]
 

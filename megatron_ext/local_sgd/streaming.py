@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron_ext.config_options import FromArgs, flag
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.options import FromArgs, flag
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 
 __all__ = ["StreamingConfig", "assign_fragments", "due_steps", "numbered"]

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam: the load-balancing loss of Megatron's routers."""
+"""Seam: the auxiliary losses of Megatron's routers."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_ext.hooks import hooks
 from megatron_ext.patching import Patch
 
-__all__ = ["patches"]
+__all__ = ["metrics_apart", "padding_patches", "patches"]
 
 
 def patches() -> list[Patch]:
@@ -25,6 +26,55 @@ def patches() -> list[Patch]:
             reason="let features weight the experts' token counts in the load-balancing losses",
         )
     ]
+
+
+def padding_patches() -> list[Patch]:
+    """Return the patches that make the losses right where rows have padding."""
+    return [
+        Patch(
+            name="router/token-counts",
+            target="megatron.core.transformer.moe.moe_utils:get_tokens_per_expert_and_token_count",
+            wrap=_wrap_counts,
+            parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
+            reason="weight the loss of a padded row alike on all tensor-parallel ranks, and that of an empty one by 0",
+        )
+    ]
+
+
+@contextmanager
+def metrics_apart() -> Iterator[dict[str, Any]]:
+    """Keep what routers report in here apart from what they report outside.
+
+    Yields:
+        a mapping that has, afterwards, the sums over this rank's micro-batches by name, each of shape (layers,).
+    """
+    from megatron.core.transformer.moe import moe_logging
+
+    before, tracker = moe_logging.get_moe_metrics_tracker(), moe_logging.MoEMetricsTracker()
+    found: dict[str, Any] = {}
+    moe_logging.set_moe_metrics_tracker(tracker)
+    try:
+        yield found
+    finally:
+        moe_logging.set_moe_metrics_tracker(before)
+        found.update({name: entry.values for name, entry in tracker.metrics.items()})
+
+
+def _wrap_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def get_tokens_per_expert_and_token_count(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        per_expert, local, total = original(*args, **kwargs)
+        if not bound.arguments["with_padding_mask"]:
+            return per_expert, local, total
+        # Sequence parallelism cuts a row without looking at where its padding lies, but every part is to weigh the
+        # same. Of an empty row the loss would be 0 / 0.
+        return per_expert, total / bound.arguments["reduce_group"].size(), total.clamp(min=1)
+
+    return get_tokens_per_expert_and_token_count
 
 
 def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:

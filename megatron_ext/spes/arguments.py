@@ -7,8 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.config_options import WITHOUT_FLAG, flag_of
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.options import WITHOUT_FLAG, flag_of
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config
 from megatron_ext.spes.ownership import Ownership

@@ -7,8 +7,8 @@ import argparse
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_ext.config_options import WITHOUT_FLAG, FromArgs, flag
 from megatron_ext.errors import UserError, combine
-from megatron_ext.local_sgd.options import WITHOUT_FLAG, FromArgs, flag
 from megatron_ext.spes.ownership import Ownership
 
 __all__ = ["SpesConfig"]

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron_ext.local_sgd.options import FromArgs
+from megatron_ext.config_options import FromArgs
 from megatron_ext.support import refusals
 from megatron_ext.sync_service.config import NAME, is_loopback
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_ext.config_options import flag_of
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.options import flag_of
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.spes import MergeConfig

@@ -56,6 +56,23 @@ def test_the_json_object_lists_the_closed_chain_of_switches(capsys: pytest.Captu
     assert estimate["seconds"] == pytest.approx(first["bytes_inter_node"] / 16 / 25e9, rel=1e-3)
 
 
+def test_gradients_go_home_or_to_the_next_guest_whichever_moves_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    github = ["hot-switch", "plan", "--model", "llama-13b", "--strategies", "2,8,1", "8,2,1", "4,2,2", "4,4,1"]
+    assert main([*github, "--json"]) == 0
+    ways = json.loads(capsys.readouterr().out)["gradients"]
+    assert [(way["from"], way["to"]) for way in ways] == [("8,2,1", "4,2,2"), ("4,2,2", "2,8,1"), ("4,4,1", "2,8,1")]
+    sizes = ("bytes_total", "bytes_inter_node", "bytes_if_home", "bytes_if_next")
+    assert [[way[size] and round(way[size] / 2**30, 1) for size in sizes] for way in ways] == [
+        [0, 0, 48.4, 0],
+        [72.7, 48.5, 72.7, 145.3],
+        [72.6, 0, 72.6, None],
+    ]
+    assert all(way["max_sent"] < way["bytes_total"] or way["bytes_total"] == 0 for way in ways)
+    assert main(github) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert rows[0] == "8,2,1 4,2,2 0.00 0.00 0.00 0.00 0 48.43 0.00 0.0"
+
+
 def test_bandwidths_and_algorithms_change_the_estimate(capsys: pytest.CaptureFixture[str]) -> None:
     def seconds(*options: str) -> float:
         assert main([*CASE, "--json", *options]) == 0

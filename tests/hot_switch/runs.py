@@ -3,13 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tests.support.presets import Options, toy_gpt
 from tests.support.pretrain import RankOutcome, run_pretrain
 
-__all__ = ["COMMON", "arguments", "full_parameters", "hot_run", "losses", "stock_run"]
+__all__ = [
+    "COMMON",
+    "arguments",
+    "full_parameters",
+    "hot_run",
+    "losses",
+    "one_document_per_row",
+    "stock_run",
+    "tell_padding",
+]
 
 COMMON: Options = {
     "global_batch_size": 8,
@@ -36,8 +45,14 @@ def hot_run(strategies: Sequence[str], buckets: Sequence[int], **overrides: Any)
     return run_pretrain(arguments(strategies, buckets, **overrides), _world_size(strategies[0]), probe=full_parameters)
 
 
-def stock_run(home: str, **overrides: Any) -> list[RankOutcome]:
-    """Let stock Megatron, with home's layout, train the same documents, each in a row of its own."""
+def stock_run(home: str, *before: Callable[[], None], **overrides: Any) -> list[RankOutcome]:
+    """Let stock Megatron, with home's layout, train the same documents, each in a row of its own.
+
+    Args:
+        home: the layout.
+        before: called on every rank before.
+        overrides: options.
+    """
     _, tp, pp = map(int, home.split(","))
     layout = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
     return run_pretrain(
@@ -45,7 +60,7 @@ def stock_run(home: str, **overrides: Any) -> list[RankOutcome]:
         _world_size(home),
         patch="backend-only",
         probe=full_parameters,
-        before=feed_documents,
+        before=(feed_documents, *before),
     )
 
 
@@ -64,6 +79,36 @@ def feed_documents() -> None:
     from megatron.training import training
 
     training.build_train_valid_test_data_iterators = lambda provider: (_document_rows(), None, None)
+
+
+def tell_padding() -> None:
+    """Let stock Megatron's routers know where its rows have padding, as its GPTModel offers."""
+    import functools
+
+    from megatron.core.models.gpt import GPTModel
+
+    forward = GPTModel.forward
+
+    @functools.wraps(forward)
+    def told(self: Any, *args: Any, loss_mask: Any = None, **kwargs: Any) -> Any:
+        return forward(self, *args, loss_mask=loss_mask, padding_mask=loss_mask == 0, **kwargs)
+
+    GPTModel.forward = told
+
+
+def one_document_per_row() -> None:
+    """Let no two documents of --mock-data fit into a row of the buckets 32, 16, 8, 0."""
+    import numpy as np
+
+    from megatron_ext.hot_switch.documents import MockDocuments
+
+    make = MockDocuments.__init__
+
+    def made(self: Any, *, longest: int, vocab_size: int, seed: int) -> None:
+        make(self, longest=longest, vocab_size=vocab_size, seed=seed)
+        self._lengths = np.clip(self._lengths, 6, longest + 1)
+
+    MockDocuments.__init__ = made
 
 
 def _document_rows() -> Any:

@@ -74,3 +74,6 @@ def test_memory_is_parameters_of_home_and_guest_and_the_activations_of_all_layer
     assert alone == pytest.approx(total / 4 * (6 + 12 / 2) + activations, rel=1e-3)
     with_guest = times.memory(guest, 1000, home)
     assert with_guest == pytest.approx(total / 4 * (6 + 12 / 2) + total / 2 * 6 + 2 * activations, rel=1e-3)
+    # Sums of gradients in fp32: at home those of its guests, at a guest those of the one before.
+    assert times.memory(home, 1000, home, switches=True) - alone == pytest.approx(total / 4 * 4, rel=1e-3)
+    assert times.memory(guest, 1000, home, receives=True) - with_guest == pytest.approx(total / 2 * 4, rel=1e-3)

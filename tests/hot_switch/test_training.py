@@ -1,10 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training with hot switching computes what stock Megatron computes on the same documents."""
 
+import re
+
 import numpy as np
 import pytest
 
-from tests.hot_switch.runs import COMMON, arguments, full_parameters, hot_run, losses, stock_run
+from tests.hot_switch.runs import (
+    COMMON,
+    arguments,
+    full_parameters,
+    hot_run,
+    losses,
+    one_document_per_row,
+    stock_run,
+    tell_padding,
+)
 from tests.support.presets import MOE, PRECISIONS, toy_gpt
 from tests.support.pretrain import run_pretrain
 
@@ -21,6 +32,11 @@ LLAMA = {
 }
 
 
+def says(ranks, text):
+    """Whether the run's first rank printed a text."""
+    return text in ranks[0].stdout
+
+
 def assert_equal_but_for_rounding(ours, theirs):
     """Losses, gradient norms (which tell what clipping and Adam hide) and parameters of two runs in fp32."""
     assert len(losses(ours)) == len(losses(theirs)) > 0
@@ -33,35 +49,37 @@ def assert_equal_but_for_rounding(ours, theirs):
 
 
 @pytest.mark.parametrize(
-    ("strategies", "options"),
+    ("strategies", "passes_on", "options"),
     [
-        (["1,2,2", "4,1,1", "2,1,2"], {}),
-        (["2,2,1", "1,4,1", "1,2,2"], {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True}),
+        (["1,2,2", "4,1,1", "2,1,2"], False, {}),
+        (["2,2,1", "1,4,1", "1,2,2"], True, {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True}),
     ],
     ids=["tp and pp at home", "distributed optimizer and sequence parallel"],
 )
-def test_hot_equals_static(strategies, options):
+def test_hot_equals_static(strategies, passes_on, options):
     hot = hot_run(strategies, [32, 16, 8, 0], **options)
     stock = stock_run(strategies[0], **options)
     assert_equal_but_for_rounding(hot, stock)
+    assert says(hot, "of gradients to guest 1,2,2") == passes_on
 
 
 INTERLEAVED = """
 bucket_sizes: [32, 16, 8, 0]
 strategies:
-  - {dp: 1, tp: 2, pp: 2, vpp: 2, sequence_parallel: true, recompute: full}
+  - {dp: 1, tp: 2, pp: 2, vpp: 2, first_stage_layers: 4, sequence_parallel: true, recompute: full}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2}
-  - {dp: 2, tp: 1, pp: 2, vpp: 2, recompute: selective}
+  - {dp: 2, tp: 1, pp: 2, vpp: 2, last_stage_layers: 4, recompute: selective}
 """
 
 
-def test_interleaved_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
+def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(INTERLEAVED)
-    options = {"num_layers": 4, "train_iters": 5}
+    options = {"num_layers": 6, "train_iters": 5}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters)
-    stock = stock_run("1,2,2", num_virtual_stages_per_pipeline_rank=2, sequence_parallel=True, **options)
+    stages = {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 4}
+    stock = stock_run("1,2,2", **stages, sequence_parallel=True, **options)
     assert_equal_but_for_rounding(hot, stock)
 
 
@@ -78,19 +96,59 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(EXPERTS)
     options = {**MOE, "moe_aux_loss_coeff": 0.0, "use_distributed_optimizer": True, "train_iters": 5}
+    # Unlike the balancing loss this one does not depend on what shares a micro-batch.
+    options["moe_z_loss_coeff"] = 0.1
     # Megatron 0.19 fails on experts with biases whose tensor parallel size differs from that of the rest.
     options["disable_bias_linear"] = True
     hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
-    stock = stock_run("4,1,1", expert_model_parallel_size=2, **options)
+    stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
     assert_equal_but_for_rounding(hot, stock)
+    assert says(hot, "of gradients to guest 2,2,1")
 
 
-@pytest.mark.parametrize("buckets", [[32, 31, 30, 0], [32, 2, 1, 0]], ids=["mostly shortest", "mostly longest"])
-def test_strategies_without_data_in_a_step_change_nothing(buckets):
+BALANCED = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 4, tp: 1, pp: 1, ep: 2}
+  - {dp: 1, tp: 2, pp: 2, ep: 2, etp: 1, sequence_parallel: true, recompute: full}
+  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
+"""
+
+
+def reported(ranks, name):
+    """The values of a loss that the log lines give."""
+    return [float(value) for value in re.findall(rf" {name}: (\S+)", ranks[-1].stdout)]
+
+
+def test_losses_of_routers_are_those_of_the_same_micro_batches(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(BALANCED)
+    options = {**MOE, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1, "train_iters": 5, "disable_bias_linear": True}
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters, before=one_document_per_row)
+    stock = stock_run("4,1,1", tell_padding, one_document_per_row, expert_model_parallel_size=2, **options)
+    assert_equal_but_for_rounding(hot, stock)
+    balancing = reported(hot, "load_balancing_loss")
+    assert len(balancing) == 5 and all(balancing)
+    assert balancing == pytest.approx(reported(stock, "load_balancing_loss"), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "buckets", "says_so"),
+    [
+        # The second guest often has no data: the first one's gradients go home then.
+        (["2,1,1", "1,2,1", "1,1,2"], [32, 31, 30, 0], "of gradients to guest 1,1,2"),
+        # The first guest often has no data: the second one's parameters come from home then.
+        (["1,2,1", "2,1,1", "1,1,2"], [32, 2, 1, 0], "of parameters from guest 2,1,1"),
+    ],
+    ids=["mostly shortest", "mostly longest"],
+)
+def test_strategies_without_data_in_a_step_change_nothing(strategies, buckets, says_so):
     options = {"train_iters": 6, "global_batch_size": 2, "optimizer": "sgd", "lr": 0.1}
-    hot = hot_run(["1,2,1", "2,1,1", "1,1,2"], buckets, **options)
-    stock = stock_run("1,2,1", **options)
+    hot = hot_run(strategies, buckets, **options)
+    stock = stock_run(strategies[0], **options)
     assert_equal_but_for_rounding(hot, stock)
+    assert says(hot, says_so)
 
 
 def test_bf16_stays_as_near_to_stock_as_rounding_allows():
@@ -150,11 +208,14 @@ def watch_turns():
 
 
 def held_bytes(guest):
-    """Bytes of a guest's parameters and gradients on this rank."""
+    """Bytes of a guest's parameters on this rank, of its gradients, and of those that it got from another guest."""
     parameters = [entry.parameter for entry in guest.view.entries]
+    if guest._own is not None:
+        parameters += guest._own.views.values()
+    received = guest._received.views.values() if guest._received else ()
     return tuple(
         sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        for tensors in (parameters, guest.gradients().values())
+        for tensors in (parameters, guest.gradients().values(), received)
     )
 
 
@@ -167,14 +228,30 @@ def held_memory(model, optimizer, args):
     return _turns, sum(sums), len(sums)
 
 
-def test_guests_have_no_memory_outside_their_turns():
-    # Home has all parameters on every rank, so that both guests take them from there.
-    command = arguments(["2,1,1", "1,2,1", "1,1,2"], [32, 16, 8, 0], train_iters=2)
-    for rank in run_pretrain(command, 2, before=watch_turns, probe=held_memory):
+@pytest.mark.parametrize(
+    ("strategies", "says_so"),
+    [
+        (["2,1,1", "1,2,1", "1,1,2"], "of gradients to guest 1,1,2"),
+        (["1,2,1", "2,1,1", "1,1,2"], "of parameters from guest 2,1,1"),
+    ],
+    ids=["gradients go on", "parameters go on"],
+)
+def test_guests_have_no_memory_outside_their_turns(strategies, says_so):
+    command = arguments(strategies, [32, 16, 8, 0], train_iters=2, hot_switch_profile=True)
+    ranks = run_pretrain(command, 2, before=watch_turns, probe=held_memory)
+    assert says(ranks, says_so)
+    home, *guests = strategies
+    # Printed after every step: two switches of parameters, two of gradients.
+    assert len(re.findall(r"parameters \S+ -> \S+: \d+\.\d\d ms, ", ranks[0].stdout)) == 4
+    assert len(re.findall(r"gradients \S+ -> \S+: \d+\.\d\d ms, ", ranks[0].stdout)) == 4
+    moved, sent = re.findall(r"-> home: .* ms, (\S+) MiB moved, .* at most (\S+) sent", ranks[0].stdout)[-1]
+    assert 0 < float(sent) < float(moved)
+    for rank in ranks:
         turns, of_sums, sums = rank.probe
-        assert [label for label, _ in turns] == 2 * ["1,2,1", "1,1,2", "2,1,1"]
+        assert [label for label, _ in turns] == 2 * [*guests, home]
         for label, held in turns:
-            for guest, (parameters, gradients) in held.items():
+            for guest, (parameters, gradients, received) in held.items():
+                assert received == 0, (label, guest)
                 if guest == label:
                     assert parameters > 0 and gradients > 0
                 else:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of training with hot switching: every mistake is named, all together, before anything starts."""
 
+import re
+
 from tests.hot_switch.runs import arguments
 from tests.support.distributed import run_ranks
 from tests.support.presets import toy_gpt
@@ -12,6 +14,7 @@ NOT_WITH_IT = {
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
+    "moe_router_load_balancing_type": "seq_aux_loss",
     "moe_expert_capacity_factor": 1.0,
     "moe_router_enable_expert_bias": True,
     "context_parallel_size": 2,
@@ -66,7 +69,7 @@ CASES = {
             for option in (
                 *("--fp16", "--grad-reduce-in-bf16", "--context-parallel-size above 1", "--moe-expert-capacity-factor"),
                 *(
-                    "--moe-aux-loss-coeff, --moe-z-loss-coeff",
+                    "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
                     "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
                 ),
                 *("virtual pipeline stages", "uneven pipeline stages", "--use-local-sgd", "--dataloader-type"),
@@ -75,6 +78,10 @@ CASES = {
                 "--transformer-impl transformer_engine",
             )
         ],
+    ),
+    "nodes": (
+        arguments(["3,1,1", "1,3,1"], [32, 8, 0], hot_switch_gpus_per_node=2),
+        ["--hot-switch-gpus-per-node is 2, but 3 ranks do not fill such nodes"],
     ),
     "no buckets": (
         toy_gpt(hot_switch_strategies=["2,1,1"]),
@@ -106,7 +113,7 @@ def problems_of(command_lines):
     found = []
     for line in command_lines:
         args = parser.parse_args(line)
-        args.world_size = 2
+        args.world_size = 3 if "3,1,1" in line else 2
         found.append(hot_switch.validate(args))
     return found
 
@@ -121,11 +128,11 @@ def test_every_mistake_is_named():
 
 def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     file = tmp_path / "strategies.yaml"
-    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 2, tp: 1, pp: 1, cp: 1, ep: 1, first_stage_layers: 2}]")
+    file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 1, tp: 1, pp: 1, cp: 2, ep: 1}]")
     bare = toy_gpt(hot_switch_strategy_file=str(file))
     both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
     in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
-    for part in ("no list 'bucket_sizes'", "does not support first_stage_layers yet"):
+    for part in ("no list 'bucket_sizes'", "does not support cp yet"):
         assert part in in_file[0]
     for option in ("--hot-switch-strategies", "--hot-switch-bucket-sizes", "--recompute-granularity"):
         assert f"{option} is in --hot-switch-strategy-file already" in "\n".join(beside)
@@ -139,9 +146,30 @@ def test_bad_options_end_the_run_with_one_error_and_no_traceback():
     assert "Traceback" not in exits[0].stderr
 
 
+_counted: list = []
+
+
+def watch_flops():
+    """Note for how many tokens Megatron computes its FLOP/s."""
+    from megatron.training import training
+
+    original = training.num_floating_point_operations
+
+    def watched(*args, total_real_tokens_in_batch=None, **kwargs):
+        _counted.append(total_real_tokens_in_batch)
+        return original(*args, total_real_tokens_in_batch=total_real_tokens_in_batch, **kwargs)
+
+    training.num_floating_point_operations = watched
+
+
+def counted_positions(model, optimizer, args):
+    """What was noted."""
+    return sorted(set(_counted))
+
+
 def test_what_hot_switching_decides_is_said():
     command = arguments(*HOME_AND_GUEST, train_iters=1, calculate_per_token_loss=None)
-    first, _ = run_pretrain(command, 2)
+    first, last = run_pretrain(command, 2, before=watch_flops, probe=counted_positions)
     for part in (
         "hot switching: home 1,2,1 for 8 < positions <= 32, guest 2,1,1 for 0 < positions <= 8",
         "--calculate-per-token-loss is set",
@@ -149,3 +177,7 @@ def test_what_hot_switching_decides_is_said():
         "sequences per epoch, 8 per step, 0 read before",
     ):
         assert part in first.stdout
+    # Megatron's FLOP/s are those of the documents, not of sequences of --seq-length.
+    tokens = re.search(r"tokens: (\d+)", last.stdout)
+    assert tokens is not None and 8 < int(tokens[1]) < 8 * 32
+    assert first.probe == last.probe == [int(tokens[1])]
