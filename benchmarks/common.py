@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Case", "add_report_option", "at_least", "bootstrap_interval", "print_table", "report"]
+__all__ = ["Case", "add_model_options", "add_report_option", "at_least", "bootstrap_interval", "print_table", "report"]
 
 DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
 
@@ -60,6 +60,20 @@ class Case:
             "goal": self.goal,
             "direction": self.direction,
         }
+
+
+def add_model_options(parser: argparse.ArgumentParser, *, pairs: int) -> None:
+    """Add the sizes of a GPT, and how often something is measured with it.
+
+    Args:
+        parser: gets the options.
+        pairs: measured pairs unless told otherwise.
+    """
+    parser.add_argument("--pairs", type=at_least(1), default=pairs, help=f"measured pairs ({pairs})")
+    parser.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
+    parser.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
+    parser.add_argument("--hidden", type=at_least(1), default=512, help="hidden size (512)")
+    parser.add_argument("--vocab", type=at_least(1), default=32768, help="vocabulary (32768)")
 
 
 def add_report_option(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks import wire_bytes
-from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from benchmarks.common import (
+    Case,
+    add_model_options,
+    add_report_option,
+    at_least,
+    bootstrap_interval,
+    print_table,
+    report,
+)
 from tests.support.distributed import run_ranks
 
 if TYPE_CHECKING:
@@ -187,11 +195,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
     found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
-    found.add_argument("--pairs", type=at_least(1), default=11, help="measured pairs (11)")
-    found.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
-    found.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
-    found.add_argument("--hidden", type=at_least(1), default=512, help="hidden size (512)")
-    found.add_argument("--vocab", type=at_least(1), default=32768, help="vocabulary (32768)")
+    add_model_options(found, pairs=11)
     add_report_option(found)
     return found
 

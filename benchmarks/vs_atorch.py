@@ -19,7 +19,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks import atorch_environment
 from benchmarks.atorch_rounds import ATORCH, OURS, PENALTY, PLAIN, Memory, Setting, rank_memory, rank_times
-from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from benchmarks.common import (
+    Case,
+    add_model_options,
+    add_report_option,
+    at_least,
+    bootstrap_interval,
+    print_table,
+    report,
+)
 from benchmarks.outer_sync import numel, shapes, units_of
 from megatron_ext.errors import UserError
 from tests.support.distributed import REPOSITORY, run_ranks
@@ -90,11 +98,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
     found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
-    found.add_argument("--pairs", type=at_least(1), default=9, help="measured pairs (9)")
-    found.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
-    found.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
-    found.add_argument("--hidden", type=at_least(1), default=512, help="hidden size (512)")
-    found.add_argument("--vocab", type=at_least(1), default=32768, help="vocabulary (32768)")
+    add_model_options(found, pairs=9)
     add_report_option(found)
     return found
 
