@@ -11,7 +11,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.options import FromArgs, flag
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 
-__all__ = ["StreamingConfig", "assign_fragments", "due_steps", "numbered"]
+__all__ = ["StreamingConfig", "assign_fragments", "due_steps", "fragment_problem", "layer_count", "numbered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,18 @@ class StreamingConfig(FromArgs):
             ),
         }
         return [f"--local-sgd-eager-updates {problem}" for problem, is_wrong in wrong.items() if is_wrong]
+
+
+def fragment_problem(fragments: int, layers: int, said: str) -> str | None:
+    """Return what is wrong with a number of fragments of a model with `layers` layers, which are called `said`."""
+    if fragments <= layers:
+        return None
+    return f"--local-sgd-fragments is {fragments}; it must be at most {said} {layers}: every fragment needs a layer"
+
+
+def layer_count(units: Sequence[str]) -> int:
+    """Return how many fragments can be made of units: as many as layers, or as units where none is a layer."""
+    return sum(map(numbered, units)) or len(units)
 
 
 def numbered(unit: str) -> bool:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.asynchronous import AsyncSchedule
+from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import RoundReport
-from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 
 __all__ = ["OuterOptimPeriodicModelAverager", "unit_of"]
 
@@ -45,7 +45,8 @@ class OuterOptimPeriodicModelAverager:
         Args:
             process_group: one rank per worker, in worker order: those that hold the same parameters, or the same
                 shard of them. All ranks when None.
-            local_sgd_config: schedule and penalty; `use_local_sgd` and `local_sgd_workers` are set from the group.
+            local_sgd_config: schedule and penalty. `use_local_sgd` and `local_sgd_workers` are set from the group;
+                what is evaluated is the caller's choice, so `local_sgd_evaluation` counts as 'workers'.
             outer_optim_config: the outer optimizer; DiLoCo's when None.
             gta_config: how pseudo-gradients become one; their mean when None.
             streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
@@ -58,14 +59,23 @@ class OuterOptimPeriodicModelAverager:
         self._across = process_group or dist.group.WORLD
         self._inside = shard_group
         workers = dist.get_world_size(self._across)
-        self.config = dataclasses.replace(local_sgd_config, use_local_sgd=True, local_sgd_workers=workers)
+        self.config = dataclasses.replace(
+            local_sgd_config, use_local_sgd=True, local_sgd_workers=workers, local_sgd_evaluation="workers"
+        )
         self.outer = outer_optim_config or OuterOptimizerConfig()
         self.gta = gta_config or GTAConfig()
         self.streaming = streaming_config or StreamingConfig()
-        problems = self.config.problems() + outer_optimizer_problems(self.outer) + self.gta.problems(self.config)
-        problems += self.streaming.problems(self.config, self.outer)
-        if self.config.use_async and self.streaming.active:
-            problems.append("use_async has rounds of the whole model by time; drop the streaming_config")
+        problems = self.config.problems() + method_problems(self.config, self.outer, self.gta, self.streaming)
+        if local_sgd_config.local_sgd_workers not in (None, workers):
+            problems.append(
+                f"local_sgd_workers is {local_sgd_config.local_sgd_workers}, and process_group has {workers} ranks, "
+                "one per worker; drop it"
+            )
+        if self.config.sync_in_forward:
+            problems.append(
+                "sync_in_forward needs Megatron's forward pass; drop it (StreamingConfig(sync_delay=...) overlaps "
+                "rounds with training here)"
+            )
         if total_global_steps is not None and not self.config.use_async:
             problems.append("total_global_steps has no effect without use_async; drop it")
         if problems:
@@ -103,7 +113,7 @@ class OuterOptimPeriodicModelAverager:
                 their local shards.
 
         Raises:
-            UserError: a parameter is not fp32.
+            UserError: a parameter is not fp32, or there are more fragments than layers.
             RuntimeError: the workers' values differ.
         """
         synced = []
@@ -114,9 +124,13 @@ class OuterOptimPeriodicModelAverager:
                     "compute in another type (torch.autocast, FSDP2's MixedPrecisionPolicy)"
                 )
             synced.append(SyncedTensor(tensor=_local(parameter), name=name, unit=unit_of(name)))
+        units = list(dict.fromkeys(entry.unit for entry in synced))
+        problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
+        if problem is not None:
+            raise UserError(problem)
         self._engine = LocalSGD(
             synced,
-            units=list(dict.fromkeys(entry.unit for entry in synced)),
+            units=units,
             config=self.config,
             outer=self.outer,
             gta=self.gta,
