@@ -163,6 +163,31 @@ def test_fsdp2_workers_do_what_whole_ones_do(fields):
         assert gathered == results[0][0]
 
 
+def broken_once():
+    """Return who was left out of each round when worker 1 has a gradient that is not finite in the fourth step."""
+    dist.init_process_group("gloo")
+    module, rank, left_out = model(), dist.get_rank(), []
+    optimizer = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, interval=2, skip_anomaly=True)
+    for step in range(8):
+        inputs, targets = batch(step, rank)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(inputs), targets).backward()
+        if (step, rank) == (3, 1):
+            for parameter in module.parameters():
+                parameter.grad *= float("nan")
+        optimizer.step()
+        if step % 2:
+            left_out.append(sorted(optimizer.last_round.rejected))
+    return left_out, flat(module)
+
+
+def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_and_comes_back():
+    first, second = run_ranks(broken_once, 2)
+    assert first == second
+    assert first[0] == [[], ["0", "2", "4"], [], []]
+    assert all(value == value for value in first[1])
+
+
 def saved_and_loaded(folder):
     from megatron_ext.local_sgd.plain_torch import load_local_sgd_state_dict, save_local_sgd_state_dict
 

@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.asynchronous import AsyncSchedule
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
+from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor, collective_device
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
@@ -89,6 +89,8 @@ class OuterOptimPeriodicModelAverager:
             device=collective_device(self._across),
         )
         self.step = 0
+        self.healed = False
+        """Whether the last step's rounds have left out this worker, whose values were not finite."""
 
     @property
     def engine(self) -> LocalSGD:
@@ -153,6 +155,7 @@ class OuterOptimPeriodicModelAverager:
         """
         engine = self.engine
         self.step += 1
+        self.healed = False
         if self.step == self.config.local_sgd_warmup_steps:
             self._begin()
         elif self.step < self.config.local_sgd_warmup_steps:
@@ -162,8 +165,7 @@ class OuterOptimPeriodicModelAverager:
             if self._schedule.is_over(self.step):
                 return self._meet()
         elif engine.count_step():
-            reports = engine.advance().reports
-            return reports[-1] if reports else None
+            return self._take(engine.advance())
         return None
 
     @property
@@ -204,7 +206,12 @@ class OuterOptimPeriodicModelAverager:
     def _meet(self) -> RoundReport | None:
         """Wait for the others, and make a round if all together have made enough steps."""
         steps = self._schedule.meet(self.step)
-        return None if steps is None else self.engine.sync(steps).reports[-1]
+        return None if steps is None else self._take(self.engine.sync(steps))
+
+    def _take(self, progress: Progress) -> RoundReport | None:
+        """Take note of what rounds did; return the last one's report."""
+        self.healed = progress.healed
+        return progress.reports[-1] if progress.reports else None
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
 from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.params.moments import reset_broken_moments
 
 __all__ = ["StatefulPostLocalSGDOptimizer", "load_local_sgd_state_dict", "save_local_sgd_state_dict"]
 
@@ -60,6 +61,9 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         """Make the inner step, then the outer round if it is due; `last_round` has its report."""
         loss = self.optim.step(closure) if closure is not None else self.optim.step()
         self.last_round = self.averager.average_parameters() or self.last_round
+        if self.averager.healed:
+            # It goes on from the synced weights; its moments would spoil them in the next step.
+            reset_broken_moments(self.optim)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
