@@ -71,6 +71,12 @@ class OuterOptimizerConfig(FromArgs):
         return []
 
     @property
+    def name(self) -> str:
+        """What it is called: as it was asked for, or by the path of its class."""
+        chosen = self.outer_optim_class
+        return self.outer_optimizer if chosen is None else f"{chosen.__module__}.{chosen.__qualname__}"
+
+    @property
     def is_sgd(self) -> bool:
         """Whether it is torch's SGD."""
         if self.outer_optim_class is not None:

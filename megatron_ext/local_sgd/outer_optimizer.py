@@ -67,7 +67,7 @@ def outer_optimizer_problems(config: OuterOptimizerConfig) -> list[str]:
         # What an optimizer that there is not would need is of no interest.
         return [*(problem for problem in problems if "needs --outer-optimizer-lr" not in problem), str(error)]
     except Exception as error:  # the user's class may raise anything; better now than at the first round
-        return [f"--outer-optimizer {config.outer_optimizer!r} cannot make a step: {type(error).__name__}: {error}"]
+        return [f"--outer-optimizer {config.name!r} cannot make a step: {type(error).__name__}: {error}"]
     return []
 
 

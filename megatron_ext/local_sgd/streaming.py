@@ -59,7 +59,7 @@ class StreamingConfig(FromArgs):
             found.append("--local-sgd-fragment-pattern has no effect without --local-sgd-fragments above 1; drop it")
         if self.fragments > 1 and not outer.is_sgd and outer.outer_optimizer != "none":
             found.append(
-                f"--local-sgd-fragments above 1 steps fragments apart, which --outer-optimizer {outer.outer_optimizer} "
+                f"--local-sgd-fragments above 1 steps fragments apart, which --outer-optimizer {outer.name} "
                 "has not been tested with; use sgd or none"
             )
         if not 0 <= self.sync_delay < max(interval, 1):

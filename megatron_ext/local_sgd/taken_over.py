@@ -18,7 +18,7 @@ def method_of(
     config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
 ) -> dict[str, Any]:
     """Return by flag what a run must not change on its way."""
-    own = {"--outer-optimizer": outer.outer_optimizer, "--local-sgd-codec": config.codec}
+    own = {"--outer-optimizer": outer.name, "--local-sgd-codec": config.codec}
     return {**own, **gta.by_flag(), **streaming.by_flag()}
 
 

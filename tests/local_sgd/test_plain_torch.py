@@ -30,9 +30,11 @@ def train(module, optimizer, steps, number, start=0):
         optimizer.step()
 
 
-def wrapped(inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, **fields):
+def wrapped(
+    inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, gta=None, streaming=None, **fields
+):
     """Return an inner optimizer wrapped for local SGD."""
-    from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+    from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
     from megatron_ext.local_sgd.plain_torch import OuterOptimPeriodicModelAverager, StatefulPostLocalSGDOptimizer
 
     across, inside = groups or (None, None)
@@ -40,6 +42,8 @@ def wrapped(inner, names=None, *, interval=1, warmup=0, groups=None, outer=None,
         across,
         local_sgd_config=LocalSGDConfig(local_sgd_sync_interval=interval, local_sgd_warmup_steps=warmup, **fields),
         outer_optim_config=OuterOptimizerConfig(**(outer or {})),
+        gta_config=GTAConfig(**(gta or {})),
+        streaming_config=StreamingConfig(**(streaming or {})),
         shard_group=inside,
     )
     return StatefulPostLocalSGDOptimizer(inner, averager, names)
@@ -208,6 +212,42 @@ def saved_and_loaded(folder):
 def test_local_sgds_state_can_be_saved_by_itself(tmp_path):
     for straight, other in run_ranks(saved_and_loaded, 2, str(tmp_path / "new")):
         assert straight == other
+
+
+OTHERWISE = {
+    "codec": ({"codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
+    "reducer": ({"gta": {"reducer": "gta"}}, "--local-sgd-pseudo-grad-reducer was not given"),
+    "outer optimizer": (
+        {"outer": {"outer_optim_class": torch.optim.Adam, "outer_optim_kwargs": {"lr": 0.1}}},
+        "--outer-optimizer was 'sgd' in the run that saved it, and is 'torch.optim.adam.Adam' now",
+    ),
+    "fragments": ({"streaming": {"fragments": 2}}, "--local-sgd-fragments was 1 in the run that saved it, and is 2"),
+    "model": ({}, "0.weight has the shape [16, 8] there and [2, 8] here"),
+}
+
+
+def taken_over_otherwise():
+    """Return by what is different what a run says that takes over another one's state."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    state = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module).state_dict()
+    said = {}
+    for what, (fields, _) in OTHERWISE.items():
+        other = torch.nn.Sequential(torch.nn.Linear(8, 2)) if what == "model" else model()
+        optimizer = wrapped(torch.optim.Adam(other.parameters(), lr=0.01), other, interval=2, **fields)
+        try:
+            optimizer.averager.load_state_dict(state["local_sgd"])
+        except UserError as error:
+            said[what] = str(error)
+    return said
+
+
+def test_the_state_of_another_method_or_model_is_refused_by_name():
+    for said in run_ranks(taken_over_otherwise, 2):
+        for what, (_, expected) in OTHERWISE.items():
+            assert expected in said[what]
 
 
 MISUSE = {

@@ -19,6 +19,7 @@ from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor, coll
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
+from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model
 
 __all__ = ["OuterOptimPeriodicModelAverager", "unit_of"]
 
@@ -228,14 +229,29 @@ class OuterOptimPeriodicModelAverager:
             "own": engine.worker_state(),
             "scalars": engine.scalar_state(),
             "schedule": self._schedule.state(),
+            "method": self._method(),
+            "parameters": self._shapes(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank; the parameters must be those of that time."""
+        """Take over what `state_dict` returned on this rank; the parameters must be those of that time.
+
+        Raises:
+            UserError: it was saved with another outer optimizer, reducer, codec or fragments, or for other parameters.
+        """
+        where = "local SGD's saved state"
+        refuse_other_model(state["parameters"], self._shapes(), where)
+        refuse_other_method(state["method"], self._method(), where, "go on with what it was, or start without it")
         self.engine.load(state["common"], state["scalars"], state["own"])
         self._schedule.load(state["schedule"])
         self.step = int(state["step"])
+
+    def _method(self) -> dict[str, Any]:
+        return method_of(self.config, self.outer, self.gta, self.streaming)
+
+    def _shapes(self) -> dict[str, list[int]]:
+        return {entry.name: list(entry.tensor.shape) for entry in self.engine.synced_tensors}
 
 
 def unit_of(name: str) -> str:
