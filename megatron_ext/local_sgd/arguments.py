@@ -68,8 +68,6 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     too_many = fragment_problem(streaming.fragments, args.num_layers, "--num-layers") if args.num_layers else None
     if too_many is not None:
         problems.append(too_many)
-    if config.local_sgd_round_log is not None and not config.local_sgd_round_log.strip():
-        problems.append("--local-sgd-round-log is empty; give a file, or 'none'")
     problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
     length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:

@@ -135,6 +135,8 @@ class LocalSGDConfig(FromArgs):
             found.append(f"--local-sgd-sync-interval is {self.local_sgd_sync_interval}; it must be at least 1 step")
         if self.local_sgd_warmup_steps < 0:
             found.append(f"--local-sgd-warmup-steps is {self.local_sgd_warmup_steps}; it must be 0 or more")
+        if self.local_sgd_round_log is not None and not self.local_sgd_round_log.strip():
+            found.append("--local-sgd-round-log is empty; give a file, or 'none'")
         return found + self._round_problems() + self._async_problems()
 
     def _async_problems(self) -> list[str]:

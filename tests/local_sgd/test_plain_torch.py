@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD on ordinary modules: DDP and FSDP2, the same engine, resume to the last bit."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.local_sgd.round_log import read_rounds
 from tests.support.distributed import run_ranks
 
 GUARD = {"skip_anomaly": True, "ewma_warmup_steps": 2, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
@@ -167,29 +171,58 @@ def test_fsdp2_workers_do_what_whole_ones_do(fields):
         assert gathered == results[0][0]
 
 
-def broken_once():
-    """Return who was left out of each round when worker 1 has a gradient that is not finite in the fourth step."""
+def broken_once(file):
+    """Return what a run says and ends with whose worker 1 has a gradient that is not finite in the fourth step."""
     dist.init_process_group("gloo")
-    module, rank, left_out = model(), dist.get_rank(), []
-    optimizer = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, interval=2, skip_anomaly=True)
-    for step in range(8):
-        inputs, targets = batch(step, rank)
-        optimizer.zero_grad()
-        torch.nn.functional.mse_loss(module(inputs), targets).backward()
-        if (step, rank) == (3, 1):
-            for parameter in module.parameters():
-                parameter.grad *= float("nan")
-        optimizer.step()
-        if step % 2:
-            left_out.append(sorted(optimizer.last_round.rejected))
-    return left_out, flat(module)
+    module, rank = model(), dist.get_rank()
+    inner = torch.optim.Adam(module.parameters(), lr=0.01)
+    fields = {"skip_anomaly": True, "clip_pseudo_grad": 1e-3, "is_debug": True, "local_sgd_round_log": file}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        optimizer = wrapped(inner, module, interval=2, **fields)
+        for step in range(8):
+            inputs, targets = batch(step, rank)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(module(inputs), targets).backward()
+            if (step, rank) == (3, 1):
+                for parameter in module.parameters():
+                    parameter.grad *= float("nan")
+            optimizer.step()
+    return flat(module), said.getvalue()
 
 
-def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_and_comes_back():
-    first, second = run_ranks(broken_once, 2)
+def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_which_is_written_and_said(tmp_path):
+    file = tmp_path / "new" / "rounds.jsonl"
+    (first, said), (second, nothing) = run_ranks(broken_once, 2, str(file))
     assert first == second
-    assert first[0] == [[], ["0", "2", "4"], [], []]
-    assert all(value == value for value in first[1])
+    assert all(value == value for value in first)
+    rounds = read_rounds(file)
+    assert [(entry["iteration"], sorted(entry["rejected"])) for entry in rounds] == [
+        (2, []),
+        (4, ["0", "2", "4"]),
+        (6, []),
+        (8, []),
+    ]
+    assert rounds[0]["cosine"] is None and rounds[-1]["cosine"] is not None
+    assert "local SGD: outer round 2: left out worker 1, anomalous in 0, 2, 4\n" in said
+    assert "local SGD: outer round 1: clipped 0 to " in said
+    assert not nothing
+
+
+def alone():
+    """Return the weights of an ordinary run, and of one with a single worker; and what is said of that."""
+    dist.init_process_group("gloo")
+    plain, module, said = model(), model(), io.StringIO()
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.01), 5, 0)
+    with contextlib.redirect_stdout(said):
+        train(module, wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, interval=2), 5, 0)
+    return flat(plain), flat(module), said.getvalue()
+
+
+def test_one_worker_is_an_ordinary_run_and_is_told_so():
+    ((plain, ours, said),) = run_ranks(alone, 1)
+    assert ours == plain
+    assert "one worker trains alone, without outer rounds" in said
 
 
 def saved_and_loaded(folder):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor, collective_device
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.local_sgd.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model
+from megatron_ext.seams.arguments import say
 
 __all__ = ["OuterOptimPeriodicModelAverager", "unit_of"]
 
@@ -47,7 +50,8 @@ class OuterOptimPeriodicModelAverager:
             process_group: one rank per worker, in worker order: those that hold the same parameters, or the same
                 shard of them. All ranks when None.
             local_sgd_config: schedule and penalty. `use_local_sgd` and `local_sgd_workers` are set from the group;
-                what is evaluated is the caller's choice, so `local_sgd_evaluation` counts as 'workers'.
+                what is evaluated is the caller's choice, so `local_sgd_evaluation` counts as 'workers'. Rounds are
+                written to `local_sgd_round_log` only where that is given. One worker makes no rounds.
             outer_optim_config: the outer optimizer; DiLoCo's when None.
             gta_config: how pseudo-gradients become one; their mean when None.
             streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
@@ -55,7 +59,7 @@ class OuterOptimPeriodicModelAverager:
             total_global_steps: with `use_async`, steps of all workers together after which `finished` is true.
 
         Raises:
-            UserError: a value is bad.
+            UserError: a value is bad, or rounds cannot be written to the file.
         """
         self._across = process_group or dist.group.WORLD
         self._inside = shard_group
@@ -81,6 +85,12 @@ class OuterOptimPeriodicModelAverager:
             problems.append("total_global_steps has no effect without use_async; drop it")
         if problems:
             raise combine(problems, "local SGD")
+        self._alone = workers == 1
+        if self._alone:
+            _say("one worker trains alone, without outer rounds and their optimizer")
+        path = self.config.local_sgd_round_log
+        self._logged = path not in (None, "none")
+        self._round_log = RoundWriter(Path(path)) if path and self._logged and dist.get_rank() == 0 else None
         self._engine: LocalSGD | None = None
         self._schedule = AsyncSchedule(
             self.config,
@@ -140,6 +150,7 @@ class OuterOptimPeriodicModelAverager:
             across=self._across,
             inside=self._inside,
             streaming=self.streaming,
+            observe=self._logged,
         )
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
@@ -165,7 +176,7 @@ class OuterOptimPeriodicModelAverager:
             engine.count_step()
             if self._schedule.is_over(self.step):
                 return self._meet()
-        elif engine.count_step():
+        elif engine.count_step() and not self._alone:
             return self._take(engine.advance())
         return None
 
@@ -201,24 +212,30 @@ class OuterOptimPeriodicModelAverager:
 
     def _begin(self) -> None:
         """Take the anchor; the first interval begins."""
-        self.engine.take_anchor()
+        if not self._alone:
+            self.engine.take_anchor()
         self._schedule.start(self.step)
 
     def _meet(self) -> RoundReport | None:
         """Wait for the others, and make a round if all together have made enough steps."""
         steps = self._schedule.meet(self.step)
-        return None if steps is None else self._take(self.engine.sync(steps))
+        return None if steps is None or self._alone else self._take(self.engine.sync(steps))
 
     def _take(self, progress: Progress) -> RoundReport | None:
-        """Take note of what rounds did; return the last one's report."""
+        """Take note of what rounds did, and say it; return the last one's report."""
         self.healed = progress.healed
+        for report in progress.reports:
+            for remark in report.remarks(self.config.is_debug):
+                _say(remark)
+            if self._round_log is not None:
+                self._round_log.write(report, self.step - 1)
         return progress.reports[-1] if progress.reports else None
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
         if not self.engine.synced:
-            self.engine.finish()
+            self._take(self.engine.finish())
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""
@@ -252,6 +269,11 @@ class OuterOptimPeriodicModelAverager:
 
     def _shapes(self) -> dict[str, list[int]]:
         return {entry.name: list(entry.tensor.shape) for entry in self.engine.synced_tensors}
+
+
+def _say(message: str) -> None:
+    if dist.get_rank() == 0:
+        say(f"local SGD: {message}")
 
 
 def unit_of(name: str) -> str:
