@@ -306,7 +306,7 @@ class LocalSGDFeature(Feature):
                 across=groups.across,
                 inside=groups.inside,
                 streaming=StreamingConfig.from_args(args),
-                observe=round_log_path(args) is not None,
+                observe=bool(round_log_path(args) or args.tensorboard_dir or args.wandb_project),
             )
         return self._engine
 

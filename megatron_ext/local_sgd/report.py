@@ -83,6 +83,16 @@ class RoundReport:
     applying_seconds: float
     """What of it was arithmetic; the rest was exchange."""
 
+    @property
+    def sending_seconds(self) -> float:
+        """What of it was exchange."""
+        return max(self.seconds - self.waiting_seconds - self.applying_seconds, 0.0)
+
+    @property
+    def skipped_units(self) -> list[str]:
+        """The units that went back to their anchor, because all workers were left out."""
+        return [unit for unit, workers in self.rejected.items() if len(workers) == len(self.worker_norms)]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a JSON line."""
         return dataclasses.asdict(self)

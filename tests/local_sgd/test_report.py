@@ -4,7 +4,7 @@
 from megatron_ext.local_sgd.report import RoundReport
 
 
-def remarks(rejected):
+def report(rejected):
     return RoundReport(
         round=7,
         fragment=0,
@@ -20,7 +20,11 @@ def remarks(rejected):
         seconds=0.0,
         waiting_seconds=0.0,
         applying_seconds=0.0,
-    ).remarks()
+    )
+
+
+def remarks(rejected):
+    return report(rejected).remarks()
 
 
 def test_a_round_without_anomalies_has_nothing_to_say():
@@ -38,6 +42,10 @@ def test_a_unit_that_lost_all_workers_is_said_to_have_gone_back():
     assert remarks({"layer.0": [0, 1, 2]}) == [
         "outer round 7: all workers were anomalous in layer.0, which went back to the anchor"
     ]
+
+
+def test_units_that_lost_all_workers_count_as_skipped():
+    assert report({"layer.0": [0, 1, 2], "layer.1": [0, 2]}).skipped_units == ["layer.0"]
 
 
 def test_many_units_are_counted_instead_of_named():
