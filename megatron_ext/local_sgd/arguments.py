@@ -92,11 +92,11 @@ def _changed(*configs: FromArgs) -> list[str]:
 
 def notices(args: Any) -> list[str]:
     """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
-    config = LocalSGDConfig.from_args(args)
+    config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
     lines = [
         f"local SGD: {config.local_sgd_workers} workers, an outer round every "
         f"{config.local_sgd_sync_interval} steps after {config.local_sgd_warmup_steps} synchronous iterations, "
-        f"outer optimizer {args.outer_optimizer}, evaluation on the "
+        f"outer optimizer {outer.name}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
     streaming = StreamingConfig.from_args(args)
@@ -115,7 +115,7 @@ def notices(args: Any) -> list[str]:
         lines.append("local SGD: --local-sgd-cpu-offload saves nothing on CPU, where it only copies")
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
-    if config.codec == "topk" and args.outer_optimizer == "sgd" and args.outer_optimizer_momentum > 0:
+    if config.codec == "topk" and outer.momentum > 0:
         lines.append(
             "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
             "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"

@@ -25,7 +25,9 @@ def method_of(
 def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, Any]:
     """Return by flag what a run may change on its way, and is told about."""
     found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
-    if outer.outer_optimizer != "none" and outer.outer_optim_class is None:
+    if outer.outer_optim_class is not None:
+        return {**found, "--outer-optim-kwargs": outer.outer_optim_kwargs}
+    if outer.outer_optimizer != "none":
         found["--outer-optimizer-lr"] = outer.learning_rate
     if outer.is_sgd:
         found["--outer-optimizer-momentum"] = outer.outer_optimizer_momentum
