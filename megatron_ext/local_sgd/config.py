@@ -251,6 +251,11 @@ class GTAConfig(FromArgs):
                 "--no-local-sgd-pseudo-grad-normalize sums the workers' pseudo-gradients, which makes every outer step "
                 "W times too large; normalise, or weight the workers with --local-sgd-pseudo-gradnorm-reduce"
             )
+        elif not self.normalize and self.consensus_method is None:
+            found.append(
+                "--no-local-sgd-pseudo-grad-normalize has no effect without "
+                f"{names['consensus_method']}: weights by norms sum up to 1; drop it"
+            )
         return found
 
     def _pairwise_problems(self, local_sgd: LocalSGDConfig) -> list[str]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems, resolve_class
 
 
@@ -95,3 +95,21 @@ def test_an_import_path_names_a_torch_optimizer():
 
     assert resolve_class("torch.optim.Adagrad") is torch.optim.Adagrad
     assert resolve_class("none") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "weighted", "said"),
+    [
+        ({"reducer": None}, False, "needs --local-sgd-pseudo-grad-reducer"),
+        ({"reducer": "linear"}, False, "W times too large"),
+        ({"reducer": "gta", "consensus_method": "sum"}, False, "W times too large"),
+        ({"reducer": "linear"}, True, "has no effect without --local-sgd-pseudo-grad-consensus"),
+        ({"reducer": "gta"}, True, "has no effect without --local-sgd-pseudo-grad-consensus"),
+        ({"reducer": "gta", "consensus_method": "sum"}, True, None),
+    ],
+)
+def test_sums_in_place_of_means_are_refused_where_they_are_too_large_or_change_nothing(fields, weighted, said):
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2, pseudo_gradnorm_reduce=weighted)
+    problems = GTAConfig(normalize=False, **fields).problems(config)
+    assert len(problems) == (said is not None)
+    assert said is None or said in problems[0]
