@@ -16,7 +16,7 @@ W5   sparse rounds that synchronise nothing                          test_guarde
 W6   native training without an outer optimizer                      test_rounds
 W7   gradients divided by all workers                                test_workers_apart
 W8   verdicts and weights that differ between ranks of a worker      test_guarded_rounds, test_rounds
-W9   a skipped fp16 step that takes workers out of step              test_rounds
+W9   a skipped fp16 step that takes workers out of step              test_rounds, test_plain_torch
 W10  ranks of an expert-parallel group as workers                    test_workers_apart, test_rounds
 W11  traffic in every step; no distributed optimizer                 test_workers_apart
 W13  a learning rate that is frozen after a load                     test_plain_torch

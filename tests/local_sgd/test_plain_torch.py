@@ -209,6 +209,37 @@ def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_which_is_writt
     assert not nothing
 
 
+def scaled(unscale):
+    """Return the weights and loss scales of a run under GradScaler in which worker 1 overflows in the third step."""
+    dist.init_process_group("gloo")
+    module, rank, scales = model(), dist.get_rank(), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, interval=2)
+    for step in range(6):
+        inputs, targets = batch(step, rank)
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.mse_loss(module(inputs), targets)).backward()
+        if (step, rank) == (2, 1):
+            next(module.parameters()).grad[0, 0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return flat(module), scales, optimizer.averager.step
+
+
+def test_a_step_that_a_grad_scaler_skips_on_one_worker_does_not_break_lockstep():
+    # In the official wrapper it leaves that worker's counter behind (W9).
+    results = [run_ranks(scaled, 2, unscale) for unscale in (False, True)]
+    assert results[0] == results[1]
+    (first, constant, steps), (second, halved, same) = results[0]
+    assert first == second
+    assert (steps, same) == (6, 6)
+    assert constant == [4.0] * 6
+    assert halved == [4.0, 4.0, 2.0, 2.0, 2.0, 2.0]
+
+
 def alone():
     """Return the weights of an ordinary run, and of one with a single worker; and what is said of that."""
     dist.init_process_group("gloo")
