@@ -101,7 +101,7 @@ class RoundReport:
         """Return what the user should know of the workers that were left out, one sentence each.
 
         Args:
-            debug: say what was clipped, too.
+            debug: say all workers' norms then, and what was clipped.
         """
         everyone = len(self.worker_norms)
         units_without: dict[tuple[int, ...], list[str]] = {}
@@ -114,6 +114,8 @@ class RoundReport:
             else:
                 names = ", ".join(map(str, left_out))
                 found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}")
+        if debug and found:
+            found.append(f"the workers' norms were {', '.join(f'{norm:.4g}' for norm in self.worker_norms)}")
         if debug:
             found += [f"clipped {unit} to {coefficient:.3g} of its norm" for unit, coefficient in self.clipped.items()]
         return [f"outer round {self.round}: {text}" for text in found]

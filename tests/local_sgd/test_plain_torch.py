@@ -231,7 +231,7 @@ def scaled(unscale):
 
 def test_a_step_that_a_grad_scaler_skips_on_one_worker_does_not_break_lockstep():
     # In the official wrapper it leaves that worker's counter behind (W9).
-    results = [run_ranks(scaled, 2, unscale) for unscale in (False, True)]
+    results = [run_ranks(scaled, 2, unscale, timeout=30) for unscale in (False, True)]
     assert results[0] == results[1]
     (first, constant, steps), (second, halved, same) = results[0]
     assert first == second

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a round says of the workers that it left out."""
 
+import dataclasses
+
 from megatron_ext.local_sgd.report import RoundReport
 
 
@@ -46,6 +48,15 @@ def test_a_unit_that_lost_all_workers_is_said_to_have_gone_back():
 
 def test_units_that_lost_all_workers_count_as_skipped():
     assert report({"layer.0": [0, 1, 2], "layer.1": [0, 2]}).skipped_units == ["layer.0"]
+
+
+def test_who_debugs_is_told_all_norms_and_what_was_clipped():
+    round_seven = dataclasses.replace(report({"layer.0": [1]}), clipped={"layer.1": 0.25})
+    assert round_seven.remarks(debug=True) == [
+        "outer round 7: left out worker 1, anomalous in layer.0",
+        "outer round 7: the workers' norms were 1, 1, 1",
+        "outer round 7: clipped layer.1 to 0.25 of its norm",
+    ]
 
 
 def test_many_units_are_counted_instead_of_named():
