@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["RoundClock", "RoundReport", "listed", "plural"]
+__all__ = ["Progress", "RoundClock", "RoundReport", "listed", "plural"]
 
 
 @dataclass
@@ -119,6 +119,20 @@ class RoundReport:
         if debug:
             found += [f"clipped {unit} to {coefficient:.3g} of its norm" for unit, coefficient in self.clipped.items()]
         return [f"outer round {self.round}: {text}" for text in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a step's rounds did."""
+
+    reports: list[RoundReport]
+    """Of the rounds whose outer step was made."""
+
+    changed: bool
+    """Whether the values were changed."""
+
+    healed: bool
+    """Whether this worker's values were not finite and are the common ones now."""
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
