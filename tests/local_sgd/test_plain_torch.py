@@ -171,6 +171,28 @@ def test_fsdp2_workers_do_what_whole_ones_do(fields):
         assert gathered == results[0][0]
 
 
+def beside_shards(how):
+    """Return a value that both ranks of a worker hold, after a clipped round; the workers moved it by 1 and 3."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    held = torch.zeros(3) if how == "plain" else distribute_tensor(torch.zeros(3), mesh["shard"], [Replicate()])
+    value = torch.nn.Parameter(held)
+    groups = mesh["worker"].get_group(), mesh["shard"].get_group()
+    optimizer = wrapped(torch.optim.SGD([value], lr=1.0), groups=groups, outer=AVERAGING, clip_pseudo_grad=1.0)
+    value.grad = torch.full_like(value, -1.0 - 2.0 * mesh["worker"].get_local_rank())
+    optimizer.step()
+    return [value.tolist() if how == "plain" else value.to_local().tolist(), optimizer.last_round.worker_norms]
+
+
+@pytest.mark.parametrize("how", ["plain", "replicated"])
+def test_what_the_ranks_of_a_worker_hold_alike_counts_once_in_norms(how):
+    for value, norms in run_ranks(beside_shards, 4, how):
+        assert norms == pytest.approx([3**0.5, 3 * 3**0.5])
+        assert value == pytest.approx([3**-0.5] * 3)
+
+
 def broken_once(file):
     """Return what a run says and ends with whose worker 1 has a gradient that is not finite in the fourth step."""
     dist.init_process_group("gloo")

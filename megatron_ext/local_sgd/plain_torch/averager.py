@@ -123,7 +123,8 @@ class OuterOptimPeriodicModelAverager:
 
         Args:
             named_parameters: fp32, of the same names and shapes on all workers, and equal there. DTensors stand for
-                their local shards.
+                their local shards. What several ranks of `shard_group` hold alike counts once in norms: plain
+                tensors, and DTensors along the dimensions in which they are replicated.
 
         Raises:
             UserError: a parameter is not fp32, or there are more fragments than layers.
@@ -136,7 +137,8 @@ class OuterOptimPeriodicModelAverager:
                     f"parameter {name} is {parameter.dtype}; local SGD averages fp32 parameters: keep them in fp32 and "
                     "compute in another type (torch.autocast, FSDP2's MixedPrecisionPolicy)"
                 )
-            synced.append(SyncedTensor(tensor=_local(parameter), name=name, unit=unit_of(name)))
+            counted = self._inside is None or _is_first_copy(parameter, self._inside)
+            synced.append(SyncedTensor(tensor=_local(parameter), name=name, unit=unit_of(name), counted=counted))
         units = list(dict.fromkeys(entry.unit for entry in synced))
         problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
         if problem is not None:
@@ -288,3 +290,15 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
+
+
+def _is_first_copy(parameter: torch.Tensor, inside: Any) -> bool:
+    """Return whether this rank is the first of its worker that holds this part of a parameter."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return dist.get_rank(inside) == 0
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
+    return not any(
+        number for number, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
+    )
