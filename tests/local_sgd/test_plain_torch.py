@@ -412,7 +412,7 @@ def test_misuse_is_refused_with_the_way_out(how, refusals):
 
 
 def test_units_are_layers():
-    from megatron_ext.local_sgd.plain_torch.averager import unit_of
+    from megatron_ext.local_sgd.plain_torch.parameters import unit_of
 
     assert [unit_of(name) for name in ("h.0.attn.weight", "h.0.mlp.0.bias", "module.layers.11.w", "0.weight")] == [
         "h.0",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,14 @@ from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.plain_torch.parameters import is_first_copy, local_part, unit_of
 from megatron_ext.local_sgd.report import Progress, RoundReport
 from megatron_ext.local_sgd.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model
 from megatron_ext.seams.arguments import say
 
-__all__ = ["OuterOptimPeriodicModelAverager", "unit_of"]
-
-# The first number in a parameter's name is that of its layer.
-_LAYER = re.compile(r"^(.*?\.)?\d+(?=\.)")
-
+__all__ = ["OuterOptimPeriodicModelAverager"]
 
 class OuterOptimPeriodicModelAverager:
     """Runs outer rounds over the workers' parameters, every so many steps."""
@@ -137,8 +133,8 @@ class OuterOptimPeriodicModelAverager:
                     f"parameter {name} is {parameter.dtype}; local SGD averages fp32 parameters: keep them in fp32 and "
                     "compute in another type (torch.autocast, FSDP2's MixedPrecisionPolicy)"
                 )
-            counted = self._inside is None or _is_first_copy(parameter, self._inside)
-            synced.append(SyncedTensor(tensor=_local(parameter), name=name, unit=unit_of(name), counted=counted))
+            counted = self._inside is None or is_first_copy(parameter, self._inside)
+            synced.append(SyncedTensor(tensor=local_part(parameter), name=name, unit=unit_of(name), counted=counted))
         units = list(dict.fromkeys(entry.unit for entry in synced))
         problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
         if problem is not None:
@@ -276,29 +272,3 @@ class OuterOptimPeriodicModelAverager:
 def _say(message: str) -> None:
     if dist.get_rank() == 0:
         say(f"local SGD: {message}")
-
-
-def unit_of(name: str) -> str:
-    """Return the unit of a parameter: its layer, which the first number in its name tells, else its module."""
-    layer = _LAYER.match(name)
-    return layer[0] if layer else name.rpartition(".")[0] or name
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a parameter on this rank."""
-    from torch.distributed.tensor import DTensor
-
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.detach()
-
-
-def _is_first_copy(parameter: torch.Tensor, inside: Any) -> bool:
-    """Return whether this rank is the first of its worker that holds this part of a parameter."""
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(parameter, DTensor):
-        return dist.get_rank(inside) == 0
-    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
-    return not any(
-        number for number, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
-    )
