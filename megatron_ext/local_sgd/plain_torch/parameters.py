@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 __all__ = ["is_first_copy", "local_part", "unit_of"]
 
@@ -25,12 +24,16 @@ def unit_of(name: str) -> str:
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return the memory of a parameter on this rank."""
+    from torch.distributed.tensor import DTensor
+
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach()
 
 
 def is_first_copy(parameter: torch.Tensor, inside: Any) -> bool:
     """Return whether this rank is the first of its worker that holds this part of a parameter."""
+    from torch.distributed.tensor import DTensor
+
     if not isinstance(parameter, DTensor):
         return dist.get_rank(inside) == 0
     place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
