@@ -105,11 +105,6 @@ class Itinerary:
         source_name, source = self.aliases[name]
         return Copy(source_name=source_name, target_name=name, source=source, target=_whole(self.targets[name].shape))
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that the rank sends."""
-        return sum(parcel.message.nbytes for each in self.rounds for parcel in each.sends)
-
 
 def make_itinerary(plan: SwitchPlan, rank: int, sizes: MessageSizes, *, gradients: bool = False) -> Itinerary:
     """Work out what `rank` does to carry out `plan`; see `messages_between` for the arguments."""

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from megatron_ext.config_options import FromArgs
+from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.report import plural
-from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
 from megatron_ext.support import refusals
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
@@ -44,23 +44,11 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             f"{flag} has no effect without --use-local-sgd; add it or drop the option"
             for flag in _changed(streaming, outer, gta)
         ]
-    problems += outer_optimizer_problems(outer) + gta.problems(config)
-    problems += streaming.problems(config, outer)
-    if gta.reducer == "pairwise":
-        if streaming.active:
-            problems.append(
-                "--local-sgd-pseudo-grad-reducer pairwise is not combined with --local-sgd-fragment options; drop them"
-            )
-        if config.local_sgd_evaluation == "synced":
-            problems.append(
-                "--local-sgd-pseudo-grad-reducer pairwise has no synced weights; validate each worker's own with "
-                "--local-sgd-evaluation workers"
-            )
-    if config.sync_in_forward:
-        problems += _forward_problems(args, config, streaming, gta)
-    if streaming.eager and gta != GTAConfig():
+    problems += method_problems(config, outer, gta, streaming)
+    if config.sync_in_forward and args.use_distributed_optimizer and not args.overlap_param_gather:
         problems.append(
-            "--local-sgd-eager-updates takes the plain mean; drop the --local-sgd-pseudo-grad options of the reducer"
+            "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: without it all "
+            "parameters are gathered before the forward pass; add it (with --overlap-grad-reduce) or drop the option"
         )
     if config.use_async:
         problems.append(
@@ -77,13 +65,9 @@ def argument_problems(args: Any, feature: str) -> list[str]:
                 "would have no effect; drop them or use at least 2 workers"
             )
         return problems
-    if args.num_layers and streaming.fragments > args.num_layers:
-        problems.append(
-            f"--local-sgd-fragments is {streaming.fragments}; it must be at most --num-layers {args.num_layers}, "
-            "because every fragment needs a layer"
-        )
-    if config.local_sgd_round_log is not None and not config.local_sgd_round_log.strip():
-        problems.append("--local-sgd-round-log is empty; give a file, or 'none'")
+    too_many = fragment_problem(streaming.fragments, args.num_layers, "--num-layers") if args.num_layers else None
+    if too_many is not None:
+        problems.append(too_many)
     problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
     length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:
@@ -108,11 +92,11 @@ def _changed(*configs: FromArgs) -> list[str]:
 
 def notices(args: Any) -> list[str]:
     """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
-    config = LocalSGDConfig.from_args(args)
+    config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
     lines = [
         f"local SGD: {config.local_sgd_workers} workers, an outer round every "
         f"{config.local_sgd_sync_interval} steps after {config.local_sgd_warmup_steps} synchronous iterations, "
-        f"outer optimizer {args.outer_optimizer}, evaluation on the "
+        f"outer optimizer {outer.name}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
     streaming = StreamingConfig.from_args(args)
@@ -131,7 +115,7 @@ def notices(args: Any) -> list[str]:
         lines.append("local SGD: --local-sgd-cpu-offload saves nothing on CPU, where it only copies")
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
-    if config.codec == "topk" and args.outer_optimizer == "sgd" and args.outer_optimizer_momentum > 0:
+    if config.codec == "topk" and outer.momentum > 0:
         lines.append(
             "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
             "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
@@ -162,28 +146,6 @@ def ending_notice(train_iters: int | None, done: int, since: int, interval: int)
     )
 
 
-def _forward_problems(args: Any, config: LocalSGDConfig, streaming: StreamingConfig, gta: GTAConfig) -> list[str]:
-    """Return why rounds cannot end in the forward pass."""
-    others = {
-        "--local-sgd-codec": config.codec is not None,
-        "the --local-sgd-fragment options": streaming.active and not streaming.eager,
-        "--local-sgd-eager-updates": streaming.eager,
-        "--local-sgd-pseudo-grad-reducer pairwise": gta.reducer == "pairwise",
-        "--local-sgd-use-async": config.use_async,
-    }
-    problems = [
-        f"--local-sgd-sync-in-forward is not combined with {other}; drop one of them"
-        for other, given in others.items()
-        if given
-    ]
-    if args.use_distributed_optimizer and not args.overlap_param_gather:
-        problems.append(
-            "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: without it all "
-            "parameters are gathered before the forward pass; add it (with --overlap-grad-reduce) or drop the option"
-        )
-    return problems
-
-
 def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
     """Return why the workers do not fit the run's parallel layout."""
     workers = config.local_sgd_workers
@@ -194,9 +156,7 @@ def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
         return []  # Megatron names this one itself.
     data = args.world_size // model
     if data % workers:
-        divisors = (
-            ", ".join(str(count) for count in range(2, data + 1) if data % count == 0) or "none above 1"
-        )
+        divisors = ", ".join(str(count) for count in range(2, data + 1) if data % count == 0) or "none above 1"
         return [
             f"--local-sgd-workers {workers} does not divide the data-parallel size {data} (world size "
             f"{args.world_size} / TP*PP*CP {model}); possible numbers of workers: {divisors}"

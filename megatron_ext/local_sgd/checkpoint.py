@@ -23,6 +23,7 @@ from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model, tuning_of
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.seams.optimizer import InnerValues
@@ -128,8 +129,8 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
         "interval": engine.config.local_sgd_sync_interval,
         "synced": engine.synced,
         "drifts": engine.drifts,
-        "method": _method(engine.config, engine.outer, engine.gta, engine.streaming),
-        "tuning": _tuning(engine.config, engine.outer),
+        "method": method_of(engine.config, engine.outer, engine.gta, engine.streaming),
+        "tuning": tuning_of(engine.config, engine.outer),
         "tensors": list(tensors),
         "own": list(own),
         "parameters": _shapes(values.view),
@@ -183,9 +184,15 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
                 f"{where}: {rest}, which {option} would discard; load a checkpoint that was saved at a sync point"
             )
     if not (args.no_load_optim or args.finetune):
-        _check_method(summary["method"], args, where)
-        before = summary.get("tuning", {})
-        now = _tuning(LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args))
+        config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
+        method = method_of(config, outer, GTAConfig.from_args(args), StreamingConfig.from_args(args))
+        refuse_other_method(
+            summary["method"],
+            method,
+            where,
+            "resume with what it was, or start with fresh optimizer states from a sync point (--no-load-optim)",
+        )
+        before, now = summary.get("tuning", {}), tuning_of(config, outer)
         plan.changed = {flag: (before[flag], now[flag]) for flag in now if before.get(flag, now[flag]) != now[flag]}
         if not summary["in_warmup"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
             raise UserError(
@@ -243,7 +250,7 @@ def request(
     model = {key: state[key] for key in state if is_model_key(key)}
     plan.metadata = context.metadata
     if plan.summary is not None and values is not None:
-        _check_model(plan, values.view)
+        refuse_other_model(plan.summary["parameters"], _shapes(values.view), f"--load {plan.directory}")
     if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
         at = torch.device("cpu") if engine.config.cpu_offload else None
         plan.outer = {
@@ -300,47 +307,6 @@ def restore(
     return True
 
 
-def _method(
-    config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
-) -> dict[str, Any]:
-    """Return by flag what a run must not change on its way."""
-    own = {"--outer-optimizer": outer.outer_optimizer, "--local-sgd-codec": config.codec}
-    return {**own, **gta.by_flag(), **streaming.by_flag()}
-
-
-def _tuning(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, Any]:
-    """Return by flag what a run may change on its way, and is told about."""
-    found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
-    if outer.outer_optimizer != "none" and outer.outer_optim_class is None:
-        found["--outer-optimizer-lr"] = outer.learning_rate
-    if outer.is_sgd:
-        found["--outer-optimizer-momentum"] = outer.outer_optimizer_momentum
-        found["--outer-optimizer-nesterov"] = outer.outer_optimizer_nesterov
-    return found
-
-
-def _check_method(saved: dict[str, Any], args: Any, where: str) -> None:
-    """Refuse another outer optimizer or codec, whose state would be missing, another reducer, other fragments."""
-    now = _method(
-        LocalSGDConfig.from_args(args),
-        OuterOptimizerConfig.from_args(args),
-        GTAConfig.from_args(args),
-        StreamingConfig.from_args(args),
-    )
-    defaults = _method(LocalSGDConfig(), OuterOptimizerConfig(), GTAConfig(), StreamingConfig())
-    for flag, value in now.items():
-        before = saved.get(flag, defaults[flag])  # an option that the run which saved did not know of
-        if value != before:
-            raise UserError(
-                f"{where}: {flag} was {_shown(before)} in the run that saved it, and is {_shown(value)} now; resume "
-                "with what it was, or start with fresh optimizer states from a sync point (--no-load-optim)"
-            )
-
-
-def _shown(value: Any) -> str:
-    return "not given" if value is None else repr(value)
-
-
 def _shapes(view: ParameterView) -> dict[str, list[int]]:
     """Return the global shape of every parameter of the model by global name, without the vocabulary's rows.
 
@@ -350,21 +316,6 @@ def _shapes(view: ParameterView) -> dict[str, list[int]]:
         tensor.name: list(tensor.shape[1:] if tensor.name in (WORD_EMBEDDING, OUTPUT_WEIGHT) else tensor.shape)
         for tensor in view.placement.tensors
     }
-
-
-def _check_model(plan: LoadPlan, view: ParameterView) -> None:
-    """Refuse a checkpoint of another model by the name of a parameter, before anything is read."""
-    assert plan.summary is not None
-    saved, now = plan.summary["parameters"], _shapes(view)
-    where = f"--load {plan.directory}: it was saved by another model:"
-    way_out = "give the options of the run that saved it, or load another checkpoint"
-    for name in [*now, *saved]:
-        if name not in saved:
-            raise UserError(f"{where} it has no parameter {name}, which this model has; {way_out}")
-        if name not in now:
-            raise UserError(f"{where} this model has no parameter {name}, which it has; {way_out}")
-        if saved[name] != now[name]:
-            raise UserError(f"{where} {name} has the shape {saved[name]} there and {now[name]} here; {way_out}")
 
 
 def _check_layout(context: LoadContext, where: str) -> None:

@@ -72,7 +72,7 @@ class LocalSGDConfig(FromArgs):
     a round. What a codec or eager updates keep stays on the GPU."""
 
     is_debug: bool = flag("--local-sgd-is-debug", False)
-    """Say in the log which units were clipped, too; workers that are left out always are."""
+    """Say in the log which units were clipped, and all workers' norms where one was left out, which is said anyway."""
 
     codec: Literal["bf16", "fp16", "fp8", "int8", "int4", "topk"] | None = flag(
         "--local-sgd-codec", None, type=str, choices=["bf16", "fp16", "fp8", "int8", "int4", "topk"]
@@ -135,6 +135,8 @@ class LocalSGDConfig(FromArgs):
             found.append(f"--local-sgd-sync-interval is {self.local_sgd_sync_interval}; it must be at least 1 step")
         if self.local_sgd_warmup_steps < 0:
             found.append(f"--local-sgd-warmup-steps is {self.local_sgd_warmup_steps}; it must be 0 or more")
+        if self.local_sgd_round_log is not None and not self.local_sgd_round_log.strip():
+            found.append("--local-sgd-round-log is empty; give a file, or 'none'")
         return found + self._round_problems() + self._async_problems()
 
     def _async_problems(self) -> list[str]:
@@ -168,8 +170,8 @@ class LocalSGDConfig(FromArgs):
             ("ewma_alpha", 0 < self.ewma_alpha <= 1, "it must be above 0 and at most 1"),
             ("ewma_warmup_steps", self.ewma_warmup_steps >= 2, "it must be at least 2 rounds"),
             ("ewma_threshold", 0 < self.ewma_threshold < math.inf, "it must be a finite number above 0"),
-            ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be above 0"),
-            ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be above 0"),
+            ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be finite and above 0"),
+            ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be finite and above 0"),
             ("codec_density", 0 < self.codec_density <= 1, "it must be above 0 and at most 1"),
             ("local_sgd_sync_time", 0 < self.local_sgd_sync_time < math.inf, "it must be a finite number above 0"),
             ("min_total_global_steps", self.min_total_global_steps >= 1, "it must be at least 1"),
@@ -185,7 +187,14 @@ class LocalSGDConfig(FromArgs):
                 if getattr(self, name) != self.__dataclass_fields__[name].default and not getattr(self, needed):
                     found.append(f"{self._flag(name)} has no effect without {self._flag(needed)}; add it or drop this")
         if self.codec_density != self.__dataclass_fields__["codec_density"].default and self.codec != "topk":
-            found.append(f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk")
+            found.append(
+                f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk; add it or drop this"
+            )
+        if self.is_debug and not self.skip_anomaly and self.clip_pseudo_grad is None:
+            found.append(
+                f"{self._flag('is_debug')} has no effect without {self._flag('skip_anomaly')} or "
+                f"{self._flag('clip_pseudo_grad')}; add one or drop this"
+            )
         return found
 
     def _flag(self, name: str) -> str:
@@ -248,6 +257,11 @@ class GTAConfig(FromArgs):
             found.append(
                 "--no-local-sgd-pseudo-grad-normalize sums the workers' pseudo-gradients, which makes every outer step "
                 "W times too large; normalise, or weight the workers with --local-sgd-pseudo-gradnorm-reduce"
+            )
+        elif not self.normalize and self.consensus_method is None:
+            found.append(
+                "--no-local-sgd-pseudo-grad-normalize has no effect without "
+                f"{names['consensus_method']}: weights by norms sum up to 1; drop it"
             )
         return found
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local SGD on a list of fp32 tensors: the schedule of the rounds, and their state.
+"""Local SGD on a list of fp32 tensors: its rounds, as the schedule asks for them, and their state.
 
 The engine knows tensors and process groups, not Megatron: it is given the authoritative fp32 values of this rank
 (with the distributed optimizer its shard, so anchor, outer state and traffic are sharded too).
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,24 +24,11 @@ from megatron_ext.local_sgd.fragment import Fragment
 from megatron_ext.local_sgd.host_memory import require_room
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
-from megatron_ext.local_sgd.report import RoundReport
-from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, due_steps
+from megatron_ext.local_sgd.report import Progress, RoundReport
+from megatron_ext.local_sgd.schedule import RoundSchedule
+from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments
 
-__all__ = ["LocalSGD", "Progress", "SyncedTensor", "collective_device"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """What a step's rounds did."""
-
-    reports: list[RoundReport]
-    """Of the rounds whose outer step was made."""
-
-    changed: bool
-    """Whether the values were changed."""
-
-    healed: bool
-    """Whether this worker's values were not finite and are the common ones now."""
+__all__ = ["LocalSGD", "SyncedTensor", "collective_device"]
 
 
 class LocalSGD:
@@ -85,7 +71,6 @@ class LocalSGD:
         self.values = [entry.tensor for entry in synced]
         self.streaming = streaming or StreamingConfig()
         self.rounds = 0
-        self.steps_since_sync = 0
         self.in_warmup = True
         self.met = False
         self._equal = True
@@ -94,11 +79,15 @@ class LocalSGD:
         self._across = across
         self._worker = dist.get_rank(across)
         self._device = self.values[0].device if self.values else collective_device(across)
-        self._due = due_steps(self.streaming.fragments, config.local_sgd_sync_interval)
+        self._schedule = RoundSchedule(
+            self.streaming.fragments,
+            interval=config.local_sgd_sync_interval,
+            delay=self.streaming.sync_delay,
+            eager=self.streaming.eager,
+        )
         self._reports: list[RoundReport] = []
         self._fragments: list[Fragment] = []
         self._members: list[list[int]] = []
-        self._left: list[int] = [0] * self.streaming.fragments
         for index, within in enumerate(assign_fragments(units, self.streaming.fragments, self.streaming.pattern)):
             members = [place for place, entry in enumerate(synced) if entry.unit in within]
             fragment = Fragment(
@@ -118,6 +107,11 @@ class LocalSGD:
             self._fragments.append(fragment)
             self._members.append(members)
         require_room(sum(fragment.state.offloaded_bytes for fragment in self._fragments))
+
+    @property
+    def steps_since_sync(self) -> int:
+        """Inner steps of the interval that lie behind."""
+        return self._schedule.steps
 
     @property
     def synced(self) -> bool:
@@ -148,18 +142,17 @@ class LocalSGD:
                 "rank)"
             )
         self.in_warmup = False
-        self.steps_since_sync = 0
+        self._schedule.restart()
         for fragment in self._fragments:
             fragment.state.begin()
 
     def count_step(self) -> bool:
         """Count one inner step of all workers, skipped updates included; return whether `advance` has to be called."""
-        self.steps_since_sync += 1
+        schedule = self._schedule
+        schedule.count()
         self._equal = self.met = False
-        # Not on its way, or one step nearer.
-        self._left = [max(left - 1, 0) for left in self._left]
         return any(
-            self._is_turning(index) or self._is_due(index) or self._is_half_way(index)
+            self._is_turning(index) or schedule.begins(index) or schedule.answers(index)
             for index in range(len(self._fragments))
         )
 
@@ -174,17 +167,17 @@ class LocalSGD:
             return self._launch()
         if not self.streaming.active:
             return self.sync()
-        changed = False
+        schedule, changed = self._schedule, False
         for index, fragment in enumerate(self._fragments):
-            if self._is_half_way(index):
+            if schedule.answers(index):
                 fragment.turn_late()
             if self._is_turning(index) and fragment.phase == "sent":
                 self._reports.append(fragment.turn())
-            if fragment.phase != "home" and self._left[index] == 0:
+            if fragment.phase != "home" and schedule.ends(index):
                 self._end(fragment)
                 changed = True
         for index, fragment in enumerate(self._fragments):
-            if not self._is_due(index):
+            if not schedule.begins(index):
                 continue
             if not self.streaming.in_background:
                 self._sync(fragment)
@@ -192,12 +185,11 @@ class LocalSGD:
                 continue
             self.rounds += 1
             fragment.send(self.rounds)
-            self._left[index] = self.streaming.sync_delay
-            if self.streaming.sync_delay == 0:
+            schedule.launch(index)
+            if schedule.ends(index):
                 self._end(fragment)
                 changed = True
-        if self.steps_since_sync == self.config.local_sgd_sync_interval:
-            self.steps_since_sync = 0
+        schedule.end_of_step()
         return self._progress(changed=changed)
 
     @torch.no_grad()
@@ -215,8 +207,7 @@ class LocalSGD:
                 self._end(fragment)
         for fragment in self._fragments:
             self._sync(fragment, steps)
-        self._left = [0] * len(self._fragments)
-        self.steps_since_sync = 0
+        self._schedule.restart()
         self._equal = not self._apart
         return self._progress(changed=True)
 
@@ -225,7 +216,7 @@ class LocalSGD:
         for fragment in self._fragments:
             self.rounds += 1
             self._take(fragment.launch(self.rounds))
-        self.steps_since_sync = 0
+        self._schedule.restart()
         self._equal = self.met = True
         return self._progress(changed=False)
 
@@ -260,8 +251,7 @@ class LocalSGD:
                 self._end(fragment)
         for fragment in self._fragments:
             fragment.unite()
-        self._left = [0] * len(self._fragments)
-        self.steps_since_sync = 0
+        self._schedule.restart()
         self._equal = self.met = True
         return self._progress(changed=True)
 
@@ -278,15 +268,7 @@ class LocalSGD:
 
     def _is_turning(self, index: int) -> bool:
         """Return whether a round is half-way or at its end."""
-        return self._fragments[index].phase != "home" and self._left[index] in (self.streaming.sync_delay // 2, 0)
-
-    def _is_half_way(self, index: int) -> bool:
-        """Return whether half of the interval after an eager round is over."""
-        interval = self.config.local_sgd_sync_interval
-        return self.streaming.eager and (self.steps_since_sync - self._due[index]) % interval == interval // 2
-
-    def _is_due(self, index: int) -> bool:
-        return self.steps_since_sync == self._due[index]
+        return self._fragments[index].phase != "home" and self._schedule.turns(index)
 
     def _end(self, fragment: Fragment) -> None:
         """Apply the result of a round on its way."""
@@ -362,7 +344,7 @@ class LocalSGD:
             "equal": self._equal,
             "fragments": [
                 {
-                    "left": self._left[index],
+                    "left": self._schedule.left[index],
                     "on_its_way": fragment.phase != "home",
                     "broken": fragment.broken,
                     **fragment.state.scalar_state(),
@@ -393,13 +375,12 @@ class LocalSGD:
                 parts = {name: [whole[place] for place in members] for name, whole in tensors.items()}
                 mine = {name: [whole[place] for place in members] for name, whole in (own or {}).items()}
                 fragment.state.load(parts, state, mine)
-                self._left[index] = int(state["left"])
+                self._schedule.left[index] = int(state["left"])
                 if state["on_its_way"]:
                     fragment.resume(list(state["broken"]))
         self._equal = bool(scalars["equal"])
         self.rounds = int(scalars["rounds"])
-        # A shorter interval than the one that was saved has its round after the next step.
-        self.steps_since_sync = min(int(scalars["steps_since_sync"]), self.config.local_sgd_sync_interval - 1)
+        self._schedule.resume(int(scalars["steps_since_sync"]))
 
 
 def collective_device(group: Any) -> torch.device:

@@ -23,9 +23,9 @@ from megatron_ext.local_sgd import checkpoint, log_line
 from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
 from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.engine import LocalSGD, Progress, SyncedTensor
+from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.report import RoundReport, plural
+from megatron_ext.local_sgd.report import Progress, RoundReport, plural
 from megatron_ext.local_sgd.round_writer import RoundWriter, round_log_path
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
@@ -306,7 +306,7 @@ class LocalSGDFeature(Feature):
                 across=groups.across,
                 inside=groups.inside,
                 streaming=StreamingConfig.from_args(args),
-                observe=round_log_path(args) is not None,
+                observe=bool(round_log_path(args) or args.tensorboard_dir or args.wandb_project),
             )
         return self._engine
 

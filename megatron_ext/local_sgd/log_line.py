@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -35,10 +36,15 @@ def scalars(report: RoundReport) -> dict[str, float]:
         "local-sgd/round": report.round,
         "local-sgd/pseudo-grad-norm": report.pseudo_gradient_norm,
         "local-sgd/rejected": sum(map(len, report.rejected.values())),
+        "local-sgd/skipped-units": len(report.skipped_units),
         "local-sgd/bytes": report.bytes_sent,
         "local-sgd/sync-seconds": report.seconds,
         "local-sgd/waiting-seconds": report.waiting_seconds,
+        "local-sgd/sending-seconds": report.sending_seconds,
+        "local-sgd/applying-seconds": report.applying_seconds,
     }
+    for worker, weights in enumerate(zip(*report.weights.values(), strict=True)):
+        found[f"local-sgd/weight of worker {worker}"] = math.fsum(weights) / len(weights)
     if report.cosine is not None:
         found["local-sgd/cosine"] = report.cosine
     return found

@@ -3,19 +3,45 @@
 
 # Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
 
+import argparse
 import dataclasses
+import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from megatron_ext.config_options import FromArgs, flag, on_off
 
-from megatron_ext.config_options import WITHOUT_FLAG, FromArgs, flag, on_off
+if TYPE_CHECKING:
+    import torch
+
+    OptimizerClass = type[torch.optim.Optimizer] | str
+    Arguments = dict[str, Any]
+else:  # what Megatron's argument factory can make an argument of
+    OptimizerClass, Arguments = str, dict
 
 __all__ = ["OuterOptimizerConfig"]
 
 
 # Far above any use: beyond it the first outer step alone may leave the range of fp32, unseen before the next round.
 _LARGEST_RATE = 1e3
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    """Return what an argument says in JSON.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no object.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); give an object such as {_EXAMPLE}") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; give one such as {_EXAMPLE}")
+    return found
+
+
+_EXAMPLE = """'{"lr": 0.7, "momentum": 0.9}'"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +62,13 @@ class OuterOptimizerConfig(FromArgs):
     outer_optimizer_nesterov: bool = on_off("--outer-optimizer-nesterov", True)
     """Nesterov momentum in the outer sgd; no effect when the momentum is 0."""
 
-    outer_optim_class: type[torch.optim.Optimizer] | None = field(default=None, metadata={WITHOUT_FLAG: True})
-    """In Python, in place of all of the above: a torch optimizer class."""
+    outer_optim_class: OptimizerClass | None = None
+    """In place of all of the above: a torch optimizer class (in Python) or its import path."""
 
-    outer_optim_kwargs: dict[str, Any] = field(default_factory=dict, metadata={WITHOUT_FLAG: True})
-    """Its arguments."""
+    outer_optim_kwargs: Arguments = field(
+        default_factory=dict, metadata={"argparse_meta": {"type": _json_object, "metavar": "JSON"}}
+    )
+    """Arguments of --outer-optim-class, all that it gets: a JSON object."""
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values by themselves, one sentence each."""
@@ -65,17 +93,31 @@ class OuterOptimizerConfig(FromArgs):
     def _class_problems(self) -> list[str]:
         others = dataclasses.replace(self, outer_optim_class=None, outer_optim_kwargs={})
         if self.outer_optim_class is None:
-            return ["outer_optim_kwargs has no effect without outer_optim_class; give the class or drop it"]
+            return ["--outer-optim-kwargs has no effect without --outer-optim-class; give the class or drop it"]
         if others != OuterOptimizerConfig():
-            return ["outer_optim_class replaces the other fields, which then have no effect; put them into its kwargs"]
+            return [
+                "--outer-optim-class replaces the --outer-optimizer options, which then have no effect; put them into "
+                "--outer-optim-kwargs"
+            ]
         return []
+
+    @property
+    def name(self) -> str:
+        """What it is called: as it was asked for, or by the path of its class."""
+        chosen = self.outer_optimizer if self.outer_optim_class is None else self.outer_optim_class
+        return chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}"
 
     @property
     def is_sgd(self) -> bool:
         """Whether it is torch's SGD."""
+        return self.name in ("sgd", "torch.optim.SGD", "torch.optim.sgd.SGD")
+
+    @property
+    def momentum(self) -> float:
+        """The momentum of SGD in force; 0 for other optimizers."""
         if self.outer_optim_class is not None:
-            return self.outer_optim_class is torch.optim.SGD
-        return self.outer_optimizer in ("sgd", "torch.optim.SGD", "torch.optim.sgd.SGD")
+            return float(self.outer_optim_kwargs.get("momentum", 0.0)) if self.is_sgd else 0.0
+        return self.outer_optimizer_momentum if self.is_sgd else 0.0
 
     @property
     def learning_rate(self) -> float:

@@ -40,16 +40,24 @@ def resolve_class(name: str) -> type[torch.optim.Optimizer] | None:
         return None
     if name in _BUILT_IN:
         return _BUILT_IN[name]
+    return _imported(
+        name,
+        "--outer-optimizer",
+        f"use one of {', '.join([*_BUILT_IN, 'none'])} or the import path of a torch optimizer class",
+    )
+
+
+def _imported(name: str, flag: str, choices: str) -> type[torch.optim.Optimizer]:
+    """Return the torch optimizer class at an import path."""
     module_name, _, class_name = name.rpartition(".")
-    choices = f"use one of {', '.join([*_BUILT_IN, 'none'])} or the import path of a torch optimizer class"
     if not module_name:
-        raise UserError(f"--outer-optimizer {name!r} is not known; {choices}")
+        raise UserError(f"{flag} {name!r} is not known; {choices}")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except Exception as error:  # the user's module may raise anything
-        raise UserError(f"--outer-optimizer {name!r} cannot be imported ({error}); {choices}") from error
+        raise UserError(f"{flag} {name!r} cannot be imported ({error}); {choices}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise UserError(f"--outer-optimizer {name!r} is not a torch.optim.Optimizer class; {choices}")
+        raise UserError(f"{flag} {name!r} is not a torch.optim.Optimizer class; {choices}")
     return found
 
 
@@ -67,7 +75,7 @@ def outer_optimizer_problems(config: OuterOptimizerConfig) -> list[str]:
         # What an optimizer that there is not would need is of no interest.
         return [*(problem for problem in problems if "needs --outer-optimizer-lr" not in problem), str(error)]
     except Exception as error:  # the user's class may raise anything; better now than at the first round
-        return [f"--outer-optimizer {config.outer_optimizer!r} cannot make a step: {type(error).__name__}: {error}"]
+        return [f"--outer-optimizer {config.name!r} cannot make a step: {type(error).__name__}: {error}"]
     return []
 
 
@@ -244,8 +252,11 @@ def build_outer_optimizer(config: OuterOptimizerConfig, anchors: Sequence[torch.
     Raises:
         UserError: the class cannot be found, or refuses its arguments.
     """
-    if config.outer_optim_class is not None:
-        return _build_class(config.outer_optim_class, config.outer_optim_kwargs, anchors)
+    given = config.outer_optim_class
+    if given is not None:
+        if isinstance(given, str):
+            given = _imported(given, "--outer-optim-class", "give the import path of a torch optimizer class")
+        return _build_class(given, config.outer_optim_kwargs, anchors)
     chosen = resolve_class(config.outer_optimizer)
     if chosen is None:
         return OuterSGD(anchors, lr=1.0)
@@ -269,7 +280,7 @@ def _build_class(
     """Return an optimizer that was given as a class and its arguments."""
     if chosen is torch.optim.SGD and arguments.keys() <= {"lr", "momentum", "nesterov"}:
         return OuterSGD(anchors, **{"lr": 1e-3, **arguments})
-    return _build_torch(chosen, arguments, anchors, f"outer_optim_class {chosen.__name__}")
+    return _build_torch(chosen, arguments, anchors, f"--outer-optim-class {chosen.__name__}")
 
 
 def _build_torch(

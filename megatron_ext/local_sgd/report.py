@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["RoundClock", "RoundReport", "listed", "plural"]
+__all__ = ["Progress", "RoundClock", "RoundReport", "listed", "plural"]
 
 
 @dataclass
@@ -83,6 +83,16 @@ class RoundReport:
     applying_seconds: float
     """What of it was arithmetic; the rest was exchange."""
 
+    @property
+    def sending_seconds(self) -> float:
+        """What of it was exchange."""
+        return max(self.seconds - self.waiting_seconds - self.applying_seconds, 0.0)
+
+    @property
+    def skipped_units(self) -> list[str]:
+        """The units that went back to their anchor, because all workers were left out."""
+        return [unit for unit, workers in self.rejected.items() if len(workers) == len(self.worker_norms)]
+
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a JSON line."""
         return dataclasses.asdict(self)
@@ -91,7 +101,7 @@ class RoundReport:
         """Return what the user should know of the workers that were left out, one sentence each.
 
         Args:
-            debug: say what was clipped, too.
+            debug: say all workers' norms then, and what was clipped.
         """
         everyone = len(self.worker_norms)
         units_without: dict[tuple[int, ...], list[str]] = {}
@@ -104,9 +114,25 @@ class RoundReport:
             else:
                 names = ", ".join(map(str, left_out))
                 found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}")
+        if debug and found:
+            found.append(f"the workers' norms were {', '.join(f'{norm:.4g}' for norm in self.worker_norms)}")
         if debug:
             found += [f"clipped {unit} to {coefficient:.3g} of its norm" for unit, coefficient in self.clipped.items()]
         return [f"outer round {self.round}: {text}" for text in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a step's rounds did."""
+
+    reports: list[RoundReport]
+    """Of the rounds whose outer step was made."""
+
+    changed: bool
+    """Whether the values were changed."""
+
+    healed: bool
+    """Whether this worker's values were not finite and are the common ones now."""
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

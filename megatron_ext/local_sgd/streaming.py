@@ -11,7 +11,7 @@ from megatron_ext.config_options import FromArgs, flag
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 
-__all__ = ["StreamingConfig", "assign_fragments", "due_steps", "numbered"]
+__all__ = ["StreamingConfig", "assign_fragments", "due_steps", "fragment_problem", "layer_count", "numbered"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class StreamingConfig(FromArgs):
             found.append("--local-sgd-fragment-pattern has no effect without --local-sgd-fragments above 1; drop it")
         if self.fragments > 1 and not outer.is_sgd and outer.outer_optimizer != "none":
             found.append(
-                f"--local-sgd-fragments above 1 steps fragments apart, which --outer-optimizer {outer.outer_optimizer} "
+                f"--local-sgd-fragments above 1 steps fragments apart, which --outer-optimizer {outer.name} "
                 "has not been tested with; use sgd or none"
             )
         if not 0 <= self.sync_delay < max(interval, 1):
@@ -87,6 +87,18 @@ class StreamingConfig(FromArgs):
             ),
         }
         return [f"--local-sgd-eager-updates {problem}" for problem, is_wrong in wrong.items() if is_wrong]
+
+
+def fragment_problem(fragments: int, layers: int, said: str) -> str | None:
+    """Return what is wrong with a number of fragments of a model with `layers` layers, which are called `said`."""
+    if fragments <= layers:
+        return None
+    return f"--local-sgd-fragments is {fragments}; it must be at most {said} {layers}: every fragment needs a layer"
+
+
+def layer_count(units: Sequence[str]) -> int:
+    """Return how many fragments can be made of units: as many as layers, or as units where none is a layer."""
+    return sum(map(numbered, units)) or len(units)
 
 
 def numbered(unit: str) -> bool:

@@ -46,11 +46,6 @@ class DpShard:
         """Number of owned elements."""
         return self.stop - self.start
 
-    @property
-    def is_partial(self) -> bool:
-        """Whether data parallel ranks share the parameter, instead of each owning all of it."""
-        return self.numel != self.entry.slice.numel
-
 
 def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
     """What this rank's optimizer owns.

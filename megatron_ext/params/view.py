@@ -137,10 +137,6 @@ class ParameterView:
         """
         return self.placement.units
 
-    def entries_of(self, unit: str) -> tuple[LocalParameter, ...]:
-        """This rank's parameters of one unit, in model order; may be empty."""
-        return tuple(entry for entry in self.entries if entry.unit == unit)
-
     def by_parameter(self, parameter: torch.Tensor) -> LocalParameter:
         """The entry of a live parameter or buffer.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ext.params import LocalParameter, ParameterView
+from megatron_ext.params.moments import reset_broken_moments
 
 __all__ = ["InnerValues", "Value", "fill_empty_states", "is_distributed", "name_step_zero"]
 
@@ -67,14 +68,10 @@ class InnerValues:
         """The authoritative tensors."""
         return [value.tensor for value in self.values]
 
-    @torch.no_grad()
     def reset_broken_moments(self) -> None:
         """Set to zero what is not finite in the optimizers' states."""
         for member in self.members:
-            for state in member.optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        value.nan_to_num_(0.0, 0.0, 0.0)
+            reset_broken_moments(member.optimizer)
 
     @torch.no_grad()
     def refresh(self, now: bool = False) -> None:

@@ -143,7 +143,6 @@ def counted_bytes(sizes_name: str) -> list[tuple[int, int]]:
             executor.switch(held(shape, source))
             sent = meter.crossing["isend"].bytes if "isend" in meter.crossing else 0
             planned = sum(move.nbytes for moves in plan.sends(dist.get_rank()).values() for move in moves)
-            assert executor.itinerary.sent_bytes == planned
             counts.append((sent, planned))
     registry.revert()
     return counts

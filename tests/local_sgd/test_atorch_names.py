@@ -3,6 +3,8 @@
 
 import sys
 
+import pytest
+
 from tests.support.distributed import run_ranks
 
 FLAGS = ["--use-local-sgd", "--local-sgd-workers", "2", "--local-sgd-sync-interval", "32"]
@@ -23,6 +25,35 @@ def parsed(patched):
 
 def test_patches_and_argument_provider_work_together():
     assert run_ranks(parsed, 1, True) == [(True, 32, 0.5)]
+
+
+OUTER = ["--outer-optim-class", "torch.optim.SGD", "--outer-optim-kwargs"]
+
+
+def parsed_outer_optimizer(kwargs):
+    """Return what the command line makes of the outer optimizer's class and its arguments."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_ext import patch_megatron
+    from megatron_ext.local_sgd import OuterOptimizerConfig
+
+    patch_megatron()
+    sys.argv = ["pretrain_gpt.py", *FLAGS, *OUTER, kwargs]
+    config = OuterOptimizerConfig.from_args(parse_args())
+    return config.outer_optim_class, config.outer_optim_kwargs, config.problems()
+
+
+def test_the_outer_optimizer_s_class_and_arguments_have_flags():
+    expected = ("torch.optim.SGD", {"lr": 0.7, "nesterov": True}, [])
+    assert run_ranks(parsed_outer_optimizer, 1, '{"lr": 0.7, "nesterov": true}') == [expected]
+
+
+@pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]"])
+def test_arguments_that_are_no_json_object_are_refused_with_an_example(given):
+    (rank,) = run_ranks(parsed_outer_optimizer, 1, given, expect_failure=True)
+    assert rank.exit_code == 2
+    assert f"--outer-optim-kwargs: '{given}' is not" in rank.stderr
+    assert '{"lr": 0.7, "momentum": 0.9}' in rank.stderr
 
 
 def test_a_provider_without_patches_is_refused_with_the_way_out():

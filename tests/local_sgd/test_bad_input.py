@@ -55,8 +55,8 @@ from tests.support.pretrain import run_failing_pretrain
             [
                 "--local-sgd-codec-density is 0.0; it must be above 0 and at most 1",
                 "--local-sgd-ewma-threshold is -1.0; it must be a finite number above 0",
-                "--local-sgd-weight-softmax-temperature is 0.0; it must be above 0",
-                "--local-sgd-clip-pseudo-grad is -1.0; it must be above 0",
+                "--local-sgd-weight-softmax-temperature is 0.0; it must be finite and above 0",
+                "--local-sgd-clip-pseudo-grad is -1.0; it must be finite and above 0",
                 "--local-sgd-pseudo-grad-density is 1.5; it must be above 0 and at most 1",
                 "--local-sgd-pseudo-grad-consensus needs --local-sgd-pseudo-grad-reducer gta",
             ],

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems, resolve_class
 
 
@@ -34,6 +34,10 @@ def test_local_sgd_is_off_by_default_and_complains_about_nothing():
         ({"local_sgd_sync_interval": 0}, "--local-sgd-sync-interval"),
         ({"local_sgd_sync_interval": -5}, "--local-sgd-sync-interval"),
         ({"local_sgd_warmup_steps": -1}, "--local-sgd-warmup-steps"),
+        ({"local_sgd_round_log": " "}, "--local-sgd-round-log"),
+        ({"is_debug": True}, "--local-sgd-is-debug"),
+        ({"weight_softmax_temperature": -1.0, "pseudo_gradnorm_reduce": True}, "-weight-softmax-temperature is -1.0"),
+        ({"ewma_threshold": 0.0, "skip_anomaly": True}, "--local-sgd-ewma-threshold"),
     ],
 )
 def test_a_bad_value_is_named_by_its_flag(fields, flag):
@@ -95,3 +99,21 @@ def test_an_import_path_names_a_torch_optimizer():
 
     assert resolve_class("torch.optim.Adagrad") is torch.optim.Adagrad
     assert resolve_class("none") is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "weighted", "said"),
+    [
+        ({"reducer": None}, False, "needs --local-sgd-pseudo-grad-reducer"),
+        ({"reducer": "linear"}, False, "W times too large"),
+        ({"reducer": "gta", "consensus_method": "sum"}, False, "W times too large"),
+        ({"reducer": "linear"}, True, "has no effect without --local-sgd-pseudo-grad-consensus"),
+        ({"reducer": "gta"}, True, "has no effect without --local-sgd-pseudo-grad-consensus"),
+        ({"reducer": "gta", "consensus_method": "sum"}, True, None),
+    ],
+)
+def test_sums_in_place_of_means_are_refused_where_they_are_too_large_or_change_nothing(fields, weighted, said):
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2, pseudo_gradnorm_reduce=weighted)
+    problems = GTAConfig(normalize=False, **fields).problems(config)
+    assert len(problems) == (said is not None)
+    assert said is None or said in problems[0]

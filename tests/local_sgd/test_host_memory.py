@@ -133,3 +133,19 @@ def test_too_little_memory_is_told_before_training():
     with pytest.raises(UserError) as refused:
         require_room(10 * 2**30 + 1, available=40 * 2**30, processes=4)
     assert "of 4 processes take 40.00 GiB of this machine's memory, and 40.00 GiB are free; drop" in str(refused.value)
+
+
+def without_room():
+    """Prepare rounds on a machine that has next to no memory left."""
+    import types
+
+    import psutil
+
+    groups = start_groups()
+    psutil.virtual_memory = lambda: types.SimpleNamespace(available=1000)
+    engine_of([torch.zeros(1000)], groups=groups, penalty={"cpu_offload": True})
+
+
+def test_a_run_without_room_on_the_host_ends_before_training():
+    for rank in run_ranks(without_room, 2, expect_failure=True):
+        assert "--local-sgd-cpu-offload: anchor and outer state of" in rank.stderr

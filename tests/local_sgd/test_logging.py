@@ -37,6 +37,8 @@ def test_tensorboard_has_our_keys_and_their_twins(tmp_path):
             workers=2,
             train_iters=4,
             local_sgd_sync_interval=2,
+            local_sgd_skip_anomaly=True,
+            local_sgd_pseudo_gradnorm_reduce=True,
             tensorboard_dir=str(tmp_path),
         ),
         2,
@@ -45,8 +47,18 @@ def test_tensorboard_has_our_keys_and_their_twins(tmp_path):
 
     events = EventAccumulator(str(tmp_path)).Reload()
     keys = set(events.Tags()["scalars"])
-    for name in ("round", "pseudo-grad-norm", "bytes", "sync-seconds"):
+    for name in (
+        *("round", "pseudo-grad-norm", "bytes", "cosine", "rejected", "skipped-units"),
+        *("weight of worker 0", "weight of worker 1"),
+        *("sync-seconds", "waiting-seconds", "sending-seconds", "applying-seconds"),
+    ):
         assert {f"local-sgd/{name}", f"local-sgd/{name} vs samples"} <= keys
+    value = {key: [event.value for event in events.Scalars(key)] for key in keys}
+    first, second = value["local-sgd/weight of worker 0"], value["local-sgd/weight of worker 1"]
+    assert [left + right for left, right in zip(first, second, strict=True)] == pytest.approx([1.0, 1.0])
+    assert first[0] != second[0]
+    parts = [value[f"local-sgd/{part}-seconds"] for part in ("waiting", "sending", "applying")]
+    assert [sum(part) for part in zip(*parts, strict=True)] == pytest.approx(value["local-sgd/sync-seconds"])
     assert [event.step for event in events.Scalars("local-sgd/round")] == [2, 4]
     assert {"lm loss", "lm loss vs samples"} <= keys
 

@@ -138,8 +138,10 @@ def test_a_rank_that_owns_nothing_has_an_outer_optimizer_too(name):
         (torch.optim.AdamW, {"lr": 0.1, "weight_decay": 0.5}),
     ],
 )
-def test_a_class_and_its_arguments_are_taken_as_they_are(chosen, arguments):
-    config = OuterOptimizerConfig(outer_optim_class=chosen, outer_optim_kwargs=arguments)
+@pytest.mark.parametrize("by_path", [False, True])
+def test_a_class_and_its_arguments_are_taken_as_they_are(chosen, arguments, by_path):
+    given = f"torch.optim.{chosen.__name__}" if by_path else chosen
+    config = OuterOptimizerConfig(outer_optim_class=given, outer_optim_kwargs=arguments)
     assert outer_optimizer_problems(config) == []
     anchor, parameter = torch.ones(5), torch.nn.Parameter(torch.ones(5))
     ours, theirs = build_outer_optimizer(config, [anchor]), chosen([parameter], **arguments)
@@ -154,9 +156,11 @@ def test_a_class_and_its_arguments_are_taken_as_they_are(chosen, arguments):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"outer_optim_kwargs": {"lr": 1.0}}, "no effect without outer_optim_class"),
-        ({"outer_optim_class": torch.optim.SGD, "outer_optimizer_momentum": 0.5}, "replaces the other fields"),
-        ({"outer_optim_class": torch.optim.SGD, "outer_optim_kwargs": {"rate": 1.0}}, "outer_optim_class SGD refused"),
+        ({"outer_optim_kwargs": {"lr": 1.0}}, "no effect without --outer-optim-class"),
+        ({"outer_optim_class": torch.optim.SGD, "outer_optimizer_momentum": 0.5}, "replaces the --outer-optimizer"),
+        ({"outer_optim_class": torch.optim.SGD, "outer_optim_kwargs": {"rate": 1.0}}, "--outer-optim-class SGD"),
+        ({"outer_optim_class": "SGD"}, "--outer-optim-class 'SGD' is not known; give the import path"),
+        ({"outer_optim_class": "torch.nn.Linear"}, "'torch.nn.Linear' is not a torch.optim.Optimizer class"),
     ],
 )
 def test_a_class_that_cannot_work_as_asked_is_refused(fields, said):

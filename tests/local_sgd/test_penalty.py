@@ -40,6 +40,7 @@ def test_the_official_recurrence_gives_the_specified_trace():
     assert means == pytest.approx([0.1, 0.29, 0.561, 0.9049, 1.81441])
     assert spreads == pytest.approx([0.081, 0.36531, 0.923651, 1.78925, 8.310713], rel=1e-6)
     assert verdicts == [False, False, False, False, True]
+    assert sorted(official.window.flatten().tolist()) == pytest.approx([2.313871, 2.537803, 2.839428], abs=1e-6)
 
 
 def smallest_flagged(detector):
@@ -60,6 +61,11 @@ def test_the_official_start_is_biased_for_a_hundred_rounds_and_ours_is_not():
     assert float(official.mean) == pytest.approx(0.911, abs=5e-4)
     assert float(official.spread.sqrt()) == pytest.approx(0.281, abs=5e-4)
     assert smallest_flagged(official) == pytest.approx(1.755, abs=5e-4)
+    early = detector(bias_correction=False, alpha=0.02, warmup=10)
+    seen(early, *[1.0] * 10)
+    assert float(early.mean) == pytest.approx(0.183, abs=5e-4)
+    assert float(early.spread.sqrt()) == pytest.approx(0.383, abs=5e-4)
+    assert smallest_flagged(early) == pytest.approx(1.331, abs=1e-3)
     assert float(ours.mean) == pytest.approx(1.0, abs=1e-3)
     assert smallest_flagged(ours) < 1.05
 

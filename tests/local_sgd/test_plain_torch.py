@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD on ordinary modules: DDP and FSDP2, the same engine, resume to the last bit."""
 
+import contextlib
+import io
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_ext.local_sgd.round_log import read_rounds
 from tests.support.distributed import run_ranks
 
 GUARD = {"skip_anomaly": True, "ewma_warmup_steps": 2, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
@@ -30,18 +34,20 @@ def train(module, optimizer, steps, number, start=0):
         optimizer.step()
 
 
-def wrapped(inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, **fields):
+def wrapped(
+    inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, gta=None, streaming=None, **fields
+):
     """Return an inner optimizer wrapped for local SGD."""
-    from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+    from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
     from megatron_ext.local_sgd.plain_torch import OuterOptimPeriodicModelAverager, StatefulPostLocalSGDOptimizer
 
     across, inside = groups or (None, None)
     averager = OuterOptimPeriodicModelAverager(
         across,
-        local_sgd_config=LocalSGDConfig(
-            local_sgd_sync_interval=interval, local_sgd_warmup_steps=warmup, **fields
-        ),
+        local_sgd_config=LocalSGDConfig(local_sgd_sync_interval=interval, local_sgd_warmup_steps=warmup, **fields),
         outer_optim_config=OuterOptimizerConfig(**(outer or {})),
+        gta_config=GTAConfig(**(gta or {})),
+        streaming_config=StreamingConfig(**(streaming or {})),
         shard_group=inside,
     )
     return StatefulPostLocalSGDOptimizer(inner, averager, names)
@@ -165,6 +171,113 @@ def test_fsdp2_workers_do_what_whole_ones_do(fields):
         assert gathered == results[0][0]
 
 
+def beside_shards(how):
+    """Return a value that both ranks of a worker hold, after a clipped round; the workers moved it by 1 and 3."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    held = torch.zeros(3) if how == "plain" else distribute_tensor(torch.zeros(3), mesh["shard"], [Replicate()])
+    value = torch.nn.Parameter(held)
+    groups = mesh["worker"].get_group(), mesh["shard"].get_group()
+    optimizer = wrapped(torch.optim.SGD([value], lr=1.0), groups=groups, outer=AVERAGING, clip_pseudo_grad=1.0)
+    value.grad = torch.full_like(value, -1.0 - 2.0 * mesh["worker"].get_local_rank())
+    optimizer.step()
+    return [value.tolist() if how == "plain" else value.to_local().tolist(), optimizer.last_round.worker_norms]
+
+
+@pytest.mark.parametrize("how", ["plain", "replicated"])
+def test_what_the_ranks_of_a_worker_hold_alike_counts_once_in_norms(how):
+    for value, norms in run_ranks(beside_shards, 4, how):
+        assert norms == pytest.approx([3**0.5, 3 * 3**0.5])
+        assert value == pytest.approx([3**-0.5] * 3)
+
+
+def broken_once(file):
+    """Return what a run says and ends with whose worker 1 has a gradient that is not finite in the fourth step."""
+    dist.init_process_group("gloo")
+    module, rank = model(), dist.get_rank()
+    inner = torch.optim.Adam(module.parameters(), lr=0.01)
+    fields = {"skip_anomaly": True, "clip_pseudo_grad": 1e-3, "is_debug": True, "local_sgd_round_log": file}
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        optimizer = wrapped(inner, module, interval=2, **fields)
+        for step in range(8):
+            inputs, targets = batch(step, rank)
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(module(inputs), targets).backward()
+            if (step, rank) == (3, 1):
+                for parameter in module.parameters():
+                    parameter.grad *= float("nan")
+            optimizer.step()
+    return flat(module), said.getvalue()
+
+
+def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_which_is_written_and_said(tmp_path):
+    file = tmp_path / "new" / "rounds.jsonl"
+    (first, said), (second, nothing) = run_ranks(broken_once, 2, str(file))
+    assert first == second
+    assert all(value == value for value in first)
+    rounds = read_rounds(file)
+    assert [(entry["iteration"], sorted(entry["rejected"])) for entry in rounds] == [
+        (2, []),
+        (4, ["0", "2", "4"]),
+        (6, []),
+        (8, []),
+    ]
+    assert rounds[0]["cosine"] is None and rounds[-1]["cosine"] is not None
+    assert "local SGD: outer round 2: left out worker 1, anomalous in 0, 2, 4\n" in said
+    assert "local SGD: outer round 1: clipped 0 to " in said
+    assert not nothing
+
+
+def scaled(unscale):
+    """Return the weights and loss scales of a run under GradScaler in which worker 1 overflows in the third step."""
+    dist.init_process_group("gloo")
+    module, rank, scales = model(), dist.get_rank(), []
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, interval=2)
+    for step in range(6):
+        inputs, targets = batch(step, rank)
+        optimizer.zero_grad()
+        scaler.scale(torch.nn.functional.mse_loss(module(inputs), targets)).backward()
+        if (step, rank) == (2, 1):
+            next(module.parameters()).grad[0, 0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return flat(module), scales, optimizer.averager.step
+
+
+def test_a_step_that_a_grad_scaler_skips_on_one_worker_does_not_break_lockstep():
+    # In the official wrapper it leaves that worker's counter behind (W9).
+    results = [run_ranks(scaled, 2, unscale, timeout=30) for unscale in (False, True)]
+    assert results[0] == results[1]
+    (first, constant, steps), (second, halved, same) = results[0]
+    assert first == second
+    assert (steps, same) == (6, 6)
+    assert constant == [4.0] * 6
+    assert halved == [4.0, 4.0, 2.0, 2.0, 2.0, 2.0]
+
+
+def alone():
+    """Return the weights of an ordinary run, and of one with a single worker; and what is said of that."""
+    dist.init_process_group("gloo")
+    plain, module, said = model(), model(), io.StringIO()
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.01), 5, 0)
+    with contextlib.redirect_stdout(said):
+        train(module, wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, interval=2), 5, 0)
+    return flat(plain), flat(module), said.getvalue()
+
+
+def test_one_worker_is_an_ordinary_run_and_is_told_so():
+    ((plain, ours, said),) = run_ranks(alone, 1)
+    assert ours == plain
+    assert "one worker trains alone, without outer rounds" in said
+
+
 def saved_and_loaded(folder):
     from megatron_ext.local_sgd.plain_torch import load_local_sgd_state_dict, save_local_sgd_state_dict
 
@@ -187,39 +300,119 @@ def test_local_sgds_state_can_be_saved_by_itself(tmp_path):
         assert straight == other
 
 
-def misused(how):
-    from megatron_ext.local_sgd import LocalSGDConfig
-    from megatron_ext.local_sgd.plain_torch import OuterOptimPeriodicModelAverager, load_local_sgd_state_dict
+OTHERWISE = {
+    "codec": ({"codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
+    "reducer": ({"gta": {"reducer": "gta"}}, "--local-sgd-pseudo-grad-reducer was not given"),
+    "outer optimizer": (
+        {"outer": {"outer_optim_class": torch.optim.Adam, "outer_optim_kwargs": {"lr": 0.1}}},
+        "--outer-optimizer was 'sgd' in the run that saved it, and is 'torch.optim.adam.Adam' now",
+    ),
+    "fragments": ({"streaming": {"fragments": 2}}, "--local-sgd-fragments was 1 in the run that saved it, and is 2"),
+    "model": ({}, "0.weight has the shape [16, 8] there and [2, 8] here"),
+}
+
+
+def taken_over_otherwise():
+    """Return by what is different what a run says that takes over another one's state."""
+    from megatron_ext.errors import UserError
 
     dist.init_process_group("gloo")
     module = model()
-    if how == "dtype":
-        module = module.bfloat16()
-    if how == "unattached":
-        OuterOptimPeriodicModelAverager(local_sgd_config=LocalSGDConfig()).average_parameters()
-    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=0 if how == "interval" else 1)
-    if how == "group":
-        optimizer.add_param_group({"params": []})
-    load_local_sgd_state_dict(optimizer, "/nowhere")
+    state = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module).state_dict()
+    said = {}
+    for what, (fields, _) in OTHERWISE.items():
+        other = torch.nn.Sequential(torch.nn.Linear(8, 2)) if what == "model" else model()
+        optimizer = wrapped(torch.optim.Adam(other.parameters(), lr=0.01), other, interval=2, **fields)
+        try:
+            optimizer.averager.load_state_dict(state["local_sgd"])
+        except UserError as error:
+            said[what] = str(error)
+    return said
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("dtype", "parameter 0.weight is torch.bfloat16; local SGD averages fp32 parameters"),
-        ("unattached", "the averager knows no parameters"),
-        ("interval", "--local-sgd-sync-interval is 0"),
-        ("group", "parameters cannot be added"),
-        ("file", "/nowhere/local_sgd_ckpt_rank0.pt: no such file"),
-    ],
-)
-def test_misuse_is_refused_with_the_way_out(how, said):
-    exits = run_ranks(misused, 1, how, expect_failure=True)
-    assert said in exits[0].stderr
+def test_the_state_of_another_method_or_model_is_refused_by_name():
+    for said in run_ranks(taken_over_otherwise, 2):
+        for what, (_, expected) in OTHERWISE.items():
+            assert expected in said[what]
+
+
+MISUSE = {
+    "interval": ({"local_sgd_sync_interval": 0}, {}, "--local-sgd-sync-interval is 0"),
+    "workers": ({"local_sgd_workers": 7}, {}, "local_sgd_workers is 7, and process_group has 1 ranks"),
+    "in forward": ({"sync_in_forward": True}, {}, "sync_in_forward needs Megatron's forward pass; drop it"),
+    "eager reducer": (
+        {"local_sgd_sync_interval": 2},
+        {"gta_config": {"reducer": "gta"}, "streaming_config": {"eager": True}},
+        "--local-sgd-eager-updates takes the plain mean",
+    ),
+    "streamed pairs": (
+        {},
+        {"gta_config": {"reducer": "pairwise"}, "streaming_config": {"update_alpha": 0.5}},
+        "pairwise is not combined with --local-sgd-fragment options",
+    ),
+    "asynchronous streaming": (
+        {"use_async": True},
+        {"streaming_config": {"update_alpha": 0.5}},
+        "--local-sgd-use-async has rounds of the whole model",
+    ),
+    "total": ({}, {"total_global_steps": 10}, "total_global_steps has no effect without use_async"),
+    "fragments": (
+        {},
+        {"streaming_config": {"fragments": 4}},
+        "--local-sgd-fragments is 4; it must be at most the model's layers 3",
+    ),
+    "dtype": ({}, {}, "parameter 0.weight is torch.bfloat16; local SGD averages fp32 parameters"),
+    "unattached": ({}, {}, "the averager knows no parameters"),
+    "group": ({}, {}, "parameters cannot be added"),
+    "file": ({}, {}, "/nowhere/local_sgd_ckpt_rank0.pt: no such file"),
+    "wait": ({}, {}, "wait() is for workers of an asynchronous run"),
+}
+
+
+def misused():
+    """Return by kind of misuse what the error says."""
+    from megatron_ext.errors import UserError
+    from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, StreamingConfig
+    from megatron_ext.local_sgd.plain_torch import (
+        OuterOptimPeriodicModelAverager,
+        StatefulPostLocalSGDOptimizer,
+        load_local_sgd_state_dict,
+    )
+
+    dist.init_process_group("gloo")
+    classes = {"gta_config": GTAConfig, "streaming_config": StreamingConfig}
+    said = {}
+    for how, (fields, others, _) in MISUSE.items():
+        module = model().bfloat16() if how == "dtype" else model()
+        given = {name: classes[name](**value) if name in classes else value for name, value in others.items()}
+        try:
+            averager = OuterOptimPeriodicModelAverager(local_sgd_config=LocalSGDConfig(**fields), **given)
+            if how == "unattached":
+                averager.average_parameters()
+            optimizer = StatefulPostLocalSGDOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), averager, module)
+            if how == "group":
+                optimizer.add_param_group({"params": []})
+            if how == "wait":
+                averager.wait()
+            load_local_sgd_state_dict(optimizer, "/nowhere")
+        except UserError as error:
+            said[how] = str(error)
+    return said
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """What is said to every misuse."""
+    return run_ranks(misused, 1)[0]
+
+
+@pytest.mark.parametrize("how", MISUSE)
+def test_misuse_is_refused_with_the_way_out(how, refusals):
+    assert MISUSE[how][-1] in refusals[how]
 
 
 def test_units_are_layers():
-    from megatron_ext.local_sgd.plain_torch.averager import unit_of
+    from megatron_ext.local_sgd.plain_torch.parameters import unit_of
 
     assert [unit_of(name) for name in ("h.0.attn.weight", "h.0.mlp.0.bias", "module.layers.11.w", "0.weight")] == [
         "h.0",

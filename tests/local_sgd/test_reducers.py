@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.local_sgd import GTAConfig
+from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.local_sgd.reducers import Gta, Linear, build_sparsifier, sparsify
 
 EQUAL, GROWING = [1.0] * 4, [1.0, 2.0, 3.0, 4.0]
@@ -21,6 +22,14 @@ def terms():
 
 def softmax(*values):
     return torch.softmax(torch.tensor(values, dtype=torch.float64), dim=0).tolist()
+
+
+def by_norms_and_steps():
+    """Return the weights of workers with norms 1 to 4 that have made 1 to 4 steps, half by either."""
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=4, pseudo_gradnorm_reduce=True, use_step_weight=True)
+    norms = torch.arange(1.0, 5.0, dtype=torch.float64).unsqueeze(1)
+    (verdict,) = Penalty(config, workers=4, units=1).decide(norms, [1, 2, 3, 4])
+    return verdict.weights
 
 
 @pytest.mark.parametrize(
@@ -40,6 +49,7 @@ def softmax(*values):
         (Linear(), GROWING, -1.0),
         (Linear(), softmax(-1, -2, -3, -4), 0.30335),
         (Linear(), softmax(-0.5, -1, -1.5, -2), -0.00088),
+        (Linear(), by_norms_and_steps(), -0.34833),
     ],
 )
 def test_reducers_give_the_specified_golden_values(reducer, weights, expected):

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a round says of the workers that it left out."""
 
+import dataclasses
+
 from megatron_ext.local_sgd.report import RoundReport
 
 
-def remarks(rejected):
+def report(rejected):
     return RoundReport(
         round=7,
         fragment=0,
@@ -20,7 +22,11 @@ def remarks(rejected):
         seconds=0.0,
         waiting_seconds=0.0,
         applying_seconds=0.0,
-    ).remarks()
+    )
+
+
+def remarks(rejected):
+    return report(rejected).remarks()
 
 
 def test_a_round_without_anomalies_has_nothing_to_say():
@@ -37,6 +43,19 @@ def test_units_that_lost_the_same_workers_share_a_sentence():
 def test_a_unit_that_lost_all_workers_is_said_to_have_gone_back():
     assert remarks({"layer.0": [0, 1, 2]}) == [
         "outer round 7: all workers were anomalous in layer.0, which went back to the anchor"
+    ]
+
+
+def test_units_that_lost_all_workers_count_as_skipped():
+    assert report({"layer.0": [0, 1, 2], "layer.1": [0, 2]}).skipped_units == ["layer.0"]
+
+
+def test_who_debugs_is_told_all_norms_and_what_was_clipped():
+    round_seven = dataclasses.replace(report({"layer.0": [1]}), clipped={"layer.1": 0.25})
+    assert round_seven.remarks(debug=True) == [
+        "outer round 7: left out worker 1, anomalous in layer.0",
+        "outer round 7: the workers' norms were 1, 1, 1",
+        "outer round 7: clipped layer.1 to 0.25 of its norm",
     ]
 
 

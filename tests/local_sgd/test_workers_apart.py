@@ -69,6 +69,25 @@ def test_steps_without_a_round_cross_workers_zero_times(layout):
         assert [index for index, calls in enumerate(rank.probe) if calls and index > 0] == [3, 7], rank.probe
 
 
+@pytest.mark.parametrize(
+    ("options", "crossing"),
+    [
+        ({"skip_anomaly": True, "clip_pseudo_grad": 1.0, "codec": "int4"}, [3, 7]),
+        ({"pseudo_grad_reducer": "pairwise", "evaluation": "workers"}, [3, 7]),
+        ({"fragments": 2, "fragment_update_alpha": 0.5}, [1, 3, 5, 7]),
+        ({"eager_updates": True, "evaluation": "workers"}, [3, 5, 7]),
+    ],
+    ids=["guarded codec", "pairs", "fragments", "eager"],
+)
+def test_no_kind_of_round_reaches_into_other_steps(options, crossing):
+    own = {f"local_sgd_{name}": value for name, value in options.items()}
+    run = arguments(
+        "single", "bf16", workers=2, train_iters=8, local_sgd_sync_interval=4, log_interval=100, **own
+    )
+    for rank in run_pretrain(run, 2, before=install_meter, probe=crossing_calls):
+        assert [index for index, calls in enumerate(rank.probe) if calls and index > 0] == crossing, rank.probe
+
+
 def test_timers_with_barriers_stay_inside_the_worker():
     run = arguments(
         "dp2", "bf16-distopt", workers=2, local_sgd_sync_interval=NEVER, log_interval=100, timing_log_level=2

@@ -81,8 +81,8 @@ def _owned_elements(options: dict[str, Any], bf16: bool, distributed: bool) -> t
             assert torch.equal(count, torch.ones_like(count)), name
             assert torch.equal(sums[name], values[name].float()), name
     else:
-        assert not any(shard.is_partial for shard in shards)
-    return sum(shard.numel for shard in shards), sum(shard.is_partial for shard in shards)
+        assert all(shard.numel == shard.entry.slice.numel for shard in shards)
+    return sum(shard.numel for shard in shards), sum(shard.numel != shard.entry.slice.numel for shard in shards)
 
 
 @pytest.mark.parametrize(

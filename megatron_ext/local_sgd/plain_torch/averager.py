@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.asynchronous import AsyncSchedule
+from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
-from megatron_ext.local_sgd.report import RoundReport
-from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.plain_torch.parameters import is_first_copy, local_part, unit_of
+from megatron_ext.local_sgd.report import Progress, RoundReport
+from megatron_ext.local_sgd.round_writer import RoundWriter
+from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
+from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model
+from megatron_ext.seams.arguments import say
 
-__all__ = ["OuterOptimPeriodicModelAverager", "unit_of"]
-
-# The first number in a parameter's name is that of its layer.
-_LAYER = re.compile(r"^(.*?\.)?\d+(?=\.)")
-
+__all__ = ["OuterOptimPeriodicModelAverager"]
 
 class OuterOptimPeriodicModelAverager:
     """Runs outer rounds over the workers' parameters, every so many steps."""
@@ -45,7 +45,9 @@ class OuterOptimPeriodicModelAverager:
         Args:
             process_group: one rank per worker, in worker order: those that hold the same parameters, or the same
                 shard of them. All ranks when None.
-            local_sgd_config: schedule and penalty; `use_local_sgd` and `local_sgd_workers` are set from the group.
+            local_sgd_config: schedule and penalty. `use_local_sgd` and `local_sgd_workers` are set from the group;
+                what is evaluated is the caller's choice, so `local_sgd_evaluation` counts as 'workers'. Rounds are
+                written to `local_sgd_round_log` only where that is given. One worker makes no rounds.
             outer_optim_config: the outer optimizer; DiLoCo's when None.
             gta_config: how pseudo-gradients become one; their mean when None.
             streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
@@ -53,23 +55,38 @@ class OuterOptimPeriodicModelAverager:
             total_global_steps: with `use_async`, steps of all workers together after which `finished` is true.
 
         Raises:
-            UserError: a value is bad.
+            UserError: a value is bad, or rounds cannot be written to the file.
         """
         self._across = process_group or dist.group.WORLD
         self._inside = shard_group
         workers = dist.get_world_size(self._across)
-        self.config = dataclasses.replace(local_sgd_config, use_local_sgd=True, local_sgd_workers=workers)
+        self.config = dataclasses.replace(
+            local_sgd_config, use_local_sgd=True, local_sgd_workers=workers, local_sgd_evaluation="workers"
+        )
         self.outer = outer_optim_config or OuterOptimizerConfig()
         self.gta = gta_config or GTAConfig()
         self.streaming = streaming_config or StreamingConfig()
-        problems = self.config.problems() + outer_optimizer_problems(self.outer) + self.gta.problems(self.config)
-        problems += self.streaming.problems(self.config, self.outer)
-        if self.config.use_async and self.streaming.active:
-            problems.append("use_async has rounds of the whole model by time; drop the streaming_config")
+        problems = self.config.problems() + method_problems(self.config, self.outer, self.gta, self.streaming)
+        if local_sgd_config.local_sgd_workers not in (None, workers):
+            problems.append(
+                f"local_sgd_workers is {local_sgd_config.local_sgd_workers}, and process_group has {workers} ranks, "
+                "one per worker; drop it"
+            )
+        if self.config.sync_in_forward:
+            problems.append(
+                "sync_in_forward needs Megatron's forward pass; drop it (StreamingConfig(sync_delay=...) overlaps "
+                "rounds with training here)"
+            )
         if total_global_steps is not None and not self.config.use_async:
             problems.append("total_global_steps has no effect without use_async; drop it")
         if problems:
             raise combine(problems, "local SGD")
+        self._alone = workers == 1
+        if self._alone:
+            _say("one worker trains alone, without outer rounds and their optimizer")
+        path = self.config.local_sgd_round_log
+        self._logged = path not in (None, "none")
+        self._round_log = RoundWriter(Path(path)) if path and self._logged and dist.get_rank() == 0 else None
         self._engine: LocalSGD | None = None
         self._schedule = AsyncSchedule(
             self.config,
@@ -79,6 +96,8 @@ class OuterOptimPeriodicModelAverager:
             device=collective_device(self._across),
         )
         self.step = 0
+        self.healed = False
+        """Whether the last step's rounds have left out this worker, whose values were not finite."""
 
     @property
     def engine(self) -> LocalSGD:
@@ -100,10 +119,11 @@ class OuterOptimPeriodicModelAverager:
 
         Args:
             named_parameters: fp32, of the same names and shapes on all workers, and equal there. DTensors stand for
-                their local shards.
+                their local shards. What several ranks of `shard_group` hold alike counts once in norms: plain
+                tensors, and DTensors along the dimensions in which they are replicated.
 
         Raises:
-            UserError: a parameter is not fp32.
+            UserError: a parameter is not fp32, or there are more fragments than layers.
             RuntimeError: the workers' values differ.
         """
         synced = []
@@ -113,16 +133,22 @@ class OuterOptimPeriodicModelAverager:
                     f"parameter {name} is {parameter.dtype}; local SGD averages fp32 parameters: keep them in fp32 and "
                     "compute in another type (torch.autocast, FSDP2's MixedPrecisionPolicy)"
                 )
-            synced.append(SyncedTensor(tensor=_local(parameter), name=name, unit=unit_of(name)))
+            counted = self._inside is None or is_first_copy(parameter, self._inside)
+            synced.append(SyncedTensor(tensor=local_part(parameter), name=name, unit=unit_of(name), counted=counted))
+        units = list(dict.fromkeys(entry.unit for entry in synced))
+        problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
+        if problem is not None:
+            raise UserError(problem)
         self._engine = LocalSGD(
             synced,
-            units=list(dict.fromkeys(entry.unit for entry in synced)),
+            units=units,
             config=self.config,
             outer=self.outer,
             gta=self.gta,
             across=self._across,
             inside=self._inside,
             streaming=self.streaming,
+            observe=self._logged,
         )
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
@@ -139,6 +165,7 @@ class OuterOptimPeriodicModelAverager:
         """
         engine = self.engine
         self.step += 1
+        self.healed = False
         if self.step == self.config.local_sgd_warmup_steps:
             self._begin()
         elif self.step < self.config.local_sgd_warmup_steps:
@@ -147,9 +174,8 @@ class OuterOptimPeriodicModelAverager:
             engine.count_step()
             if self._schedule.is_over(self.step):
                 return self._meet()
-        elif engine.count_step():
-            reports = engine.advance().reports
-            return reports[-1] if reports else None
+        elif engine.count_step() and not self._alone:
+            return self._take(engine.advance())
         return None
 
     @property
@@ -184,19 +210,30 @@ class OuterOptimPeriodicModelAverager:
 
     def _begin(self) -> None:
         """Take the anchor; the first interval begins."""
-        self.engine.take_anchor()
+        if not self._alone:
+            self.engine.take_anchor()
         self._schedule.start(self.step)
 
     def _meet(self) -> RoundReport | None:
         """Wait for the others, and make a round if all together have made enough steps."""
         steps = self._schedule.meet(self.step)
-        return None if steps is None else self.engine.sync(steps).reports[-1]
+        return None if steps is None or self._alone else self._take(self.engine.sync(steps))
+
+    def _take(self, progress: Progress) -> RoundReport | None:
+        """Take note of what rounds did, and say it; return the last one's report."""
+        self.healed = progress.healed
+        for report in progress.reports:
+            for remark in report.remarks(self.config.is_debug):
+                _say(remark)
+            if self._round_log is not None:
+                self._round_log.write(report, self.step - 1)
+        return progress.reports[-1] if progress.reports else None
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
         if not self.engine.synced:
-            self.engine.finish()
+            self._take(self.engine.finish())
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""
@@ -207,25 +244,31 @@ class OuterOptimPeriodicModelAverager:
             "own": engine.worker_state(),
             "scalars": engine.scalar_state(),
             "schedule": self._schedule.state(),
+            "method": self._method(),
+            "parameters": self._shapes(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank; the parameters must be those of that time."""
+        """Take over what `state_dict` returned on this rank; the parameters must be those of that time.
+
+        Raises:
+            UserError: it was saved with another outer optimizer, reducer, codec or fragments, or for other parameters.
+        """
+        where = "local SGD's saved state"
+        refuse_other_model(state["parameters"], self._shapes(), where)
+        refuse_other_method(state["method"], self._method(), where, "go on with what it was, or start without it")
         self.engine.load(state["common"], state["scalars"], state["own"])
         self._schedule.load(state["schedule"])
         self.step = int(state["step"])
 
+    def _method(self) -> dict[str, Any]:
+        return method_of(self.config, self.outer, self.gta, self.streaming)
 
-def unit_of(name: str) -> str:
-    """Return the unit of a parameter: its layer, which the first number in its name tells, else its module."""
-    layer = _LAYER.match(name)
-    return layer[0] if layer else name.rpartition(".")[0] or name
+    def _shapes(self) -> dict[str, list[int]]:
+        return {entry.name: list(entry.tensor.shape) for entry in self.engine.synced_tensors}
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a parameter on this rank."""
-    from torch.distributed.tensor import DTensor
-
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.detach()
+def _say(message: str) -> None:
+    if dist.get_rank() == 0:
+        say(f"local SGD: {message}")

@@ -13,12 +13,21 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
 from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.params.moments import reset_broken_moments
 
 __all__ = ["StatefulPostLocalSGDOptimizer", "load_local_sgd_state_dict", "save_local_sgd_state_dict"]
 
 
 class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
-    """An optimizer whose steps are followed by outer rounds, and whose state includes theirs."""
+    """An optimizer whose steps are followed by outer rounds, and whose state includes theirs.
+
+    With `torch.amp.GradScaler` a step that one worker skips counts there, too, so that workers stay in step.
+    """
+
+    # GradScaler then calls `step` in any case, and says in two attributes what it knows of the gradients.
+    _step_supports_amp_scaling = True
+    grad_scale: torch.Tensor | None
+    found_inf: torch.Tensor
 
     def __init__(
         self,
@@ -58,9 +67,27 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Make the inner step, then the outer round if it is due; `last_round` has its report."""
-        loss = self.optim.step(closure) if closure is not None else self.optim.step()
+        if hasattr(self, "found_inf"):
+            loss = self._step_scaled()
+        else:
+            loss = self.optim.step(closure) if closure is not None else self.optim.step()
         self.last_round = self.averager.average_parameters() or self.last_round
+        if self.averager.healed:
+            # It goes on from the synced weights; its moments would spoil them in the next step.
+            reset_broken_moments(self.optim)
         return loss
+
+    def _step_scaled(self) -> float | None:
+        """Make the inner step for GradScaler, or none where a gradient is not finite."""
+        if float(self.found_inf):
+            return None
+        if self.grad_scale is not None:  # they are not unscaled yet
+            inverse = self.grad_scale.double().reciprocal().float()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(inverse.to(parameter.grad.device))
+        return self.optim.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which methods of local SGD exclude each other, inside Megatron and without it."""
+
+from __future__ import annotations
+
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
+from megatron_ext.local_sgd.streaming import StreamingConfig
+
+__all__ = ["method_problems"]
+
+
+def method_problems(
+    config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
+) -> list[str]:
+    """Return what is wrong with the options of the outer rounds, alone and together, one sentence each."""
+    problems = outer_optimizer_problems(outer) + gta.problems(config) + streaming.problems(config, outer)
+    if gta.reducer == "pairwise":
+        problems += _pairwise_problems(config, streaming)
+    if streaming.eager and gta != GTAConfig():
+        problems.append(
+            "--local-sgd-eager-updates takes the plain mean; drop the --local-sgd-pseudo-grad options of the reducer"
+        )
+    if config.use_async and streaming.active and not streaming.eager:
+        problems.append("--local-sgd-use-async has rounds of the whole model; drop the --local-sgd-fragment options")
+    return problems + (_forward_problems(config, gta, streaming) if config.sync_in_forward else [])
+
+
+def _pairwise_problems(config: LocalSGDConfig, streaming: StreamingConfig) -> list[str]:
+    """Return why workers cannot meet in pairs."""
+    problems = []
+    if streaming.active:
+        problems.append(
+            "--local-sgd-pseudo-grad-reducer pairwise is not combined with --local-sgd-fragment options; drop them"
+        )
+    if config.local_sgd_evaluation == "synced":
+        problems.append(
+            "--local-sgd-pseudo-grad-reducer pairwise has no synced weights; validate each worker's own with "
+            "--local-sgd-evaluation workers"
+        )
+    return problems
+
+
+def _forward_problems(config: LocalSGDConfig, gta: GTAConfig, streaming: StreamingConfig) -> list[str]:
+    """Return why rounds cannot end in the forward pass."""
+    others = {
+        "--local-sgd-codec": config.codec is not None,
+        "the --local-sgd-fragment options": streaming.active and not streaming.eager,
+        "--local-sgd-eager-updates": streaming.eager,
+        "--local-sgd-pseudo-grad-reducer pairwise": gta.reducer == "pairwise",
+        "--local-sgd-use-async": config.use_async,
+    }
+    return [
+        f"--local-sgd-sync-in-forward is not combined with {other}; drop one of them"
+        for other, given in others.items()
+        if given
+    ]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run must have in common with the one whose saved state it takes over, and what it may change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig
+
+__all__ = ["method_of", "refuse_other_method", "refuse_other_model", "tuning_of"]
+
+
+def method_of(
+    config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
+) -> dict[str, Any]:
+    """Return by flag what a run must not change on its way."""
+    own = {"--outer-optimizer": outer.name, "--local-sgd-codec": config.codec}
+    return {**own, **gta.by_flag(), **streaming.by_flag()}
+
+
+def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, Any]:
+    """Return by flag what a run may change on its way, and is told about."""
+    found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
+    if outer.outer_optim_class is not None:
+        return {**found, "--outer-optim-kwargs": outer.outer_optim_kwargs}
+    if outer.outer_optimizer != "none":
+        found["--outer-optimizer-lr"] = outer.learning_rate
+    if outer.is_sgd:
+        found["--outer-optimizer-momentum"] = outer.outer_optimizer_momentum
+        found["--outer-optimizer-nesterov"] = outer.outer_optimizer_nesterov
+    return found
+
+
+def refuse_other_method(saved: dict[str, Any], now: dict[str, Any], where: str, way_out: str) -> None:
+    """Refuse another outer optimizer or codec, whose state would be missing, another reducer, other fragments.
+
+    Args:
+        saved: what `method_of` returned in the run that saved.
+        now: what it returns in this run.
+        where: the saved state, for the message.
+        way_out: what to do instead.
+
+    Raises:
+        UserError: they differ.
+    """
+    defaults = method_of(LocalSGDConfig(), OuterOptimizerConfig(), GTAConfig(), StreamingConfig())
+    for flag, value in now.items():
+        before = saved.get(flag, defaults[flag])  # an option that the run which saved did not know of
+        if value != before:
+            raise UserError(
+                f"{where}: {flag} was {_shown(before)} in the run that saved it, and is {_shown(value)} now; {way_out}"
+            )
+
+
+def refuse_other_model(saved: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]], where: str) -> None:
+    """Refuse the state of another model by the name of a parameter.
+
+    Args:
+        saved: by name, the shape of every parameter of the model that was saved.
+        now: the same of this run's.
+        where: the saved state, for the message.
+
+    Raises:
+        UserError: they differ.
+    """
+    said = f"{where}: it was saved by another model:"
+    way_out = "give the options of the run that saved it, or load another checkpoint"
+    for name in [*now, *saved]:
+        if name not in saved:
+            raise UserError(f"{said} it has no parameter {name}, which this model has; {way_out}")
+        if name not in now:
+            raise UserError(f"{said} this model has no parameter {name}, which it has; {way_out}")
+        if list(saved[name]) != list(now[name]):
+            raise UserError(
+                f"{said} {name} has the shape {list(saved[name])} there and {list(now[name])} here; {way_out}"
+            )
+
+
+def _shown(value: Any) -> str:
+    return "not given" if value is None else repr(value)
