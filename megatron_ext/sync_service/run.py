@@ -63,7 +63,7 @@ class Run:
         self._changed = threading.Condition()
         self._stopping = False
         self._draining = Draining()
-        self._store = RunStore(name, config, folder, keep_snapshots, remote)
+        self._store = RunStore(name, config, folder, keep_snapshots, remote, failpoints)
         self._state = self._store.state
         self._maker = RoundMaker(config, self._store, self._changed, failpoints, on_fatal)
 
@@ -114,7 +114,7 @@ class Run:
             if event is not None:
                 if peer not in self._state.uploaded:
                     # Another process may train from other values: what the former one has sent is not finished by it.
-                    self._store.spool.discard(peer)
+                    self._store.shard.spool.discard(peer)
                 self._store.record(event)
                 self._changed.notify_all()
             return Admission(
@@ -175,7 +175,7 @@ class Run:
                 return not self._state.counts(peer, number)
         with self._changed:
             index = self._caller(peer, instance).index
-        missing = self._store.missing(contribution, index, number)
+        missing = self._store.shard.missing(contribution, index, number)
         if missing is not None:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
         contribution.sync()
@@ -226,7 +226,7 @@ class Run:
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
             own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
-            return own if own is not None and own.number in self._store.snapshots else newest, used
+            return own if own is not None and own.number in self._store.shard.snapshots else newest, used
 
     @property
     def codec(self) -> str:
@@ -242,13 +242,13 @@ class Run:
         with self._changed:
             self._caller(peer, instance)
             newest = self._state.newest
-            if newest is None or number not in self._store.snapshots:
+            if newest is None or number not in self._store.shard.snapshots:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
                 raise Refusal("not_found", f"the values of round {number} are not here; {held}")
             self._state.adopted(peer, number)
             self._draining.fetched(peer, number)
             self._changed.notify_all()
-            return self._store.snapshots[number], self._store.catalog
+            return self._store.shard.snapshots[number], self._store.catalog
 
     def leave(self, peer: str, instance: str) -> None:
         """End a membership.
@@ -330,7 +330,7 @@ class Run:
             if not self._accepts(peer, number):
                 return None
             self._draining.check(self._state.open_round)
-            return self._store.contribution(peer, number)
+            return self._store.shard.contribution(peer, number)
 
     def _accepts(self, peer: str, number: int) -> bool:
         """Return whether a contribution may still come in; note it when it has become too old."""
@@ -339,7 +339,7 @@ class Run:
         event = self._state.stale_event(peer, number)
         if event is not None:
             self._store.record(event)
-            self._store.spool.discard(peer)
+            self._store.shard.spool.discard(peer)
         return False
 
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:

@@ -23,7 +23,7 @@ def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> di
         problem: why its open round cannot be made; empty when it can.
     """
     state, newest = store.state, store.state.newest
-    spooled = store.spool.nbytes
+    spooled = store.shard.spool.nbytes
     return {
         "run": name,
         "open_round": state.open_round,
