@@ -15,7 +15,9 @@ from megatron_ext.sync_service.decision import Decision, decide
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.reduction import Alone, DamagedContribution, Made
+from megatron_ext.sync_service.remote_shard import ShardProblem
 from megatron_ext.sync_service.shard import RoundJob, Uploader
+from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.store import RunStore
 
@@ -34,6 +36,7 @@ class RoundMaker:
         self,
         config: RunConfig,
         store: RunStore,
+        shards: Shards,
         changed: threading.Condition,
         failpoints: Failpoints,
         on_fatal: Callable[[BaseException], None],
@@ -43,6 +46,7 @@ class RoundMaker:
         Args:
             config: of the run.
             store: its state.
+            shards: where its values are.
             changed: the run's lock, notified of every change.
             failpoints: where to die in tests.
             on_fatal: called with what ended the thread.
@@ -50,6 +54,7 @@ class RoundMaker:
         self.problem = ""
         self._config = config
         self._store = store
+        self._shards = shards
         self._changed = changed
         self._failpoints = failpoints
         self._on_fatal = on_fatal
@@ -86,7 +91,8 @@ class RoundMaker:
 
     def _say_problem(self, error: OSError) -> None:
         with self._changed:
-            self.problem = f"round {self._store.state.open_round} cannot be written: {error}"
+            what = "made" if isinstance(error, ShardProblem) else "written"
+            self.problem = f"round {self._store.state.open_round} cannot be {what}: {error}"
             log.error("%s; trying again", self.problem)
             self._changed.notify_all()
             self._changed.wait(RETRY_SECONDS)
@@ -106,7 +112,7 @@ class RoundMaker:
             decision = self._decide(job)
             if decision is None:
                 return
-            made = store.shard.write(job, decision)
+            made = self._shards.write(job, decision)
         except DamagedContribution as damaged:
             with self._changed:
                 event = {"round": job.number, "peer": damaged.peer, "reason": damaged.problem}
@@ -136,7 +142,7 @@ class RoundMaker:
         decision = decide(
             store.catalog,
             [(uploader.peer, uploader.index) for uploader in job.uploaders],
-            store.shard.measure(job),
+            self._shards.measure(job),
             guards=guards,
             max_norm=self._config.max_norm,
             is_start=job.number == 0,
@@ -149,7 +155,7 @@ class RoundMaker:
                 self._changed.notify_all()
             return None
         if guards is not None and guards.clips and job.number > 0:
-            squares = store.shard.common_squares(job, decision)
+            squares = self._shards.common_squares(job, decision)
             decision.coefficients = {key: guards.coefficient(square) for key, square in squares.items()}
         return decision
 

@@ -103,20 +103,30 @@ class Shard:
         """In which contributions travel."""
         return self._codec
 
-    def recover(self, open_round: int) -> None:
+    def recover(self, open_round: int, *, keep_made: bool = False) -> None:
         """Find the snapshots that a former process has left, and remove those of rounds that were not committed.
+
+        Args:
+            open_round: the round that is not committed yet.
+            keep_made: whether the open round's stays where it is: somebody else may be about to commit it.
 
         Raises:
             UserError: the newest round's is not there, or one is damaged.
         """
         kept = {snapshot_name(number): number for number in range(max(0, open_round - self._keep), open_round)}
         for path in self._folder.iterdir():
-            if path.name not in kept:
+            if path.name not in kept and not (keep_made and path == self.snapshot_path(open_round)):
                 path.unlink()
         for name, number in kept.items():
             # Older ones may be gone: fewer were kept.
             if (self._folder / name).exists() or number == open_round - 1:
                 self.snapshots[number] = Snapshot(self._folder / name)
+
+    @property
+    def newest_file(self) -> int:
+        """The newest round that there is a snapshot of, committed or not; -1 without any."""
+        paths = self._folder.glob("round-*.safetensors")
+        return max((int(path.stem.removeprefix("round-")) for path in paths), default=-1)
 
     def snapshot_path(self, number: int) -> Path:
         """Return where the snapshot of a round is."""

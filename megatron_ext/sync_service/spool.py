@@ -242,6 +242,7 @@ class Spool:
         with self._lock:
             for path in list(self._folder.glob("round-*/*.frames")):
                 if not is_wanted(path.stem, int(path.parent.name.removeprefix("round-"))):
+                    path.with_suffix(".sealed").unlink(missing_ok=True)
                     path.unlink()
             self._remove_empty()
 
@@ -263,9 +264,24 @@ class Spool:
         with self._lock:
             if peer in self._found:
                 self._found.pop(peer)[1].discard()
-            for path in list(self._folder.glob(f"round-*/{peer}.frames")):
-                path.unlink()
+            for name in (f"{peer}.frames", f"{peer}.sealed"):
+                for path in list(self._folder.glob(f"round-*/{name}")):
+                    path.unlink()
             self._remove_empty()
+
+    def seal(self, peer: str, number: int, instance: str) -> None:
+        """Write down, durably, which process has uploaded all of a contribution."""
+        path = self._of_round(number) / f"{peer}.sealed"
+        with path.open("w") as file:
+            file.write(instance)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+
+    def sealed_by(self, peer: str, number: int) -> str | None:
+        """Return which process has uploaded all of a contribution, as far as that was written down."""
+        path = self._of_round(number) / f"{peer}.sealed"
+        return path.read_text() if path.exists() else None
 
     @property
     def nbytes(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ told. Whatever else a killed server has left is either repeated or removed by th
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from megatron_ext.sync_service.journal import Event, Journal, sync_folder
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.shard import Shard
+from megatron_ext.sync_service.sharding import assign, part_of
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 
 __all__ = ["RunStore"]
@@ -44,6 +46,8 @@ class RunStore:
         keep_snapshots: int,
         remote: RemoteState | None = None,
         failpoints: Failpoints | None = None,
+        *,
+        shards: int = 1,
     ) -> None:
         """Open the folder and go on from what is there.
 
@@ -54,12 +58,14 @@ class RunStore:
             keep_snapshots: how many committed rounds stay on the disk.
             remote: a copy of it elsewhere, to go on from and to keep up.
             failpoints: where to die in tests.
+            shards: how many servers have parts of the values, this one among them.
 
         Raises:
             UserError: the state is damaged or was made with another configuration.
         """
         self._name = name
         self._config = config
+        self._shards = shards
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, *list(folder.parents)[:2]):
             sync_folder(parent)
@@ -87,6 +93,12 @@ class RunStore:
             raise UserError(
                 f"run {name}: rounds is {config.rounds}, but the run was started with {self.state.rounds}; give the "
                 "same, or start a new run under another name"
+            )
+        begun_with = 1 if self.state.sharding is None else self.state.sharding["shards"]
+        if self.state.config is not None and begun_with != shards:
+            raise UserError(
+                f"run {name}: there are {shards} shards, but the run was started with {begun_with}, among which its "
+                "values are split; give as many, or start a new run under another name"
             )
         self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())
         self._catalog: Catalog | None = None
@@ -120,6 +132,16 @@ class RunStore:
         assert self.state.config is not None
         return self.state.config
 
+    @property
+    def run_id(self) -> str:
+        """What tells the run from others of its name, where shards have to know; empty before it has begun."""
+        return "" if self.state.sharding is None else str(self.state.sharding["id"])
+
+    @property
+    def shard_of(self) -> tuple[int, ...]:
+        """Which shard has a tensor, in the order of the catalog; the run has begun."""
+        return (0,) * len(self.catalog) if self.state.sharding is None else tuple(self.state.sharding["of"])
+
     def guards(self) -> Guards | None:
         """Return what decides over the peers of the open round, with what was learned so far; None without guards.
 
@@ -146,8 +168,15 @@ class RunStore:
             log.info("run %s: %s %s", self._name, event["event"], told)
 
     def create(self, config: dict[str, str], catalog: Catalog) -> None:
-        """Let the run begin with what its first peer says that all peers have in common."""
+        """Let the run begin with what its first peer says that all peers have in common.
+
+        Raises:
+            Refusal: there is not something for every shard.
+        """
         event: dict[str, Any] = {"event": "created", "config": config, "catalog": catalog.as_json()}
+        if self._shards > 1:
+            split = {"id": uuid.uuid4().hex, "shards": self._shards, "of": assign(catalog, self._shards)}
+            event["sharding"] = split
         self.record({**event, "peers": self.state.policy.peers, "rounds": self._config.rounds})
         self._open(catalog)
 
@@ -184,7 +213,7 @@ class RunStore:
 
     def _open(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self.shard.open(catalog, self.agreed["codec"])
+        self.shard.open(part_of(catalog, self.shard_of, 0), self.agreed["codec"])
 
     def _recover_spool(self) -> None:
         number = self.state.open_round
