@@ -66,6 +66,10 @@ def _add_start(actions: Any) -> None:
     start.add_argument(
         "--status-port", type=int, metavar="PORT", help="port of a status page for browsers and Prometheus (HTTP)"
     )
+    start.add_argument(
+        "--shard", type=int, metavar="K", help="which of the shards in --config this is, from 0 (default: the first)"
+    )
+    start.add_argument("--tls-ca", metavar="FILE", help="who signed the other shards' certificates (PEM)")
     start.add_argument("--status-host", metavar="HOST", help="address of the status page (default: 127.0.0.1)")
     run = start.add_argument_group("one run, when --config names none")
     run.add_argument("--run", metavar="NAME", help="its name (default: default)")
@@ -116,8 +120,8 @@ def run_start(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {} if args.config is None else read_config(args.config)
-    tls = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "insecure")
-    flags = ("dir", "state", "bind", *tls, "status_port", "status_host")
+    tls = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca", "insecure")
+    flags = ("dir", "state", "bind", "shard", *tls, "status_port", "status_host")
     given |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     of_run = [entry.name for entry in fields(RunConfig) if hasattr(args, entry.name)]
     run = {name: getattr(args, name) for name in of_run if getattr(args, name) is not None}
@@ -130,6 +134,9 @@ def run_start(args: argparse.Namespace) -> int:
         raise UserError(
             "dir is missing: where shall the server keep its state? Give --dir DIR, or dir in --config FILE"
         )
+    shards, shard = given.get("shards", []), given.get("shard", 0)
+    if "bind" not in given and 0 <= shard < len(shards):
+        given["bind"] = str(shards[shard])
     return serve(ServerConfig(**given), args.failpoint)
 
 
@@ -148,6 +155,8 @@ def run_status(args: argparse.Namespace) -> int:
         print(f"run {run['run']}: newest round {newest}; {run['waiting_for']}")
         if run["problem"]:
             print(f"  PROBLEM: {run['problem']}")
+        for shard in run["shards"]:
+            print(f"  shard {shard['shard']} at {shard['address']}: {'PROBLEM' if shard['problem'] else 'here'}")
         print(f"  {len(run['peers'])} of {run['places']} peers, quorum {run['quorum']}")
         for peer in run["peers"]:
             state = "uploaded" if peer["uploaded"] else "awaited" if peer["awaited"] else "absent"

@@ -6,7 +6,7 @@ Algorithms, without Megatron; `spes.feature` makes a Megatron job such a peer.
 
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config
-from megatron_ext.spes.experts import ExpertLayer, expert_layers, expert_of
+from megatron_ext.spes.experts import ExpertLayer, expert_layer_of, expert_layers, expert_of
 from megatron_ext.spes.load_balance import count_weights, decayed_factor, load_balancing_loss
 from megatron_ext.spes.memory import TrainingBytes, training_bytes
 from megatron_ext.spes.merge_config import MergeConfig
@@ -21,6 +21,7 @@ __all__ = [
     "TrainingBytes",
     "count_weights",
     "decayed_factor",
+    "expert_layer_of",
     "expert_layers",
     "expert_of",
     "load_balancing_loss",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from megatron_ext.errors import UserError
 
-__all__ = ["ExpertLayer", "expert_layers", "expert_of"]
+__all__ = ["ExpertLayer", "expert_layer_of", "expert_layers", "expert_of"]
 
 _EXPERT = re.compile(r"(.+)\.experts\.(\d+)\.(.+)")
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
@@ -28,6 +28,16 @@ def expert_of(name: str) -> int | None:
     """
     match = _EXPERT.fullmatch(name)
     return None if match is None else int(match[2])
+
+
+def expert_layer_of(name: str) -> str | None:
+    """Return the layer of the routed expert that a tensor belongs to, such as `decoder.layers.7.mlp`, None for others.
+
+    Args:
+        name: global name.
+    """
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else match[1]
 
 
 @dataclass(frozen=True, kw_only=True)

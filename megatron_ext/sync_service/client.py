@@ -36,6 +36,7 @@ from megatron_ext.sync_service.outgoing import Outgoing
 from megatron_ext.sync_service.parts import Part, Values, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.route import Route
 from megatron_ext.sync_service.upload import upload
 
 __all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
@@ -126,13 +127,13 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connection; the membership stays."""
+        """Close the connections; the membership stays."""
         self._pool.shutdown()
-        self._connection.close()
+        self._route.close()
 
     def rest(self) -> None:
-        """Close the connection until the next call."""
-        self._connection.close()
+        """Close the connections until the next call."""
+        self._route.close()
 
     def register(self) -> int:
         """Become a member of the run.
@@ -148,6 +149,7 @@ class SyncClient:
         self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
         self.asynchronous, self._contributed = registered.asynchronous, registered.contributed
         self._outgoing.sends_gradients |= registered.asynchronous
+        self._job.on_all(lambda: self._route.lead(registered.shards, self.catalog, registered.shard_of))
         return registered.open_round
 
     def start(self, values: Values) -> dict[str, torch.Tensor]:
@@ -229,7 +231,7 @@ class SyncClient:
             UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
         """
         number = self.round + 1
-        self._connection.take_traffic()  # of the start
+        self._route.take_traffic()  # of the start
         if not self.uploaded:
             self.upload(number, values, report or Report())
         return self.fetch(number, values)
@@ -283,7 +285,7 @@ class SyncClient:
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         adopted = self._adopt(answer, expected)
-        traffic = self._job.on_all(self._connection.take_traffic)
+        traffic = self._job.on_all(self._route.take_traffic)
         return RoundOutcome(
             number=self.round,
             values=adopted,
@@ -310,11 +312,12 @@ class SyncClient:
 
     def _connect(self) -> None:
         self._connection = Connection(self.config.connection)
+        self._route = Route(self._connection)
 
     def _upload(self, number: int, values: Values) -> bool:
         """Upload this process's share; return whether the round was closed before."""
         return upload(
-            self._connection,
+            self._route,
             self._pool,
             self._membership.caller,
             self._outgoing,
@@ -376,7 +379,7 @@ class SyncClient:
         try:
             streams = self.config.streams
             before = self._outgoing.anchors if number == self.round + 1 else None
-            taken.update(download(self._connection, self._pool, caller, self.parts, number, streams, expected, before))
+            taken.update(download(self._route, self._pool, caller, self.parts, number, streams, expected, before))
         except UserError as error:
             return str(error), digest.sums
         for part in self.parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,16 @@ class ServerConfig:
     status_host: str = "127.0.0.1"
     """Address of the status page. Whoever reaches it can read it: names, losses and reasons, but no values."""
 
+    shards: Sequence[str] = ()
+    """ADDRESS:PORT of all servers when several have parts of the values, the first one first; peers and the first one
+    have to reach them there. None unless given: this server has everything."""
+
+    shard: int = 0
+    """Which of them this one is. Peers know the first one, 0, which decides; the others keep values."""
+
+    tls_ca: str | None = None
+    """PEM file with the authority that has signed the certificates of the other shards, for the first one."""
+
     keep_snapshots: int = 2
     """How many committed rounds stay on the disk."""
 
@@ -88,6 +98,7 @@ class ServerConfig:
             found.append(f"status_port is {self.status_port}; it must be 0 to 65535")
         if self.status_port is None and not is_loopback(self.status_host):
             found.append(f"status_host is {self.status_host}, and there is no status_port; add it, or drop status_host")
+        found += self._shard_problems()
         if self.keep_snapshots < 1:
             found.append(f"keep_snapshots is {self.keep_snapshots}; it must be 1 or more")
         if not self.runs:
@@ -98,6 +109,34 @@ class ServerConfig:
             found += [f"run {name}: {problem}" for problem in run.problems()]
         if found:
             raise combine(found, "server configuration")
+
+    @property
+    def folder(self) -> Path:
+        """Where this server keeps its state: shards may share a disk."""
+        return Path(self.dir) if self.shard == 0 else Path(self.dir) / f"shard-{self.shard}"
+
+    def _shard_problems(self) -> list[str]:
+        found = []
+        if not self.shards:
+            found += [f"shard is {self.shard}, and there are no shards; list their addresses"] * (self.shard != 0)
+            found += ["tls_ca is for the calls of shards, and there are none; drop it"] * (self.tls_ca is not None)
+            return found
+        for address in self.shards:
+            host, _, port = str(address).rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+                found.append(f"shards: {address!r} is no address; give ADDRESS:PORT of every one")
+        if len(self.shards) < 2 or len(set(self.shards)) < len(self.shards):
+            found.append(f"shards are {', '.join(map(str, self.shards))}; give 2 or more, each once, or drop shards")
+        if not 0 <= self.shard < len(self.shards):
+            found.append(f"shard is {self.shard}; it must be 0 to {len(self.shards) - 1} (--shard)")
+        if self.state is not None:
+            found.append("state cannot be combined with shards yet; drop one of them")
+        if self.tls_cert is not None and self.tls_ca is None:
+            found.append("shards with tls_cert need tls_ca, by which the first one knows the others; add it")
+        for name, run in self.runs.items():
+            if run.is_asynchronous:
+                found.append(f"run {name}: rounds: asynchronous cannot be combined with shards yet; drop one of them")
+        return found
 
 
 def is_loopback(host: str) -> bool:
@@ -127,7 +166,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: is not YAML: {error}") from error
     given = _checked(content, ServerConfig, str(path))
-    for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca"):
+    if not isinstance(given.get("shards", []), list):
+        raise UserError(f"{path}: shards must be a list of addresses, such as [host0:50051, host1:50051]")
+    for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca"):
         if given.get(name) is not None:
             given[name] = str(path.parent / given[name])
     runs = given.get("runs", {})

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_ext.sync_service.frames import Box, Frame
 from megatron_ext.sync_service.parts import Part, Values
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.route import Route
 
 __all__ = ["download"]
 
@@ -23,7 +25,7 @@ _Place = tuple[str, Box]
 
 
 def download(
-    connection: Connection,
+    route: Route,
     pool: ThreadPoolExecutor,
     caller: Any,
     parts: Sequence[Part],
@@ -35,12 +37,12 @@ def download(
     """Return the values that a round has for parts.
 
     Args:
-        connection: to the server.
+        route: to the servers.
         pool: has a thread per stream.
         caller: the peer, as a message of the protocol.
         parts: what is wanted; parts with the same elements share the memory of their values.
         number: the round.
-        streams: how many shares of about the same size are taken at once.
+        streams: into how many shares of about the same size what comes from a server is cut.
         expected: values that the round should have for some parts, by their keys. The server sends them only where they
             are others.
         before: values of the round before for all parts, by their keys; updates of them are then taken as well.
@@ -51,14 +53,8 @@ def download(
     values = {(part.spec.name, part.box): torch.empty(part.box.shape) for part in parts}
     base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
     known = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
-    shares: list[list[_Place]] = [[] for _ in range(streams)]
-    sizes = [0] * streams
-    for place in sorted(values, key=lambda place: -place[1].numel):
-        smallest = sizes.index(min(sizes))
-        shares[smallest].append(place)
-        sizes[smallest] += place[1].numel
 
-    def take(share: list[_Place]) -> None:
+    def take(connection: Connection, share: list[_Place]) -> None:
         slices = [
             pb2.Slice(name=name, start=box.start, shape=box.shape, expected=_digest(known.get((name, box))))
             for name, box in share
@@ -68,8 +64,25 @@ def download(
         wanted = {place: values[place] for place in share}
         connection.again("Download", lambda: _receive(connection, request, wanted, known, base))
 
-    list(pool.map(take, [share for share in shares if share]))
+    by_server = [
+        [(connection, share) for share in _shares([place for place in values if route.leads(at, place[0])], streams)]
+        for at, connection in enumerate(route.connections)
+    ]
+    # All servers have something to do all the time.
+    turns = [entry for turn in zip_longest(*by_server) for entry in turn if entry is not None]
+    list(pool.map(lambda turn: take(*turn), turns))
     return {part.key: values[part.spec.name, part.box] for part in parts}
+
+
+def _shares(places: list[_Place], streams: int) -> list[list[_Place]]:
+    """Return places in up to so many shares of about the same size."""
+    shares: list[list[_Place]] = [[] for _ in range(streams)]
+    sizes = [0] * streams
+    for place in sorted(places, key=lambda place: -place[1].numel):
+        smallest = sizes.index(min(sizes))
+        shares[smallest].append(place)
+        sizes[smallest] += place[1].numel
+    return [share for share in shares if share]
 
 
 def _receive(

@@ -18,13 +18,14 @@ class Draining:
     """Which round is the last one of this server, and who has its values. To be used with the run's lock held."""
 
     def __init__(self) -> None:
-        self._last_round: int | None = None
+        self.last_round: int | None = None
+        """No round is made after this one; None while there is no end."""
         self._since: float | None = None
         self._fetched: dict[str, int] = {}
 
     def begin(self, last_round: int) -> None:
         """Make no round after this one."""
-        self._last_round = last_round
+        self.last_round = last_round
 
     def check(self, number: int) -> None:
         """Check that a round may still be made.
@@ -32,7 +33,7 @@ class Draining:
         Raises:
             Refusal: the server is being drained; it may be tried again later.
         """
-        if self._last_round is not None and number > self._last_round:
+        if self.last_round is not None and number > self.last_round:
             raise Refusal("later", "the server is being drained; try again when it is back")
 
     def fetched(self, peer: str, number: int) -> None:
@@ -41,9 +42,9 @@ class Draining:
 
     def is_over(self, open_round: int, members: Iterable[str]) -> bool:
         """Return whether the last round is made and everybody has it, or has had the time."""
-        if self._last_round is None or open_round <= self._last_round:
+        if self.last_round is None or open_round <= self.last_round:
             return False
         if self._since is None:
             self._since = time.monotonic()
-        has_fetched = [self._fetched.get(peer) == self._last_round for peer in members]
+        has_fetched = [self._fetched.get(peer) == self.last_round for peer in members]
         return all(has_fetched) or time.monotonic() - self._since > LINGER_SECONDS

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -18,7 +18,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 
-__all__ = ["Guards", "Judged"]
+__all__ = ["Guards", "Judged", "judged_as"]
 
 Judged = tuple[str, bool]
 """What is judged as one: a unit, or a tensor without one, and whether only its owners train it."""
@@ -75,25 +75,16 @@ class Guards:
         decided = self._penalty.decide(norms, took_part)
         self._verdicts = dict(zip(self.judged, decided, strict=True))
 
-    def verdict(self, spec: TensorSpec, candidates: Sequence[tuple[int, int]]) -> Verdict:
-        """Return who counts in a tensor, and with which weight.
-
-        Args:
-            spec: the tensor.
-            candidates: (place among the contributors, index) of those who have contributed to it.
-
-        Returns:
-            A verdict over places, whose weights need not sum up to 1.
-        """
-        decided = self._verdicts[judged_as(spec)]
-        weight_of = dict(zip(decided.accepted, decided.weights, strict=True))
-        accepted = [(place, weight_of[index]) for place, index in candidates if index in weight_of]
-        # What one owner has sent is taken as it is, and equal weights are a mean: both to the last bit.
-        is_plain = len(accepted) == 1 or not self._config.pseudo_gradnorm_reduce
-        return Verdict(
-            accepted=tuple(place for place, _ in accepted),
-            weights=tuple(1.0 if is_plain else weight for _, weight in accepted),
-        )
+    @property
+    def verdicts(self) -> dict[Judged, Verdict]:
+        """Which indices count in what is judged as one, and with which weights, which need not sum up to 1."""
+        if self._config.pseudo_gradnorm_reduce:
+            return self._verdicts
+        # Equal weights are a mean, to the last bit.
+        return {
+            key: Verdict(accepted=verdict.accepted, weights=(1.0,) * len(verdict.accepted))
+            for key, verdict in self._verdicts.items()
+        }
 
     def excluded(self, spec: TensorSpec, index: int) -> bool:
         """Return whether a peer does not count in a tensor."""

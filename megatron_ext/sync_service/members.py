@@ -86,3 +86,9 @@ class Admission:
 
     contributed: int | None
     """The round that its last contribution was made for."""
+
+    shards: tuple[str, ...] = ()
+    """Addresses of the servers that have parts of the values, the first one first; none where one has all."""
+
+    shard_of: tuple[int, ...] = ()
+    """Which of them has a tensor, in the order of the catalog."""

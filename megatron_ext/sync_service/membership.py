@@ -42,6 +42,12 @@ class Registered:
     contributed: int | None
     """The round that this peer's last contribution was made for, where they are."""
 
+    shards: tuple[str, ...]
+    """Addresses of the servers that have parts of the values; none where the one that was asked has all."""
+
+    shard_of: tuple[int, ...]
+    """Which of them has a tensor, in the order of the catalog."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -110,6 +116,7 @@ class Membership:
             index=config.index,
             peers=config.peers,
             asynchronous=True,
+            sharded=True,
         )
 
         def register() -> Registered:
@@ -121,6 +128,8 @@ class Membership:
                 uploaded=reply.uploaded,
                 asynchronous=reply.asynchronous,
                 contributed=reply.contributed if reply.HasField("contributed") else None,
+                shards=tuple(reply.shards),
+                shard_of=tuple(reply.shard_of),
             )
 
         return self._job.on_first(register)

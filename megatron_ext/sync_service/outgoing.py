@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -61,17 +61,22 @@ class Outgoing:
                     f"be torch.float32 of shape {part.box.shape} on the CPU"
                 )
 
-    def jobs(self, number: int, index: int, call_bytes: int) -> Iterator[list[Piece]]:
+    def jobs(
+        self, number: int, index: int, call_bytes: int, goes: Callable[[str], bool] = lambda name: True
+    ) -> Iterator[list[Piece]]:
         """Yield what goes into one call each.
 
         Args:
             number: the round.
             index: of the peer.
             call_bytes: of a call, were its frames coded as fp32.
+            goes: whether a tensor is sent, given its name.
         """
         job: list[Piece] = []
         size = 0
         for part in self._parts_of(number, index):
+            if not goes(part.spec.name):
+                continue
             for offset, count in cut(part.box.numel, self._frame_bytes):
                 job.append((part, offset, count))
                 size += 4 * count

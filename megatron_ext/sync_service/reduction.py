@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a round does to the values: contributions are judged, reduced and stepped by, tensor after tensor; then experts
-may be merged.
+"""What a round does to the values: contributions are measured, reduced and stepped by, tensor after tensor; then
+experts may be merged.
 
 Everything is read from the disk and written to it, so that memory holds a few tensors whatever the number of peers, and
 a round that fails halfway has changed nothing. Peers come in the order of their indices: who uploaded first changes no
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -23,17 +23,18 @@ from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer, build_outer_o
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.local_sgd.reducers import Linear
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import whole_box
-from megatron_ext.sync_service.guards import Guards, Judged, judged_as
+from megatron_ext.sync_service.guards import Judged, judged_as
 from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
-__all__ = ["Alone", "Contributor", "DamagedContribution", "Outcome", "Reduction"]
+__all__ = ["Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
 
 _ADD = Linear(normalize=False)
 
@@ -72,27 +73,15 @@ class Alone:
     """How many contributions make up one outer step; each counts one part of it."""
 
 
-@dataclass(kw_only=True)
-class Outcome:
-    """What came of a round; its values are in the snapshot."""
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """What came of a round beside its values, which are in the snapshot."""
 
-    digest: str = ""
-    """Of the values."""
+    sums: tuple[int, int]
+    """Of the digest of the values."""
 
-    outer_scalars: dict[str, float] = field(default_factory=dict)
+    outer_scalars: dict[str, float]
     """States of the outer optimizer that all tensors share."""
-
-    norms: dict[str, float] = field(default_factory=dict)
-    """By peer, the L2 norm of its pseudo-gradient over the tensors that it trains; of the values at the start."""
-
-    rejected: dict[str, str] = field(default_factory=dict)
-    """By peer, why its contribution did not count."""
-
-    excluded: dict[str, dict[str, str]] = field(default_factory=dict)
-    """By peer, the units in which the guards have left it out, with the reasons."""
-
-    merged: float = 0.0
-    """How much experts took over from each other; 0 where nothing was merged."""
 
 
 class _Scratch:
@@ -112,11 +101,9 @@ class Reduction:
         optimizer: OuterOptimizerConfig,
         *,
         codec: str,
-        max_norm: float | None,
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
         failpoints: Failpoints,
-        guards: Guards | None = None,
         merge: Merge | None = None,
         alone: Alone | None = None,
     ) -> None:
@@ -126,11 +113,9 @@ class Reduction:
             catalog: the tensors.
             optimizer: the outer optimizer.
             codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
-            max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             failpoints: where to die in tests.
-            guards: decide who counts in which unit; None for everybody whose contribution is sound.
             merge: what is done to the experts at the end; None for nothing.
             alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
         """
@@ -140,23 +125,19 @@ class Reduction:
         self._is_exact = codec == "fp32" or before is None
         self._absolute = before is None or (codec == "fp32" and alone is None)
         self._codec = codec
-        self._max_norm = max_norm
         self._before = before
         self._scalars = dict(outer_scalars)
         self._failpoints = failpoints
-        # The start is one peer's values, about which there is nothing to decide.
-        self._guards = guards if before is not None else None
         self._merge = merge
         self._merged = frozenset[str]() if merge is None else merge.names
-        self._coefficients: dict[Judged, float] = {}
         # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
         tried = self._optimizer([torch.zeros(2)])
         tried.step(0, slice(0, 2), torch.ones(2))
         self._states = sorted(tried.tensor_state())
         self._is_fresh = bool(tried.scalar_state()) and not self._scalars
 
-    def judge(self, contributors: list[Contributor]) -> Outcome:
-        """Find out whose contributions count.
+    def measure(self, contributors: list[Contributor]) -> list[Measured]:
+        """Find out what the decision about the round needs.
 
         Args:
             contributors: in the order of their indices.
@@ -164,59 +145,57 @@ class Reduction:
         Raises:
             DamagedContribution: one cannot be read.
         """
-        outcome = Outcome()
-        sound: dict[int, dict[Judged, float]] = {}
         scratch = _Scratch(max((spec.numel for spec in self._catalog), default=0))
-        for contributor in contributors:
-            squares, broken = self._squares(contributor, scratch)
-            if broken is not None:
-                outcome.rejected[contributor.peer] = f"tensor {broken!r} holds values that are not finite"
-                continue
-            norm = outcome.norms[contributor.peer] = math.sqrt(sum(squares.values()))
-            if self._max_norm is not None and self._before is not None and norm > self._max_norm:
-                outcome.rejected[contributor.peer] = (
-                    f"the norm of its pseudo-gradient is {norm:.6g}; max_norm is {self._max_norm:.6g}"
-                )
-                continue
-            sound[contributor.index] = squares
-        if self._guards is not None:
-            self._guards.decide(sound)
-            for contributor in contributors:
-                if contributor.peer not in outcome.rejected:
-                    units = self._units_without(contributor, self._guards)
-                    if units:
-                        outcome.excluded[contributor.peer] = units
-        return outcome
+        return [self._measured(contributor, scratch) for contributor in contributors]
 
-    def write(self, path: Path, contributors: list[Contributor], outcome: Outcome) -> SnapshotWriter:
+    def common_squares(self, contributors: list[Contributor], decision: Decision) -> dict[Judged, float]:
+        """Return the squared norms of the common pseudo-gradients of the units that all peers train.
+
+        Args:
+            contributors: in the order of their indices.
+            decision: says who counts.
+
+        Raises:
+            DamagedContribution: one cannot be read.
+        """
+        squares: dict[Judged, float] = {}
+        for spec in self._catalog:
+            verdict = self._verdict(spec, contributors, decision)
+            if spec.owners or not verdict.accepted:
+                continue
+            accepted = [contributors[place] for place in verdict.accepted]
+            common = _mean(partial(self._gradient, spec), accepted, verdict)
+            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + _square(common)
+        return squares
+
+    def write(self, path: Path, contributors: list[Contributor], decision: Decision) -> tuple[SnapshotWriter, Made]:
         """Make the round's values.
 
         Args:
             path: of the snapshot.
             contributors: in the order of their indices; at the start one that counts.
-            outcome: says who counts; gets the digest and the outer optimizer's scalars.
+            decision: says who counts.
 
         Returns:
-            The snapshot, which is durable but has not its name yet.
+            The snapshot, which is durable but has not its name yet, and what there is to say of it.
 
         Raises:
             DamagedContribution: one cannot be read.
             OSError: the snapshot cannot be written; nothing of it is left.
         """
         states = self._states if self._before is not None else []
-        learned = {} if self._guards is None else {"guards": self._guards.state}
-        if self._guards is not None and self._guards.clips:
-            self._coefficients = self._clip_coefficients(contributors, outcome, self._guards)
+        learned = {} if decision.learned is None else {"guards": decision.learned}
         metadata = {"format": "pt", "round": path.stem, **learned}
         if self._is_exact:
             writer = SnapshotWriter(path, self._catalog, states, metadata)
         else:
             writer = SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, [UPDATE])
-        outcome.outer_scalars = dict(self._scalars)
+        scalars = dict(self._scalars)
         try:
             digest = RoundDigest()
             for spec in self._catalog:
-                values, kept = self._reduced(spec, contributors, outcome)
+                values, kept, stepped = self._reduced(spec, contributors, decision)
+                scalars = scalars if stepped is None else stepped
                 if self._merge is None:
                     digest.add(spec.name, spec.shape, whole_box(spec.shape), values)
                 writer.write(spec.name, values)
@@ -226,66 +205,39 @@ class Reduction:
                 self._failpoints.hit("tensor_reduced")
             if self._merge is not None:
                 self._merge.run(writer, self._failpoints)
-                outcome.merged = self._merge.alpha
                 for spec in self._catalog:
                     digest.add(spec.name, spec.shape, whole_box(spec.shape), writer.read(spec.name))
             writer.sync()
         except BaseException:
             writer.abandon()
             raise
-        outcome.digest = digest.hex()
-        return writer
+        return writer, Made(sums=digest.sums, outer_scalars=scalars)
 
-    def _squares(self, contributor: Contributor, scratch: _Scratch) -> tuple[dict[Judged, float], str | None]:
-        """Return the squared norms of a contribution, and the first tensor of it that is not finite."""
+    def _measured(self, contributor: Contributor, scratch: _Scratch) -> Measured:
+        nbytes = contributor.contribution.nbytes
         squares: dict[Judged, float] = {}
         for spec in self._catalog:
             if self._before is not None and not spec.is_trained_by(contributor.index):
                 continue
             square = _square(self._gradient(spec, contributor, scratch))
             if not math.isfinite(square):
-                return {}, spec.name
+                return Measured(squares={}, broken=spec.name, nbytes=nbytes)
             squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + square
-        return squares, None
-
-    def _units_without(self, contributor: Contributor, guards: Guards) -> dict[str, str]:
-        """Return the units in which a peer does not count, with the reasons."""
-        index = contributor.index
-        found: dict[str, str] = {}
-        for spec in self._catalog:
-            unit, is_owned = judged_as(spec)
-            title = f"{unit} (its own experts)" if is_owned else unit
-            if title not in found and spec.is_trained_by(index) and guards.excluded(spec, index):
-                found[title] = guards.reason(spec, index)
-        return found
-
-    def _clip_coefficients(
-        self, contributors: list[Contributor], outcome: Outcome, guards: Guards
-    ) -> dict[Judged, float]:
-        """Return by what to multiply the common pseudo-gradients of the units that all peers train."""
-        squares: dict[Judged, float] = {}
-        for spec in self._catalog:
-            verdict = self._verdict(spec, contributors, outcome)
-            if spec.owners or not verdict.accepted:
-                continue
-            accepted = [contributors[place] for place in verdict.accepted]
-            common = _mean(partial(self._gradient, spec), accepted, verdict)
-            squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + _square(common)
-        return {key: guards.coefficient(square) for key, square in squares.items()}
+        return Measured(squares=squares, nbytes=nbytes)
 
     def _reduced(
-        self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return a tensor's new values, and the states of its outer optimizer."""
-        verdict = self._verdict(spec, contributors, outcome)
+        self, spec: TensorSpec, contributors: list[Contributor], decision: Decision
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, float] | None]:
+        """Return a tensor's new values, the states of its outer optimizer, and those that all share after a step."""
+        verdict = self._verdict(spec, contributors, decision)
         accepted = [contributors[place] for place in verdict.accepted]
         if self._before is None:
-            return self._values(spec, accepted[0]), {}
+            return self._values(spec, accepted[0]), {}, None
         if not spec.owners:
-            return self._stepped(spec, accepted, verdict, outcome)
+            return self._stepped(spec, accepted, verdict, decision)
         if self._absolute:
-            return (_mean(partial(self._values, spec), accepted, verdict) if accepted else self._anchor(spec)), {}
-        return self._of_owners(spec, accepted, verdict)
+            return (_mean(partial(self._values, spec), accepted, verdict) if accepted else self._anchor(spec)), {}, None
+        return *self._of_owners(spec, accepted, verdict), None
 
     def _of_owners(
         self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict
@@ -302,8 +254,8 @@ class Reduction:
         return published.values, {UPDATE: published.update}
 
     def _stepped(
-        self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict, outcome: Outcome
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict, decision: Decision
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, float] | None]:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
         anchor = self._anchor(spec)
         if not self._is_exact and self._before is not None and state_name(RESIDUAL, spec.name) in self._before:
@@ -313,21 +265,22 @@ class Reduction:
             keys = {name: state_name(name, spec.name) for name in self._states}
             found = {name: [self._before.read(key)] for name, key in keys.items() if key in self._before}
             optimizer.load(found, self._scalars)
-        coefficient = self._coefficients.get(judged_as(spec), 1.0) if self._alone is None else self._alone.weight
+        scalars = None
+        coefficient = decision.coefficients.get(judged_as(spec), 1.0) if self._alone is None else self._alone.weight
         if accepted and self._config.outer_optimizer == "none" and self._absolute and coefficient == 1:
             # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
             anchor = _mean(partial(self._values, spec), accepted, verdict)
         elif accepted:
             gradient = _mean(partial(self._gradient, spec), accepted, verdict)
             optimizer.step(0, slice(0, spec.numel), gradient.mul_(coefficient) if coefficient != 1 else gradient)
-            outcome.outer_scalars = optimizer.scalar_state()
+            scalars = optimizer.scalar_state()
         states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
         zeros = {name: torch.zeros(spec.numel) for name in self._states}
         kept = {**zeros, **states}
         if self._is_exact:
-            return anchor, kept
+            return anchor, kept, scalars
         published = full(anchor) if spec.name in self._merged else publish(self._codec, self._anchor(spec), anchor)
-        return published.values, {**kept, RESIDUAL: published.residual, UPDATE: published.update}
+        return published.values, {**kept, RESIDUAL: published.residual, UPDATE: published.update}, scalars
 
     def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
         if self._alone is None:
@@ -340,17 +293,22 @@ class Reduction:
             count=self._alone.per_step,
         )
 
-    def _verdict(self, spec: TensorSpec, contributors: list[Contributor], outcome: Outcome) -> Verdict:
+    def _verdict(self, spec: TensorSpec, contributors: list[Contributor], decision: Decision) -> Verdict:
         """Return who counts in a tensor, by the place among the contributors, and with which weight."""
-        accepted = tuple(
+        places = [
             place
             for place, contributor in enumerate(contributors)
-            if contributor.peer not in outcome.rejected
+            if contributor.peer not in decision.rejected
             and (self._before is None or spec.is_trained_by(contributor.index))
-        )
-        if self._guards is not None:
-            return self._guards.verdict(spec, [(place, contributors[place].index) for place in accepted])
-        return Verdict(accepted=accepted, weights=(1.0,) * len(accepted))
+        ]
+        weight_of = {contributors[place].index: 1.0 for place in places}
+        if decision.verdicts is not None:
+            decided = decision.verdicts[judged_as(spec)]
+            weight_of = dict(zip(decided.accepted, decided.weights, strict=True))
+        accepted = tuple(place for place in places if contributors[place].index in weight_of)
+        # What one peer has sent is taken as it is, to the last bit.
+        weights = [1.0 if len(accepted) == 1 else weight_of[contributors[place].index] for place in accepted]
+        return Verdict(accepted=accepted, weights=tuple(weights))
 
     def _anchor(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._before is not None

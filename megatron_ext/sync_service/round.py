@@ -35,6 +35,7 @@ class RunState:
         self.catalog: list[dict[str, Any]] = []
         self.places = policy.peers
         self.rounds = ""
+        self.sharding: dict[str, Any] | None = None
         self.members: dict[str, Member] = {}
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
@@ -252,7 +253,7 @@ class RunState:
 
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
-        self.rounds = event.get("rounds", "synchronous")
+        self.rounds, self.sharding = event.get("rounds", "synchronous"), event.get("sharding")
 
     def _joined(self, event: Event) -> None:
         name = event["peer"]

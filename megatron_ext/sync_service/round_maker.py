@@ -11,9 +11,13 @@ from collections.abc import Callable
 
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.decision import Decision, decide
+from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
-from megatron_ext.sync_service.merge import Merge
-from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Outcome, Reduction
+from megatron_ext.sync_service.reduction import Alone, DamagedContribution, Made
+from megatron_ext.sync_service.remote_shard import ShardProblem
+from megatron_ext.sync_service.shard import RoundJob, Uploader
+from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.snapshot import Snapshot
 from megatron_ext.sync_service.store import RunStore
 
@@ -32,6 +36,7 @@ class RoundMaker:
         self,
         config: RunConfig,
         store: RunStore,
+        shards: Shards,
         changed: threading.Condition,
         failpoints: Failpoints,
         on_fatal: Callable[[BaseException], None],
@@ -41,6 +46,7 @@ class RoundMaker:
         Args:
             config: of the run.
             store: its state.
+            shards: where its values are.
             changed: the run's lock, notified of every change.
             failpoints: where to die in tests.
             on_fatal: called with what ended the thread.
@@ -48,6 +54,7 @@ class RoundMaker:
         self.problem = ""
         self._config = config
         self._store = store
+        self._shards = shards
         self._changed = changed
         self._failpoints = failpoints
         self._on_fatal = on_fatal
@@ -84,7 +91,8 @@ class RoundMaker:
 
     def _say_problem(self, error: OSError) -> None:
         with self._changed:
-            self.problem = f"round {self._store.state.open_round} cannot be written: {error}"
+            what = "made" if isinstance(error, ShardProblem) else "written"
+            self.problem = f"round {self._store.state.open_round} cannot be {what}: {error}"
             log.error("%s; trying again", self.problem)
             self._changed.notify_all()
             self._changed.wait(RETRY_SECONDS)
@@ -98,56 +106,58 @@ class RoundMaker:
                     return
                 store.record(store.state.closing_event())
             self._failpoints.hit("round_closed")
-            number, uploaded = store.state.open_round, store.state.uploaded
-            contributors = [
-                Contributor(
-                    peer=peer,
-                    index=uploaded[peer],
-                    contribution=store.contribution(peer, store.state.made_for(peer)),
-                )
-                for peer in store.state.closing or ()
-            ]
+            job = self._job()
         began = time.monotonic()
         try:
-            outcome = self._reduce(number, contributors)
+            decision = self._decide(job)
+            if decision is None:
+                return
+            made = self._shards.write(job, decision)
         except DamagedContribution as damaged:
             with self._changed:
-                store.spool.discard(damaged.peer)
-                store.record({"event": "forgotten", "round": number, "peer": damaged.peer, "reason": damaged.problem})
+                event = {"round": job.number, "peer": damaged.peer, "reason": damaged.problem}
+                store.record({"event": "forgotten", **event})
                 self._changed.notify_all()
             return
-        if outcome is not None:
-            self._commit(number, contributors, outcome, time.monotonic() - began)
+        store.copy_snapshot(job.number)
+        self._commit(job, decision, made, time.monotonic() - began)
 
-    def _reduce(self, number: int, contributors: list[Contributor]) -> Outcome | None:
-        """Write a round's snapshot under its name; None when the start is refused."""
-        store = self._store
-        reduction = Reduction(
-            store.catalog,
-            self._config.outer,
-            codec=store.agreed["codec"],
-            max_norm=self._config.max_norm,
-            before=store.snapshots[number - 1] if number > 0 else None,
-            outer_scalars=store.state.outer_scalars,
-            failpoints=self._failpoints,
-            guards=store.guards(),
-            alone=self._alone(number),
-            merge=Merge.of_round(self._config.merging, store.catalog, number * (self._config.sync_steps or 0)),
+    def _job(self) -> RoundJob:
+        """Return what is to be made of the round that has been closed."""
+        state = self._store.state
+        return RoundJob(
+            number=state.open_round,
+            uploaders=tuple(
+                Uploader(peer=peer, index=state.uploaded[peer], made_for=state.made_for(peer))
+                for peer in state.closing or ()
+            ),
+            outer_scalars=dict(state.outer_scalars),
+            alone=self._alone(state.open_round),
         )
-        outcome = reduction.judge(contributors)
-        if number == 0 and outcome.rejected:
-            ((peer, problem),) = outcome.rejected.items()
+
+    def _decide(self, job: RoundJob) -> Decision | None:
+        """Return who counts in a round; None when the start is refused."""
+        store = self._store
+        guards = store.guards()
+        decision = decide(
+            store.catalog,
+            [(uploader.peer, uploader.index) for uploader in job.uploaders],
+            self._shards.measure(job),
+            guards=guards,
+            max_norm=self._config.max_norm,
+            is_start=job.number == 0,
+        )
+        if job.number == 0 and decision.rejected:
+            ((peer, problem),) = decision.rejected.items()
             reason = f"the start that it published is refused: {problem}"
             with self._changed:
                 store.drop(peer, {"event": "evicted", "peer": peer, "reason": reason, "reopens": True})
                 self._changed.notify_all()
             return None
-        writer = reduction.write(store.snapshot_path(number), contributors, outcome)
-        self._failpoints.hit("snapshot_written")
-        writer.publish()
-        self._failpoints.hit("snapshot_renamed")
-        store.copy_snapshot(number)
-        return outcome
+        if guards is not None and guards.clips and job.number > 0:
+            squares = self._shards.common_squares(job, decision)
+            decision.coefficients = {key: guards.coefficient(square) for key, square in squares.items()}
+        return decision
 
     def _came(self, number: int) -> dict[str, float]:
         """Return what a round of one contribution's alone says of it."""
@@ -162,20 +172,21 @@ class RoundMaker:
             return None
         return Alone(weight=state.weight, per_step=self._config.contributions_per_step or self._config.peers)
 
-    def _commit(self, number: int, contributors: list[Contributor], outcome: Outcome, seconds: float) -> None:
-        snapshot = Snapshot(self._store.snapshot_path(number))
+    def _commit(self, job: RoundJob, decision: Decision, made: Made, seconds: float) -> None:
+        number, merge = job.number, self._store.shard.merge(job.number)
+        snapshot = Snapshot(self._store.shard.snapshot_path(number))
         event = {
             "event": "committed",
             "round": number,
-            "digest": outcome.digest,
-            "contributors": [c.peer for c in contributors if c.peer not in outcome.rejected],
-            "rejected": outcome.rejected,
-            **({"excluded": outcome.excluded} if outcome.excluded else {}),
-            **({"merged": outcome.merged} if outcome.merged else {}),
+            "digest": RoundDigest([made.sums]).hex(),
+            "contributors": [c.peer for c in job.uploaders if c.peer not in decision.rejected],
+            "rejected": decision.rejected,
+            **({"excluded": decision.excluded} if decision.excluded else {}),
+            **({"merged": merge.alpha} if merge is not None else {}),
             **self._came(number),
-            "norms": {peer: norm for peer, norm in outcome.norms.items() if math.isfinite(norm)},
-            "bytes": sum(contributor.contribution.nbytes for contributor in contributors),
-            "outer_scalars": outcome.outer_scalars,
+            "norms": {peer: norm for peer, norm in decision.norms.items() if math.isfinite(norm)},
+            "bytes": decision.nbytes,
+            "outer_scalars": made.outer_scalars,
             "seconds": round(seconds, 3),
         }
         with self._changed:

@@ -5,24 +5,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import INTERVAL, RunConfig
+from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.members import Admission, Member, RoundResult
+from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.remote_shard import RemoteShard
 from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
+from megatron_ext.sync_service.sharding import part_of
+from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.snapshot import Snapshot
-from megatron_ext.sync_service.spool import Contribution, Discarded
+from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.status import overview_of, status_of
 from megatron_ext.sync_service.store import RunStore
 
@@ -40,6 +46,7 @@ class Run:
         *,
         keep_snapshots: int,
         remote: RemoteState | None = None,
+        shards: Sequence[ConnectionConfig] = (),
         failpoints: Failpoints,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
@@ -51,6 +58,7 @@ class Run:
             folder: where its state is; made when it is not there.
             keep_snapshots: how many committed rounds stay on the disk.
             remote: a copy of its state elsewhere.
+            shards: where the values are when several servers have them, this one first.
             failpoints: where to die in tests.
             on_fatal: called with what ended the thread that makes the rounds.
 
@@ -63,9 +71,18 @@ class Run:
         self._changed = threading.Condition()
         self._stopping = False
         self._draining = Draining()
-        self._store = RunStore(name, config, folder, keep_snapshots, remote)
+        self._addresses = tuple(shard.server for shard in shards)
+        self._store = RunStore(name, config, folder, keep_snapshots, remote, failpoints, shards=max(len(shards), 1))
         self._state = self._store.state
-        self._maker = RoundMaker(config, self._store, self._changed, failpoints, on_fatal)
+        self._shards = Shards(
+            self._store.shard,
+            [
+                RemoteShard(number, name, shard, self._changed, self._word, self._catalog_of, on_fatal)
+                for number, shard in enumerate(shards)
+                if number > 0
+            ],
+        )
+        self._maker = RoundMaker(config, self._store, self._shards, self._changed, failpoints, on_fatal)
 
     # -----------------------------------------------------------------------------------------------------------
     # What peers ask for
@@ -81,6 +98,7 @@ class Run:
         index: int | None,
         peers: int | None,
         asynchronous: bool,
+        sharded: bool,
     ) -> Admission:
         """Make a peer a member.
 
@@ -92,6 +110,7 @@ class Run:
             index: the place that it wants.
             peers: how many peers it believes there are.
             asynchronous: whether it can take part in asynchronous rounds.
+            sharded: whether it can talk to several servers.
 
         Raises:
             Refusal: it does not fit the run.
@@ -104,6 +123,10 @@ class Run:
                 raise Refusal(
                     "state", f"the run has asynchronous rounds, of which peer {peer!r} knows nothing; update it"
                 )
+            if self._shards.others and not sharded:
+                raise Refusal("state", f"the run has several servers, of which peer {peer!r} knows nothing; update it")
+            if self._shards.problem:
+                raise Refusal("state" if self._shards.is_refused else "later", self._shards.problem)
             check_alone(self.config, config, catalog)
             if self._state.config is not None:
                 own = {INTERVAL} if self.config.is_asynchronous else set()
@@ -114,7 +137,7 @@ class Run:
             if event is not None:
                 if peer not in self._state.uploaded:
                     # Another process may train from other values: what the former one has sent is not finished by it.
-                    self._store.spool.discard(peer)
+                    self._store.shard.spool.discard(peer)
                 self._store.record(event)
                 self._changed.notify_all()
             return Admission(
@@ -122,6 +145,8 @@ class Run:
                 open_round=self._state.open_round,
                 uploaded=peer in self._state.uploaded,
                 contributed=self._state.contributed(peer),
+                shards=self._addresses,
+                shard_of=self._store.shard_of if self._addresses else (),
             )
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
@@ -134,21 +159,7 @@ class Run:
             Refusal: a frame or the caller is refused; the frames before it are kept.
             OSError: the disk refuses.
         """
-        taken = known = 0
-        contribution = self._contribution(peer, instance, number)
-        for frame in frames:
-            frame.check()
-            while contribution is not None:
-                try:
-                    is_new = contribution.append(frame)
-                    break
-                except Discarded:
-                    contribution = self._contribution(peer, instance, number)
-            else:
-                return True, taken, known
-            taken, known = taken + is_new, known + (not is_new)
-            self._failpoints.hit("frame_spooled")
-        return contribution is None, taken, known
+        return receive(lambda: self._contribution(peer, instance, number), frames, self._failpoints)
 
     def commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         """Count a contribution as whole.
@@ -165,7 +176,7 @@ class Run:
         Raises:
             NotWhole: it is not whole, perhaps because a former server had the rest.
             Refusal: the caller is refused.
-            OSError: the disk refuses.
+            OSError: the disk refuses, or a shard does.
         """
         if self.config.step_weights and number > 0 and not report.steps:
             raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
@@ -175,17 +186,20 @@ class Run:
                 return not self._state.counts(peer, number)
         with self._changed:
             index = self._caller(peer, instance).index
-        missing = self._store.missing(contribution, index, number)
+        missing = self._store.shard.missing(contribution, index, number)
         if missing is not None:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
         contribution.sync()
+        missing, frames, nbytes = self._shards.seal(peer, instance, index, number)
+        if missing is not None:
+            raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
         self._failpoints.hit("upload_synced")
         with self._changed:
             self._caller(peer, instance)
             if not self._accepts(peer, number):
                 return not self._state.counts(peer, number)
             if peer not in self._state.uploaded:
-                size = {"frames": contribution.frames, "bytes": contribution.nbytes}
+                size = {"frames": contribution.frames + frames, "bytes": contribution.nbytes + nbytes}
                 self._store.record({"event": "uploaded", "round": number, "peer": peer, **size, **report.as_json()})
                 self._failpoints.hit("upload_journaled")
                 self._changed.notify_all()
@@ -226,7 +240,7 @@ class Run:
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
             own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
-            return own if own is not None and own.number in self._store.snapshots else newest, used
+            return own if own is not None and own.number in self._store.shard.snapshots else newest, used
 
     @property
     def codec(self) -> str:
@@ -242,13 +256,13 @@ class Run:
         with self._changed:
             self._caller(peer, instance)
             newest = self._state.newest
-            if newest is None or number not in self._store.snapshots:
+            if newest is None or number not in self._store.shard.snapshots:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
                 raise Refusal("not_found", f"the values of round {number} are not here; {held}")
             self._state.adopted(peer, number)
             self._draining.fetched(peer, number)
             self._changed.notify_all()
-            return self._store.snapshots[number], self._store.catalog
+            return self._store.shard.snapshots[number], self._store.shard.catalog
 
     def leave(self, peer: str, instance: str) -> None:
         """End a membership.
@@ -282,12 +296,12 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return what people want to know, as plain data."""
         with self._changed:
-            return status_of(self.name, self.config, self._store, self._maker.problem)
+            return status_of(self.name, self.config, self._store, self._shards, self._maker.problem)
 
     def overview(self) -> dict[str, Any]:
         """Return the status with the history and the health of the run, as plain data."""
         with self._changed:
-            return overview_of(self.name, self.config, self._store, self._maker.problem)
+            return overview_of(self.name, self.config, self._store, self._shards, self._maker.problem)
 
     def drain(self) -> None:
         """Take no new members, and begin no round after the one for which contributions are there."""
@@ -307,6 +321,7 @@ class Run:
             self._stopping = True
             self._changed.notify_all()
         self._maker.stop()
+        self._shards.stop()
         self._store.close()
 
     # -----------------------------------------------------------------------------------------------------------
@@ -330,7 +345,7 @@ class Run:
             if not self._accepts(peer, number):
                 return None
             self._draining.check(self._state.open_round)
-            return self._store.contribution(peer, number)
+            return self._store.shard.contribution(peer, number)
 
     def _accepts(self, peer: str, number: int) -> bool:
         """Return whether a contribution may still come in; note it when it has become too old."""
@@ -339,10 +354,29 @@ class Run:
         event = self._state.stale_event(peer, number)
         if event is not None:
             self._store.record(event)
-            self._store.spool.discard(peer)
+            self._store.shard.spool.discard(peer)
         return False
 
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
         self._caller(peer, instance)
         answer, reason = self._state.answer(peer, number, uploaded)
-        return answer, self._maker.problem or reason if answer == "waiting" else reason
+        return answer, self._maker.problem or self._shards.problem or reason if answer == "waiting" else reason
+
+    def _word(self) -> dict[str, Any]:
+        """Return what other servers have to know of the run that have parts of its values."""
+        state = self._state
+        return {
+            "shards": list(self._addresses),
+            "config": asdict(self.config),
+            "id": self._store.run_id,
+            "open_round": state.open_round,
+            "members": {member.name: member.instance for member in state.members.values()},
+            # Whose contributions count, whoever speaks for their peers by now.
+            "kept": sorted({*state.uploaded, *(state.closing or ())}),
+            "last_round": self._draining.last_round,
+        }
+
+    def _catalog_of(self, shard: int) -> dict[str, Any]:
+        """Return what they have to know once."""
+        part = part_of(self._store.catalog, self._store.shard_of, shard)
+        return {"catalog": part.as_json(), "codec": self.codec}

@@ -17,13 +17,18 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import ServerConfig
+from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
 from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.remote_shard import PATIENCE_SECONDS
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.security import TokenInterceptor, read_token, server_credentials
 from megatron_ext.sync_service.servicer import Servicer
+from megatron_ext.sync_service.shard_run import ShardRun
+from megatron_ext.sync_service.shard_servicer import ShardServicer
 from megatron_ext.sync_service.status_page.http import StatusPage
+from megatron_ext.sync_service.values_servicer import ValuesServicer
 
 __all__ = ["Server", "serve"]
 
@@ -57,23 +62,20 @@ class Server:
         self._fatal: BaseException | None = None
         self._config = config
         token = read_token(config.token_file)
-        folder = Path(config.dir)
+        folder = config.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"dir {folder}: cannot be made: {error.strerror}") from error
-        self._runs = {
-            name: Run(
-                name,
-                run,
-                folder / "runs" / name,
-                keep_snapshots=config.keep_snapshots,
-                remote=None if config.state is None else RemoteState(config.state, name),
-                failpoints=failpoints or Failpoints(),
-                on_fatal=self._fail,
-            )
-            for name, run in config.runs.items()
-        }
+        self._failpoints = failpoints or Failpoints()
+        self._runs: dict[str, Run] = {}
+        self._shard_runs: dict[str, ShardRun] = {}
+        if config.shard == 0:
+            self._runs = {name: self._run(name, folder / "runs" / name) for name in config.runs}
+        else:
+            self._shard_runs = {
+                name: ShardRun(name, config, folder / "runs" / name, self._failpoints) for name in config.runs
+            }
         self._grpc = grpc.server(
             # Whoever awaits a round holds a thread, and so does every stream.
             ThreadPoolExecutor(max_workers=min(16 + 8 * sum(run.peers for run in config.runs.values()), 512)),
@@ -88,9 +90,12 @@ class Server:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        pb2_grpc.add_SyncServiceServicer_to_server(Servicer(self._runs, self._drain), self._grpc)
+        servicer: ValuesServicer = Servicer(self._runs, self._drain)
+        if self._shard_runs:
+            servicer = ShardServicer(self._shard_runs, config.shard, config.shards[0])
+        pb2_grpc.add_SyncServiceServicer_to_server(servicer, self._grpc)
         self._status_page = None
-        if config.status_port is not None:
+        if config.status_port is not None and config.shard == 0:
             self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
         self.address = self._listen()
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
@@ -102,7 +107,9 @@ class Server:
             RuntimeError: the rounds of a run cannot go on.
         """
         while not self._ended.wait(_POLL_SECONDS):
-            if self._draining and all(run.is_drained for run in self._runs.values()):
+            runs: list[Run | ShardRun] = [*self._runs.values(), *self._shard_runs.values()]
+            # The first server tells the others.
+            if (self._draining or self._shard_runs) and all(run.is_drained for run in runs):
                 log.info("drained")
                 break
         if self._status_page is not None:
@@ -124,6 +131,31 @@ class Server:
     def stop(self) -> None:
         """End soon. Nothing is lost: what counts is on the disk."""
         self._ended.set()
+
+    def _run(self, name: str, folder: Path) -> Run:
+        config = self._config
+        return Run(
+            name,
+            config.runs[name],
+            folder,
+            keep_snapshots=config.keep_snapshots,
+            remote=None if config.state is None else RemoteState(config.state, name),
+            shards=[self._to_shard(address) for address in config.shards],
+            failpoints=self._failpoints,
+            on_fatal=self._fail,
+        )
+
+    def _to_shard(self, address: str) -> ConnectionConfig:
+        config = self._config
+        return ConnectionConfig(
+            server=address,
+            token_file=config.token_file,
+            tls_ca=config.tls_ca,
+            tls_cert=None if config.tls_client_ca is None else config.tls_cert,
+            tls_key=None if config.tls_client_ca is None else config.tls_key,
+            insecure=config.insecure,
+            patience_seconds=PATIENCE_SECONDS,
+        )
 
     def _overview(self) -> list[dict[str, Any]]:
         return [run.overview() for run in self._runs.values()]
@@ -167,7 +199,7 @@ def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:
         UserError: the configuration, the folder or the port cannot be used.
     """
     _share_freed_memory()
-    with _locked(Path(config.dir), config):
+    with _locked(config.folder, config):
         server = Server(config, Failpoints(failpoints))
 
         def end(_signal: int, _frame: Any) -> None:
@@ -176,7 +208,8 @@ def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:
         signal.signal(signal.SIGTERM, end)
         signal.signal(signal.SIGINT, end)
         page = "" if server.status_address is None else f", status page at {server.status_address}"
-        print(f"megatron-ext server: listening at {server.address}, state in {config.dir}{page}", flush=True)
+        which = "" if not config.shards else f", shard {config.shard} of {len(config.shards)}"
+        print(f"megatron-ext server: listening at {server.address}, state in {config.folder}{which}{page}", flush=True)
         server.wait()
     return 0
 

@@ -217,56 +217,77 @@ class Contribution:
 
 
 class Spool:
-    """Contributions that no round has used yet, at most one of each peer."""
+    """Contributions that no round has used yet, at most one of each peer. May be used by several threads."""
 
     def __init__(self, folder: Path) -> None:
         """Open the folder, or make it."""
         self._folder = folder
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.RLock()
         self._found: dict[str, tuple[int, Contribution]] = {}
 
     def open_round(self, number: int) -> None:
         """Go on to a round: what there is of others is removed."""
-        for _, contribution in self._found.values():
-            contribution.discard()
-        self._found = {}
-        for entry in self._folder.iterdir():
-            if entry != self._of_round(number):
-                shutil.rmtree(entry)
-        self._of_round(number).mkdir(exist_ok=True)
-        sync_folder(self._folder)
+        with self._lock:
+            for peer in [peer for peer, (found, _) in self._found.items() if found != number]:
+                self._found.pop(peer)[1].discard()
+            for entry in self._folder.iterdir():
+                if entry != self._of_round(number):
+                    shutil.rmtree(entry)
+            self._of_round(number).mkdir(exist_ok=True)
+            sync_folder(self._folder)
 
     def keep(self, is_wanted: Callable[[str, int], bool]) -> None:
         """Remove what a former server has left unless it is wanted, given the peer and the round."""
-        for path in list(self._folder.glob("round-*/*.frames")):
-            if not is_wanted(path.stem, int(path.parent.name.removeprefix("round-"))):
-                path.unlink()
-        self._remove_empty()
+        with self._lock:
+            for path in list(self._folder.glob("round-*/*.frames")):
+                if not is_wanted(path.stem, int(path.parent.name.removeprefix("round-"))):
+                    path.with_suffix(".sealed").unlink(missing_ok=True)
+                    path.unlink()
+            self._remove_empty()
 
     def contribution(self, peer: str, number: int, catalog: Catalog, codec: str) -> Contribution:
         """Return the contribution of a peer to a round, perhaps an empty one; one to another round is removed."""
-        if peer in self._found and self._found[peer][0] != number:
-            self.discard(peer)
-        if peer not in self._found:
-            folder = self._of_round(number)
-            if not folder.exists():
-                folder.mkdir()
-                sync_folder(self._folder)
-            self._found[peer] = number, Contribution(folder / f"{peer}.frames", catalog, codec)
-        return self._found[peer][1]
+        with self._lock:
+            if peer in self._found and self._found[peer][0] != number:
+                self.discard(peer)
+            if peer not in self._found:
+                folder = self._of_round(number)
+                if not folder.exists():
+                    folder.mkdir()
+                    sync_folder(self._folder)
+                self._found[peer] = number, Contribution(folder / f"{peer}.frames", catalog, codec)
+            return self._found[peer][1]
 
     def discard(self, peer: str) -> None:
         """Remove what a peer has uploaded."""
-        if peer in self._found:
-            self._found.pop(peer)[1].discard()
-        for path in list(self._folder.glob(f"round-*/{peer}.frames")):
-            path.unlink()
-        self._remove_empty()
+        with self._lock:
+            if peer in self._found:
+                self._found.pop(peer)[1].discard()
+            for name in (f"{peer}.frames", f"{peer}.sealed"):
+                for path in list(self._folder.glob(f"round-*/{name}")):
+                    path.unlink()
+            self._remove_empty()
+
+    def seal(self, peer: str, number: int, instance: str) -> None:
+        """Write down, durably, which process has uploaded all of a contribution."""
+        path = self._of_round(number) / f"{peer}.sealed"
+        with path.open("w") as file:
+            file.write(instance)
+            file.flush()
+            os.fsync(file.fileno())
+        sync_folder(path.parent)
+
+    def sealed_by(self, peer: str, number: int) -> str | None:
+        """Return which process has uploaded all of a contribution, as far as that was written down."""
+        path = self._of_round(number) / f"{peer}.sealed"
+        return path.read_text() if path.exists() else None
 
     @property
     def nbytes(self) -> dict[str, int]:
         """Bytes by peer."""
-        return {peer: contribution.nbytes for peer, (_, contribution) in self._found.items()}
+        with self._lock:
+            return {peer: contribution.nbytes for peer, (_, contribution) in self._found.items()}
 
     def _remove_empty(self) -> None:
         for folder in list(self._folder.iterdir()):

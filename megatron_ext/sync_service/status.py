@@ -8,27 +8,29 @@ from typing import Any
 
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.health import health_of
+from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.store import RunStore
 
 __all__ = ["overview_of", "status_of"]
 
 
-def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> dict[str, Any]:
+def status_of(name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str) -> dict[str, Any]:
     """Return how a run is, as plain data; to be called with its lock held.
 
     Args:
         name: the run id.
         config: of the run.
         store: its state.
+        shards: where its values are.
         problem: why its open round cannot be made; empty when it can.
     """
     state, newest = store.state, store.state.newest
-    spooled = store.spool.nbytes
+    spooled = shards.spooled
     return {
         "run": name,
         "open_round": state.open_round,
         "waiting_for": state.waiting_for(),
-        "problem": problem,
+        "problem": problem or shards.problem,
         "asynchronous": config.is_asynchronous,
         "quorum": config.policy.quorum,
         "places": config.peers,
@@ -37,6 +39,9 @@ def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> di
         "digest": None if newest is None else newest.digest,
         "contributors": [] if newest is None else list(newest.contributors),
         "rejected": {} if newest is None else newest.rejected,
+        "shards": [
+            {"shard": other.number, "address": other.address, "problem": other.problem} for other in shards.others
+        ],
         "peers": [
             {
                 "peer": member.name,
@@ -52,18 +57,19 @@ def status_of(name: str, config: RunConfig, store: RunStore, problem: str) -> di
     }
 
 
-def overview_of(name: str, config: RunConfig, store: RunStore, problem: str) -> dict[str, Any]:
+def overview_of(name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str) -> dict[str, Any]:
     """Return what `status_of` does, and the run's history and health besides; with its lock held.
 
     Args:
         name: the run id.
         config: of the run.
         store: its state.
+        shards: where its values are.
         problem: why its open round cannot be made; empty when it can.
     """
     history, now = store.history, time.time()
     found = {
-        **status_of(name, config, store, problem),
+        **status_of(name, config, store, shards, problem),
         "time": now,
         "rounds": list(history.rounds),
         "incidents": list(history.incidents),

@@ -12,6 +12,7 @@ told. Whatever else a killed server has left is either repeated or removed by th
 from __future__ import annotations
 
 import logging
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, sync_folder
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
+from megatron_ext.sync_service.shard import Shard
+from megatron_ext.sync_service.sharding import assign, part_of
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
-from megatron_ext.sync_service.spool import Contribution, Spool
 
 __all__ = ["RunStore"]
 
@@ -36,7 +39,15 @@ class RunStore:
     """The durable state of a run. Not for several threads at once."""
 
     def __init__(
-        self, name: str, config: RunConfig, folder: Path, keep_snapshots: int, remote: RemoteState | None = None
+        self,
+        name: str,
+        config: RunConfig,
+        folder: Path,
+        keep_snapshots: int,
+        remote: RemoteState | None = None,
+        failpoints: Failpoints | None = None,
+        *,
+        shards: int = 1,
     ) -> None:
         """Open the folder and go on from what is there.
 
@@ -46,15 +57,16 @@ class RunStore:
             folder: where the state is; made when it is not there.
             keep_snapshots: how many committed rounds stay on the disk.
             remote: a copy of it elsewhere, to go on from and to keep up.
+            failpoints: where to die in tests.
+            shards: how many servers have parts of the values, this one among them.
 
         Raises:
             UserError: the state is damaged or was made with another configuration.
         """
         self._name = name
         self._config = config
-        self._keep = keep_snapshots
-        self._folder = folder / "snapshots"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._shards = shards
+        folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, *list(folder.parents)[:2]):
             sync_folder(parent)
         self._remote = remote
@@ -82,15 +94,22 @@ class RunStore:
                 f"run {name}: rounds is {config.rounds}, but the run was started with {self.state.rounds}; give the "
                 "same, or start a new run under another name"
             )
-        self._catalog = Catalog.from_json(self.state.catalog) if self.state.config is not None else None
-        self.snapshots: dict[int, Snapshot] = {}
-        self._recover_snapshots()
+        begun_with = 1 if self.state.sharding is None else self.state.sharding["shards"]
+        if self.state.config is not None and begun_with != shards:
+            raise UserError(
+                f"run {name}: there are {shards} shards, but the run was started with {begun_with}, among which its "
+                "values are split; give as many, or start a new run under another name"
+            )
+        self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())
+        self._catalog: Catalog | None = None
+        if self.state.config is not None:
+            self._open(Catalog.from_json(self.state.catalog))
+        self.shard.recover(self.state.open_round)
         try:
             # What the guards have learned must fit, which nobody wants to hear only when the next round is made.
             self.guards()
         except UserError as error:
             raise UserError(f"run {name}: {error}") from None
-        self.spool = Spool(folder / "spool")
         self._recover_spool()
         self.record(
             {
@@ -113,6 +132,16 @@ class RunStore:
         assert self.state.config is not None
         return self.state.config
 
+    @property
+    def run_id(self) -> str:
+        """What tells the run from others of its name, where shards have to know; empty before it has begun."""
+        return "" if self.state.sharding is None else str(self.state.sharding["id"])
+
+    @property
+    def shard_of(self) -> tuple[int, ...]:
+        """Which shard has a tensor, in the order of the catalog; the run has begun."""
+        return (0,) * len(self.catalog) if self.state.sharding is None else tuple(self.state.sharding["of"])
+
     def guards(self) -> Guards | None:
         """Return what decides over the peers of the open round, with what was learned so far; None without guards.
 
@@ -121,7 +150,7 @@ class RunStore:
         """
         if self._config.penalty is None or self._catalog is None:
             return None
-        newest = self.snapshots.get(self.state.open_round - 1)
+        newest = self.shard.snapshots.get(self.state.open_round - 1)
         state = None if newest is None else newest.metadata.get("guards")
         return Guards(self._config.penalty, self._catalog, self._config.peers, state)
 
@@ -139,30 +168,23 @@ class RunStore:
             log.info("run %s: %s %s", self._name, event["event"], told)
 
     def create(self, config: dict[str, str], catalog: Catalog) -> None:
-        """Let the run begin with what its first peer says that all peers have in common."""
+        """Let the run begin with what its first peer says that all peers have in common.
+
+        Raises:
+            Refusal: there is not something for every shard.
+        """
         event: dict[str, Any] = {"event": "created", "config": config, "catalog": catalog.as_json()}
+        if self._shards > 1:
+            split = {"id": uuid.uuid4().hex, "shards": self._shards, "of": assign(catalog, self._shards)}
+            event["sharding"] = split
         self.record({**event, "peers": self.state.policy.peers, "rounds": self._config.rounds})
-        self._catalog = catalog
+        self._open(catalog)
 
     def drop(self, peer: str, event: Event) -> None:
         """Let an event happen that ends a membership, and forget what does not count of its peer."""
         self.record(event)
         if peer not in self.state.uploaded and peer not in (self.state.closing or ()):
-            self.spool.discard(peer)
-
-    def contribution(self, peer: str, number: int) -> Contribution:
-        """Return a peer's contribution to a round, perhaps an empty one."""
-        # The start is what everybody goes on from: nothing of it may be lost.
-        codec = "fp32" if number == 0 else self.agreed["codec"]
-        return self.spool.contribution(peer, number, self.catalog, codec)
-
-    def missing(self, contribution: Contribution, index: int, number: int) -> str | None:
-        """Return in words what a contribution to a round lacks; None when it is whole."""
-        return contribution.missing(None if number == 0 else index)
-
-    def snapshot_path(self, number: int) -> Path:
-        """Return where the snapshot of a round is."""
-        return self._folder / snapshot_name(number)
+            self.shard.spool.discard(peer)
 
     def copy_snapshot(self, number: int) -> None:
         """Bring the snapshot of a round that is about to be committed to where the copy of this state is.
@@ -171,49 +193,39 @@ class RunStore:
             OSError: it could not be written there.
         """
         if self._remote is not None:
-            self._remote.put_snapshot(self.snapshot_path(number))
+            self._remote.put_snapshot(self.shard.snapshot_path(number))
 
     def commit(self, event: Event, snapshot: Snapshot) -> None:
         """Let the event happen that commits the open round, and go on to the next one."""
         self.record(event)
-        self.snapshots[event["round"]] = snapshot
         if self._config.is_asynchronous and event["round"] > 0:
             for peer in (*event["contributors"], *event["rejected"]):
-                self.spool.discard(peer)
+                self.shard.spool.discard(peer)
         else:
-            self.spool.open_round(self.state.open_round)
-        for number in [number for number in self.snapshots if number < self.state.open_round - self._keep]:
-            # A download that is under way keeps the file open.
-            self.snapshots.pop(number).path.unlink(missing_ok=True)
+            self.shard.spool.open_round(self.state.open_round)
+        self.shard.committed(event["round"], snapshot)
         if self._remote is not None:
-            self._remote.drop_snapshots({snapshot_name(number) for number in self.snapshots})
+            self._remote.drop_snapshots({snapshot_name(number) for number in self.shard.snapshots})
 
     def close(self) -> None:
         """Close the journal."""
         self._journal.close()
 
-    def _recover_snapshots(self) -> None:
-        newest = self.state.open_round - 1
-        kept = {snapshot_name(number): number for number in range(max(0, newest + 1 - self._keep), newest + 1)}
-        for path in self._folder.iterdir():
-            if path.name not in kept:
-                path.unlink()
-        for name, number in kept.items():
-            # Older ones may be gone: fewer were kept.
-            if (self._folder / name).exists() or number == newest:
-                self.snapshots[number] = Snapshot(self._folder / name)
+    def _open(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.shard.open(part_of(catalog, self.shard_of, 0), self.agreed["codec"])
 
     def _recover_spool(self) -> None:
         number = self.state.open_round
         if self._config.is_asynchronous and number > 0:
-            self.spool.keep(self._is_wanted)
+            self.shard.spool.keep(self._is_wanted)
         else:
-            self.spool.open_round(number)
+            self.shard.spool.open_round(number)
         for peer, index in dict(self.state.uploaded).items():
             made_for = self.state.made_for(peer)
-            missing = self.missing(self.contribution(peer, made_for), index, made_for)
+            missing = self.shard.missing(self.shard.contribution(peer, made_for), index, made_for)
             if missing is not None:
-                self.spool.discard(peer)
+                self.shard.spool.discard(peer)
                 self.record({"event": "forgotten", "round": made_for, "peer": peer, "reason": missing})
 
     def _is_wanted(self, peer: str, number: int) -> bool:

@@ -80,6 +80,11 @@ class SyncServiceStub(object):
                 request_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.DrainRequest.SerializeToString,
                 response_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.Shard = channel.unary_unary(
+                '/megatron_ext.sync.v1.SyncService/Shard',
+                request_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.ShardRequest.SerializeToString,
+                response_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.ShardReply.FromString,
+                _registered_method=True)
 
 
 class SyncServiceServicer(object):
@@ -146,6 +151,13 @@ class SyncServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Shard(self, request, context):
+        """What the first of several servers asks of the others. Peers call them for Upload and Download alone.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SyncServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -193,6 +205,11 @@ def add_SyncServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.DrainRequest.FromString,
                     response_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.DrainReply.SerializeToString,
+            ),
+            'Shard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shard,
+                    request_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.ShardRequest.FromString,
+                    response_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.ShardReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -438,6 +455,33 @@ class SyncService(object):
             '/megatron_ext.sync.v1.SyncService/Drain',
             megatron__ext_dot_sync__service_dot_sync__pb2.DrainRequest.SerializeToString,
             megatron__ext_dot_sync__service_dot_sync__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megatron_ext.sync.v1.SyncService/Shard',
+            megatron__ext_dot_sync__service_dot_sync__pb2.ShardRequest.SerializeToString,
+            megatron__ext_dot_sync__service_dot_sync__pb2.ShardReply.FromString,
             options,
             channel_credentials,
             insecure,

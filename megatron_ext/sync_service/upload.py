@@ -5,18 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.outgoing import Outgoing, Piece
 from megatron_ext.sync_service.parts import Values
 from megatron_ext.sync_service.protocol import pb2
+from megatron_ext.sync_service.route import Route
 
 __all__ = ["upload"]
 
 
 def upload(
-    connection: Connection,
+    route: Route,
     pool: ThreadPoolExecutor,
     caller: Any,
     outgoing: Outgoing,
@@ -29,7 +32,7 @@ def upload(
     """Upload this process's share of a contribution, and return whether the round was closed before.
 
     Args:
-        connection: to the server.
+        route: to the servers.
         pool: has a thread per stream.
         caller: the peer, as a message of the protocol.
         outgoing: cuts the values into frames.
@@ -43,7 +46,7 @@ def upload(
     """
     outgoing.check(number, index, values)
 
-    def send(job: list[Piece]) -> bool:
+    def send(connection: Connection, job: list[Piece]) -> bool:
         def requests() -> Iterator[Any]:
             for frames in outgoing.batches(number, job, values):
                 connection.count(sent=sum(len(frame.payload) for frame in frames))
@@ -51,4 +54,10 @@ def upload(
 
         return bool(connection.call("Upload", requests).closed)
 
-    return any(pool.map(send, list(outgoing.jobs(number, index, call_bytes))))
+    by_server = [
+        [(connection, job) for job in outgoing.jobs(number, index, call_bytes, partial(route.leads, at))]
+        for at, connection in enumerate(route.connections)
+    ]
+    # All servers have something to do all the time.
+    turns = [entry for turn in zip_longest(*by_server) for entry in turn if entry is not None]
+    return any(list(pool.map(lambda turn: send(*turn), turns)))

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.sync_service.feature import agreed
 from tests.support.pretrain import run_pretrain
+from tests.sync_service.cluster import Cluster
 from tests.sync_service.jobs import (
     SINGLE,
     Kind,
@@ -50,16 +51,18 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.mark.parametrize(
-    ("kinds", "codec"),
+    ("kinds", "codec", "servers"),
     [
-        ([("tp2", "bf16", 2), ("pp2", "bf16-distopt", 2), ("single", "bf16-distopt-overlap", 2), SINGLE], "fp32"),
-        ([("moe-ep2", "bf16-distopt", 2), ("moe-ep2", "fp32", 2)], "int8"),
+        ([("tp2", "bf16", 2), ("pp2", "bf16-distopt", 2), ("single", "bf16-distopt-overlap", 2), SINGLE], "fp32", 1),
+        ([("moe-ep2", "bf16-distopt", 2), ("moe-ep2", "fp32", 2)], "int8", 2),
     ],
-    ids=["dense-fp32", "moe-int8"],
+    ids=["dense-fp32", "moe-int8-two-servers"],
 )
-def test_peers_of_different_layouts_end_with_the_same_bits(make_service: MakeService, kinds: list[Kind], codec: str):
+def test_peers_of_different_layouts_end_with_the_same_bits(
+    make_service: MakeService, kinds: list[Kind], codec: str, servers: int
+):
     service = make_service({"demo": {"peers": len(kinds), **SGD}})
-    service.start()
+    Cluster(service, servers).start_all()
     names = "abcd"[: len(kinds)]
     jobs = [start_job(service, *job, sync_service_codec=codec) for job in zip(names, kinds, strict=True)]
     models = [model_of(job.result()) for job in jobs]

@@ -18,6 +18,7 @@ from megatron_ext.sync_service.connection import DamagedOnTheWay
 from megatron_ext.sync_service.download import download
 from megatron_ext.sync_service.parts import whole_parts
 from megatron_ext.sync_service.protocol import pb2
+from megatron_ext.sync_service.route import Route
 from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
@@ -144,7 +145,7 @@ def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_dama
     parts, connection = whole_parts(Catalog([TensorSpec(name="w", shape=(3,))])), Lying()
     for connection.place, expected in ((0, None), (1, {"w": torch.zeros(3)})):
         with ThreadPoolExecutor(1) as pool, pytest.raises(DamagedOnTheWay, match="said to be as expected, and was not"):
-            download(connection, pool, pb2.Caller(), parts, 1, 1, expected)
+            download(Route(connection), pool, pb2.Caller(), parts, 1, 1, expected)
 
 
 def test_experts_are_merged_after_the_mean_at_the_steps_of_the_schedule(make_service: MakeService):

@@ -215,13 +215,13 @@ def test_a_restored_run_awaits_all_its_members_again(tmp_path: Path):
         store.record(store.state.closing_event())
         event = {"event": "committed", "round": number, "digest": "", "contributors": ["a"], "rejected": {}}
         figures = {"outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
-        store.commit({**event, **figures}, snapshot(store.snapshot_path(number)))
+        store.commit({**event, **figures}, snapshot(store.shard.snapshot_path(number)))
     assert store.state.awaited() == ["a"]
     store.close()
     restored = RunStore("r", config, tmp_path, 2)
     # Whether b has taken the values of round 1 since is not in the journal.
     assert restored.state.open_round == 2 and restored.state.awaited() == ["a", "b"]
-    assert sorted(restored.snapshots) == [0, 1]
+    assert sorted(restored.shard.snapshots) == [0, 1]
 
 
 def test_a_restored_asynchronous_run_keeps_what_may_still_count(tmp_path: Path):
@@ -234,7 +234,7 @@ def test_a_restored_asynchronous_run_keeps_what_may_still_count(tmp_path: Path):
 
     def upload(peer: str, number: int, frames: list[Frame]) -> None:
         for frame in frames:
-            store.contribution(peer, number).append(frame)
+            store.shard.contribution(peer, number).append(frame)
 
     for number in (0, 1):
         upload("a", number, frames_of(VALUES))
@@ -242,15 +242,15 @@ def test_a_restored_asynchronous_run_keeps_what_may_still_count(tmp_path: Path):
         store.record(store.state.closing_event())
         if number == 0:
             committed = {"event": "committed", "round": 0, "contributors": ["a"], **figures}
-            store.commit(committed, snapshot(store.snapshot_path(0)))
+            store.commit(committed, snapshot(store.shard.snapshot_path(0)))
     upload("b", 1, frames_of(VALUES))
     store.record({"event": "uploaded", "round": 1, "peer": "b"})
     upload("c", 1, frames_of(VALUES)[:2])
     # The server dies when the round is committed, and before anything is removed of what it was made of.
-    snapshot(store.snapshot_path(1))
+    snapshot(store.shard.snapshot_path(1))
     store.record({"event": "committed", "round": 1, "contributors": ["a"], **figures})
     store.close()
     restored = RunStore("r", config, tmp_path, 2)
     left = sorted(path.name for path in (tmp_path / "spool").glob("round-*/*"))
     assert left == ["b.frames", "c.frames"] and list(restored.state.uploaded) == ["b"]
-    assert restored.contribution("c", 1).frames == 2
+    assert restored.shard.contribution("c", 1).frames == 2

@@ -11,10 +11,11 @@ import torch
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.decision import Decision, decide
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame, cut, whole_box
 from megatron_ext.sync_service.guards import Guards
-from megatron_ext.sync_service.reduction import Contributor, Outcome, Reduction
+from megatron_ext.sync_service.reduction import Contributor, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.updates import RESIDUAL
@@ -46,8 +47,9 @@ class Rounds:
         self.before: Snapshot | None = None
         self.scalars: dict[str, float] = {}
         self.number = 0
+        self.sums = (0, 0)
 
-    def make(self, *peers: Values | None, absolute: bool = True) -> tuple[Values, Outcome]:
+    def make(self, *peers: Values | None, absolute: bool = True) -> tuple[Values, Decision]:
         """Make a round of the contributions of peers 0, 1, ...; None for one that is not there."""
         contributors = []
         for index, values in enumerate(peers):
@@ -67,17 +69,27 @@ class Rounds:
             self.catalog,
             self.optimizer,
             codec="fp32" if absolute else "fp16",
-            max_norm=self.max_norm,
             before=self.before,
             outer_scalars=self.scalars,
             failpoints=Failpoints(),
-            guards=guards,
         )
-        outcome = reduction.judge(contributors)
+        decision = decide(
+            self.catalog,
+            [(contributor.peer, contributor.index) for contributor in contributors],
+            reduction.measure(contributors),
+            guards=guards,
+            max_norm=self.max_norm,
+            is_start=self.before is None,
+        )
+        if guards is not None and guards.clips and self.before is not None:
+            squares = reduction.common_squares(contributors, decision)
+            decision.coefficients = {key: guards.coefficient(square) for key, square in squares.items()}
         path = self.folder / f"round-{self.number}.safetensors"
-        reduction.write(path, contributors, outcome).publish()
-        self.before, self.scalars, self.number = Snapshot(path), outcome.outer_scalars, self.number + 1
-        return {spec.name: self.before.read(spec.name).view(spec.shape) for spec in self.catalog}, outcome
+        writer, made = reduction.write(path, contributors, decision)
+        writer.publish()
+        self.before, self.scalars, self.number = Snapshot(path), made.outer_scalars, self.number + 1
+        self.sums = made.sums
+        return {spec.name: self.before.read(spec.name).view(spec.shape) for spec in self.catalog}, decision
 
 
 def values(seed: int, *without: str) -> Values:
@@ -169,12 +181,10 @@ def test_a_round_that_cannot_be_written_leaves_nothing(tmp_path: Path):
         box = whole_box(CATALOG[name].shape)
         contribution.append(Frame.make(name, box.shape, box, 0, value.reshape(-1)))
     contributors = [Contributor(peer="p0", index=0, contribution=contribution)]
-    reduction = Reduction(
-        CATALOG, NONE, codec="fp32", max_norm=None, before=rounds.before, outer_scalars={}, failpoints=Full()
-    )
+    reduction = Reduction(CATALOG, NONE, codec="fp32", before=rounds.before, outer_scalars={}, failpoints=Full())
     before = sorted(tmp_path.iterdir())
     with pytest.raises(OSError, match="the disk is full"):
-        reduction.write(tmp_path / "round-1.safetensors", contributors, reduction.judge(contributors))
+        reduction.write(tmp_path / "round-1.safetensors", contributors, Decision())
     assert sorted(tmp_path.iterdir()) == before
 
 

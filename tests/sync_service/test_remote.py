@@ -45,7 +45,7 @@ def make_round(store: RunStore) -> None:
     number = store.state.open_round
     store.record({"event": "uploaded", "round": number, "peer": "a"})
     store.record(store.state.closing_event())
-    made = snapshot(store.snapshot_path(number))
+    made = snapshot(store.shard.snapshot_path(number))
     store.copy_snapshot(number)
     store.commit({"event": "committed", "round": number, "contributors": ["a"], **FIGURES}, made)
 
@@ -59,7 +59,7 @@ def test_another_machine_goes_on_with_the_newest_rounds_and_members(tmp_path: Pa
     store.close()
     again = store_at(tmp_path / "two")
     assert again.state.open_round == 4 and list(again.state.members) == ["a"]
-    assert sorted(again.snapshots) == [2, 3]
+    assert sorted(again.shard.snapshots) == [2, 3]
     files = fsspec.filesystem("memory")
     parts = [files.cat_file(path) for path in sorted(files.ls("/bucket/state/r/journal", detail=False))]
     assert {part.count(b"\n") for part in parts[:-1]} == {4} and len(parts) > 3
@@ -69,7 +69,7 @@ def test_another_machine_goes_on_with_the_newest_rounds_and_members(tmp_path: Pa
     again.close()
     # The first machine comes back: it has seen less, and takes the rest.
     back = store_at(tmp_path / "one")
-    assert back.state.open_round == 5 and sorted(back.snapshots) == [3, 4]
+    assert back.state.open_round == 5 and sorted(back.shard.snapshots) == [3, 4]
 
 
 def test_a_folder_that_has_seen_more_brings_the_copy_up_to_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -97,7 +97,7 @@ def test_a_server_whose_url_another_one_has_taken_over_changes_nothing_there(tmp
     seen = dict(files.store)
     with pytest.raises(OSError, match=rf"belongs to the server with process id {os.getpid()} on .* end it"):
         first.record({"event": "joined", "peer": "b", "index": 1, "instance": "y"})
-    snapshot(first.snapshot_path(1))
+    snapshot(first.shard.snapshot_path(1))
     with pytest.raises(OSError, match="nothing that this server does counts any more"):
         first.copy_snapshot(1)
     assert list(first.state.members) == ["a"]

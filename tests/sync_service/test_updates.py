@@ -66,7 +66,7 @@ def test_peers_that_hold_slices_get_the_values_of_those_that_hold_everything(
     with service.client("p0", Catalog([spec]), codec=codec) as client:
         before = client.start(start)
         values = client.sync({"w": before["w"] * 1.01}).values
-        arguments = client._connection, client._pool, client._membership.caller, parts, 1, 2
+        arguments = client._route, client._pool, client._membership.caller, parts, 1, 2
         held = {part.key: before["w"][part.box.slices].contiguous() for part in parts}
         for found in (download(*arguments), download(*arguments, before=held)):
             for part in parts:

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of a run that a server process has: what was uploaded of them, their snapshots, how rounds change them.
+
+    FOLDER/snapshots/round-N.safetensors       the values of the newest rounds
+    FOLDER/spool/round-N/PEER.frames           contributions to the open round
+
+It keeps no account of rounds: whoever uses it says which one is open, and what was decided of it. A round may be made
+again and again until it is committed, with the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.decision import Decision, Measured
+from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.guards import Judged
+from megatron_ext.sync_service.merge import Merge
+from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
+from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
+from megatron_ext.sync_service.spool import Contribution, Spool
+
+__all__ = ["RoundJob", "Shard", "Uploader"]
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uploader:
+    """A peer whose contribution was in when the round closed."""
+
+    peer: str
+    """Its name."""
+
+    index: int
+    """Its place among the peers."""
+
+    made_for: int
+    """The round that its contribution was made for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundJob:
+    """A round that is to be made."""
+
+    number: int
+    """Which one."""
+
+    uploaders: tuple[Uploader, ...]
+    """Of whose contributions, in the order of their indices."""
+
+    outer_scalars: dict[str, float]
+    """Of the last round."""
+
+    alone: Alone | None = None
+    """Given where the round is one contribution's alone."""
+
+
+class Shard:
+    """Values on the disk. Rounds are made by one thread at a time."""
+
+    def __init__(self, config: RunConfig, folder: Path, keep_snapshots: int, failpoints: Failpoints) -> None:
+        """Open the folder.
+
+        Args:
+            config: of the run.
+            folder: where the values are; made when it is not there.
+            keep_snapshots: how many committed rounds stay on the disk.
+            failpoints: where to die in tests.
+        """
+        self.spool = Spool(folder / "spool")
+        self.snapshots: dict[int, Snapshot] = {}
+        self._config = config
+        self._keep = keep_snapshots
+        self._failpoints = failpoints
+        self._folder = folder / "snapshots"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._catalog: Catalog | None = None
+        self._codec = ""
+
+    def open(self, catalog: Catalog, codec: str) -> None:
+        """Say which tensors there are, and how contributions travel."""
+        self._catalog, self._codec = catalog, codec
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the tensors are known."""
+        return self._catalog is not None
+
+    @property
+    def catalog(self) -> Catalog:
+        """The tensors, which have to be known."""
+        assert self._catalog is not None
+        return self._catalog
+
+    @property
+    def codec(self) -> str:
+        """In which contributions travel."""
+        return self._codec
+
+    def recover(self, open_round: int, *, keep_made: bool = False) -> None:
+        """Find the snapshots that a former process has left, and remove those of rounds that were not committed.
+
+        Args:
+            open_round: the round that is not committed yet.
+            keep_made: whether the open round's stays where it is: somebody else may be about to commit it.
+
+        Raises:
+            UserError: the newest round's is not there, or one is damaged.
+        """
+        kept = {snapshot_name(number): number for number in range(max(0, open_round - self._keep), open_round)}
+        for path in self._folder.iterdir():
+            if path.name not in kept and not (keep_made and path == self.snapshot_path(open_round)):
+                path.unlink()
+        for name, number in kept.items():
+            # Older ones may be gone: fewer were kept.
+            if (self._folder / name).exists() or number == open_round - 1:
+                self.snapshots[number] = Snapshot(self._folder / name)
+
+    @property
+    def newest_file(self) -> int:
+        """The newest round that there is a snapshot of, committed or not; -1 without any."""
+        paths = self._folder.glob("round-*.safetensors")
+        return max((int(path.stem.removeprefix("round-")) for path in paths), default=-1)
+
+    def snapshot_path(self, number: int) -> Path:
+        """Return where the snapshot of a round is."""
+        return self._folder / snapshot_name(number)
+
+    def committed(self, number: int, snapshot: Snapshot | None = None) -> None:
+        """Take a round's values for the newest ones, and remove old ones.
+
+        Args:
+            number: the round, which was made here.
+            snapshot: its values, if they have been opened.
+        """
+        self.snapshots[number] = Snapshot(self.snapshot_path(number)) if snapshot is None else snapshot
+        for old in [old for old in self.snapshots if old <= number - self._keep]:
+            # A download that is under way keeps the file open.
+            self.snapshots.pop(old).path.unlink(missing_ok=True)
+
+    def contribution(self, peer: str, number: int) -> Contribution:
+        """Return a peer's contribution to a round, perhaps an empty one."""
+        # The start is what everybody goes on from: nothing of it may be lost.
+        codec = "fp32" if number == 0 else self._codec
+        return self.spool.contribution(peer, number, self.catalog, codec)
+
+    def missing(self, contribution: Contribution, index: int, number: int) -> str | None:
+        """Return in words what a contribution to a round lacks; None when it is whole."""
+        return contribution.missing(None if number == 0 else index)
+
+    def measure(self, job: RoundJob) -> list[Measured]:
+        """Return what the decision about a round needs, in the order of its uploaders.
+
+        Raises:
+            DamagedContribution: one cannot be read, and was removed.
+        """
+        return self._made(job, lambda reduction, contributors: reduction.measure(contributors))
+
+    def common_squares(self, job: RoundJob, decision: Decision) -> dict[Judged, float]:
+        """Return the squared norms of the common pseudo-gradients of the units that all peers train.
+
+        Raises:
+            DamagedContribution: one cannot be read, and was removed.
+        """
+        return self._made(job, lambda reduction, contributors: reduction.common_squares(contributors, decision))
+
+    def write(self, job: RoundJob, decision: Decision) -> Made:
+        """Make a round's values; when this returns they are durable under their name.
+
+        Raises:
+            DamagedContribution: one cannot be read, and was removed.
+            OSError: they cannot be written.
+        """
+
+        def write(reduction: Reduction, contributors: list[Contributor]) -> Made:
+            writer, made = reduction.write(self.snapshot_path(job.number), contributors, decision)
+            self._failpoints.hit("snapshot_written")
+            writer.publish()
+            self._failpoints.hit("snapshot_renamed")
+            return made
+
+        return self._made(job, write)
+
+    def merge(self, number: int) -> Merge | None:
+        """Return what a round merges, None for nothing."""
+        return Merge.of_round(self._config.merging, self.catalog, number * (self._config.sync_steps or 0))
+
+    def _made(self, job: RoundJob, work: Callable[[Reduction, list[Contributor]], _T]) -> _T:
+        reduction = Reduction(
+            self.catalog,
+            self._config.outer,
+            codec=self._codec,
+            before=self.snapshots[job.number - 1] if job.number > 0 else None,
+            outer_scalars=job.outer_scalars,
+            failpoints=self._failpoints,
+            alone=job.alone,
+            merge=self.merge(job.number),
+        )
+        try:
+            return work(reduction, [self._contributor(uploader) for uploader in job.uploaders])
+        except DamagedContribution as damaged:
+            self.spool.discard(damaged.peer)
+            raise
+
+    def _contributor(self, uploader: Uploader) -> Contributor:
+        contribution = self.contribution(uploader.peer, uploader.made_for)
+        missing = self.missing(contribution, uploader.index, uploader.made_for)
+        if missing is not None:
+            raise DamagedContribution(uploader.peer, missing)
+        return Contributor(peer=uploader.peer, index=uploader.index, contribution=contribution)

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on a server that has a part of its values, and does what the first server says.
+
+It has no journal. The first server tells it, whenever something changes and once a second, how the run stands (its
+*word*): which round is open, and which processes speak for its members. A call of a peer that does not go with the last
+word is answered when two more have come, the second of which is certainly newer than the call.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.config import ServerConfig
+from megatron_ext.sync_service.draining import Draining
+from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.frames import Frame
+from megatron_ext.sync_service.journal import sync_folder
+from megatron_ext.sync_service.receive import receive
+from megatron_ext.sync_service.reduction import DamagedContribution
+from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.shard import Shard
+from megatron_ext.sync_service.shard_messages import (
+    by_judged_to_json,
+    decision_from_json,
+    job_from_json,
+    measured_to_json,
+)
+from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.spool import Contribution
+
+__all__ = ["ShardRun"]
+
+WORD_SECONDS = 5.0
+"""How long a call waits for the first server's word."""
+
+Json = dict[str, Any]
+
+
+class ShardRun:
+    """A part of a run that is being served. Its methods may be called from several threads."""
+
+    def __init__(self, name: str, server: ServerConfig, folder: Path, failpoints: Failpoints) -> None:
+        """Open the folder; what is in it is used once the first server has said how the run stands.
+
+        Args:
+            name: the run id.
+            server: configuration of this server, the run's among it.
+            folder: where its values are; made when it is not there.
+            failpoints: where to die in tests.
+
+        Raises:
+            UserError: the folder is not one of a shard, or is damaged.
+        """
+        self.name = name
+        self.config = server.runs[name]
+        self._server = server
+        self._title = f"shard {server.shard}"
+        self._identity = folder / "shard.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / "journal.jsonl").exists():
+            raise UserError(f"{folder}: belongs to a server that has whole runs; give {self._title} another dir")
+        self._shard = Shard(self.config, folder, server.keep_snapshots, failpoints)
+        self._failpoints = failpoints
+        self._changed = threading.Condition()
+        self._working = threading.Lock()
+        self._tickets = 0
+        self._word: Json = {"id": "", "open_round": 0, "members": {}, "kept": []}
+        self._heard = 0
+        self._draining = Draining()
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What peers ask for
+    # -----------------------------------------------------------------------------------------------------------
+
+    def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
+        """See `Run.upload`."""
+        return receive(lambda: self._contribution(peer, instance, number), frames, self._failpoints)
+
+    @property
+    def codec(self) -> str:
+        """In which contributions and updates travel."""
+        return self._shard.codec
+
+    def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
+        """See `Run.snapshot`."""
+        with self._changed:
+            self._hear(peer, instance, lambda open_round: open_round > number)
+            if number not in self._shard.snapshots:
+                newest = self._word["open_round"] - 1
+                raise Refusal(
+                    "not_found", f"the values of round {number} are not on {self._title}; the newest is {newest}"
+                )
+            self._draining.fetched(peer, number)
+            return self._shard.snapshots[number], self._shard.catalog
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What the first server asks for
+    # -----------------------------------------------------------------------------------------------------------
+
+    def answer(self, call: str, arguments: Json) -> Json:
+        """Do what the first server asks for.
+
+        Raises:
+            Refusal: it does not fit this shard.
+            OSError: the disk refuses.
+        """
+        calls: dict[str, Callable[[Json], Json]] = {
+            "follow": self._follow,
+            "seal": self._seal,
+            "measure": self._work,
+            "common_squares": self._work,
+            "write": self._work,
+        }
+        if call not in calls:
+            raise Refusal("invalid", f"{call!r} is nothing that a shard does; install the same release everywhere")
+        return calls[call]({**arguments, "call": call})
+
+    def _follow(self, word: Json) -> Json:
+        self._check(word)
+        with self._changed:
+            wants_catalog = bool(word["id"]) and not self._shard.is_open and "catalog" not in word
+            if word["id"] and not wants_catalog:
+                try:
+                    self._go_to(word)
+                except UserError as error:
+                    raise Refusal(
+                        "state", f"its folder lacks values of run {self.name!r}, or they are damaged: {error}"
+                    ) from error
+            if not wants_catalog:
+                self._word = word
+                self._heard += 1
+                self._changed.notify_all()
+        return {"wants_catalog": wants_catalog, "spooled": self._shard.spool.nbytes}
+
+    def _check(self, word: Json) -> None:
+        """Check that both servers mean the same.
+
+        Raises:
+            Refusal: they do not.
+        """
+        wanted, found = word["shards"], list(self._server.shards)
+        if wanted != found:
+            raise Refusal(
+                "state", f"its shards are {', '.join(found)}, and those of the first server {', '.join(wanted)}"
+            )
+        if word["shard"] != self._server.shard:
+            raise Refusal("state", f"it was started with --shard {self._server.shard}")
+        for field, value in asdict(self.config).items():
+            if word["config"].get(field) != value:
+                theirs = word["config"].get(field)
+                raise Refusal(
+                    "state", f"run {self.name!r}: {field} is {value!r} there, and {theirs!r} at the first server"
+                )
+        if not self._identity.exists():
+            return
+        known = json.loads(self._identity.read_text())
+        if known != {"id": word["id"], "shard": word["shard"], "shards": len(wanted)}:
+            raise Refusal(
+                "state",
+                f"its folder {self._identity.parent} has shard {known['shard']} of {known['shards']} of another run "
+                f"{self.name!r} (id {known['id']}; the first server's is {word['id'] or 'not begun'}); give it the "
+                "folder that belongs to this run, or an empty one for a new run",
+            )
+
+    def _go_to(self, word: Json) -> None:
+        """Do what a newer word says; with the lock held.
+
+        Raises:
+            UserError: values are missing or damaged.
+        """
+        open_round, members, kept = word["open_round"], word["members"], word["kept"]
+        self._check_newest(self._word["open_round"] - 1, open_round - 1)
+        if not self._shard.is_open:
+            self._open(word)
+            spool = self._shard.spool
+            spool.keep(
+                lambda peer, number: (
+                    number == open_round
+                    and (peer in kept or spool.sealed_by(peer, number) == members.get(peer, object()))
+                )
+            )
+        elif open_round > self._word["open_round"]:
+            self._shard.committed(open_round - 1)
+        for peer, instance in self._word["members"].items():
+            if members.get(peer) != instance and peer not in kept:
+                self._shard.spool.discard(peer)
+        self._shard.spool.open_round(open_round)
+        if word["last_round"] is not None:
+            self._draining.begin(word["last_round"])
+
+    def _open(self, word: Json) -> None:
+        """Begin with what there is of the run, or with nothing at its beginning."""
+        # One round more may have been made, which the first server commits or has made anew.
+        self._check_newest(self._shard.newest_file, word["open_round"])
+        self._shard.recover(word["open_round"], keep_made=True)
+        if not self._identity.exists():
+            identity = {"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}
+            new = self._identity.with_suffix(".new")
+            new.write_text(json.dumps(identity))
+            new.replace(self._identity)
+            sync_folder(self._identity.parent)
+        self._shard.open(Catalog.from_json(word["catalog"]), word["codec"])
+
+    def _check_newest(self, known: int, newest: int) -> None:
+        """Check that no values would be removed that were committed.
+
+        Raises:
+            Refusal: the first server has lost rounds.
+        """
+        if known > newest:
+            raise Refusal(
+                "state",
+                f"it has values of round {known} of run {self.name!r}, of which the first server knows nothing: that "
+                "one has lost rounds; restore its folder, or begin a run under another name",
+            )
+
+    def _seal(self, arguments: Json) -> Json:
+        peer, instance, number = arguments["peer"], arguments["instance"], arguments["round"]
+        contribution = self._contribution(peer, instance, number)
+        if contribution is None:
+            return {"missing": f"round {number} is over on {self._title}", "frames": 0, "bytes": 0}
+        missing = self._shard.missing(contribution, arguments["index"], number)
+        if missing is None:
+            contribution.sync()
+            self._shard.spool.seal(peer, number, instance)
+            self._failpoints.hit("upload_synced")
+        return {"missing": missing, "frames": contribution.frames, "bytes": contribution.nbytes}
+
+    def _work(self, arguments: Json) -> Json:
+        job = job_from_json(arguments["job"])
+        with self._changed:
+            self._tickets += 1
+            ticket = self._tickets
+            self._await_word(lambda word: bool(word["id"]) and word["open_round"] >= job.number)
+        with self._working:
+            # A call that was given up may still have waited here.
+            if ticket != self._tickets or self._word["open_round"] != job.number or not self._shard.is_open:
+                raise Refusal("later", f"round {job.number} is not what {self._title} makes now")
+            try:
+                if arguments["call"] == "measure":
+                    return {"measured": [measured_to_json(measured) for measured in self._shard.measure(job)]}
+                decision = decision_from_json(arguments["decision"])
+                if arguments["call"] == "common_squares":
+                    return {"squares": by_judged_to_json(self._shard.common_squares(job, decision))}
+                made = self._shard.write(job, decision)
+                return {"sums": made.sums, "outer_scalars": made.outer_scalars}
+            except DamagedContribution as damaged:
+                return {"damaged": [damaged.peer, damaged.problem]}
+
+    # -----------------------------------------------------------------------------------------------------------
+    # The end
+    # -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the first server ends, and nothing is lost for anyone when this one does."""
+        with self._changed:
+            return self._draining.is_over(self._word["open_round"], self._word["members"])
+
+    # -----------------------------------------------------------------------------------------------------------
+    # Helpers
+    # -----------------------------------------------------------------------------------------------------------
+
+    def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
+        """Return where a peer's frames go; None when they do not count any more."""
+        with self._changed:
+            self._hear(peer, instance, lambda open_round: open_round >= number)
+            open_round = self._word["open_round"]
+            if number > open_round:
+                raise Refusal("state", f"round {number} is not open yet; the open one is {open_round}")
+            if number < open_round:
+                return None
+            self._draining.check(open_round)
+            return self._shard.contribution(peer, number)
+
+    def _hear(self, peer: str, instance: str, fits: Callable[[int], bool]) -> None:
+        """Wait until the first server's word says that a process speaks for a peer, in a round that fits.
+
+        Raises:
+            Refusal: it does not speak for it, or nothing is heard of the first server.
+        """
+        self._await_word(lambda word: word["members"].get(peer) == instance and fits(word["open_round"]))
+        if not self._shard.is_open or self._word["members"].get(peer) != instance:
+            raise Refusal(
+                "state", f"peer {peer!r} is no member of the run, or another process has registered as it since"
+            )
+
+    def _await_word(self, fits: Callable[[Json], bool]) -> None:
+        """Wait until the first server's word fits, or certainly does not; with the lock held.
+
+        Raises:
+            Refusal: nothing is heard of it.
+        """
+        heard, end = self._heard, time.monotonic() + WORD_SECONDS
+        while not fits(self._word) and self._heard < heard + 2:
+            if time.monotonic() > end:
+                raise Refusal("later", f"{self._title} hears nothing of the first server, {self._server.shards[0]}")
+            self._changed.wait(end - time.monotonic())

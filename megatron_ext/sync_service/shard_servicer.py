@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of the protocol at a server that is not the first one.
+
+It takes and sends values, and does what the first one asks for. All else peers and people have to ask the first one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from megatron_ext.sync_service.protocol import pb2
+from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.shard_run import ShardRun
+from megatron_ext.sync_service.values_servicer import ValuesServicer, refusing, served
+
+__all__ = ["ShardServicer"]
+
+
+class ShardServicer(ValuesServicer):
+    """Answers calls at a shard."""
+
+    def __init__(self, runs: Mapping[str, ShardRun], shard: int, first: str) -> None:
+        """Take the runs by their name, the number of this shard, and the first server's address."""
+        super().__init__(runs)
+        self._shard_runs = runs
+        self._refusal = f"this is shard {shard}, which has a part of the values; ask the first server, at {first}"
+
+    def Shard(self, request: Any, context: Any) -> Any:
+        """Do what the first server asks for."""
+        with refusing(context):
+            answer = served(self._shard_runs, request.run).answer(request.call, json.loads(request.json))
+            return pb2.ShardReply(json=json.dumps(answer))
+
+    def _refuse(self, _request: Any, context: Any) -> NoReturn:
+        with refusing(context):
+            raise Refusal("state", self._refusal)
+        raise AssertionError("a refusal ends the call")
+
+    Register = Commit = Await = Leave = Status = Evict = Drain = _refuse
