@@ -39,7 +39,7 @@ RUN = {"r": RunConfig(peers=2)}
         ("runs: {r: {peers: 2, sync_steps: 1, merge_interval: 0}}", "run r: merge_interval is 0; it must be 1 or more"),
         ("runs: {r: {peers: 2, sync_steps: 0}}", "run r: sync_steps is 0; it must be 1 or more"),
         ("runs: {r: {peers: 2, ewma_alpha: 0.1}}", "run r: ewma_alpha has no effect without skip_anomaly"),
-        ("runs: {r: {peers: 2, clip_pseudo_grad: -1}}", "run r: clip_pseudo_grad is -1; it must be above 0"),
+        ("runs: {r: {peers: 2, clip_pseudo_grad: -1}}", "run r: clip_pseudo_grad is -1; it must be finite and above 0"),
         ("runs: {r: {peers: 2, rounds: now}}", "run r: rounds is now; it must be synchronous or asynchronous"),
         ("runs: {r: {peers: 2, step_weights: true}}", "run r: step_weights has no effect without rounds: asynchronous"),
         ("runs: {r: {peers: 2, max_staleness: -1, rounds: asynchronous}}", "run r: max_staleness is -1; it must be 0"),
