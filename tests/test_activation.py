@@ -39,8 +39,8 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
         "arguments/load",
         "arguments/errors",
         "arguments/empty-split",
-        "cpu/compile-helpers",
-    } | {name for name in ours[0].probe if "compile" in name}
+        "wheel/compile-helpers",
+    }
 
 
 def attributes():
@@ -130,6 +130,29 @@ def patch_for_two_backends():
 
 def test_another_backend_is_refused_and_a_foreign_excepthook_does_not_keep_the_patches():
     assert run_ranks(patch_for_two_backends, 1) == [0]
+
+
+def unpatch_twice():
+    """Let somebody else replace a target, so that unpatching fails; return what is in force after the next try."""
+    import torch
+
+    from megatron_ext import patch_megatron, unpatch_megatron
+    from megatron_ext.activation import registry
+    from megatron_ext.patching import PatchError
+
+    original = torch.tensor
+    patch_megatron("cpu")
+    ours = torch.tensor
+    torch.tensor = lambda *args, **kwargs: ours(*args, **kwargs)
+    with pytest.raises(PatchError, match="undo the other replacement first"):
+        unpatch_megatron()
+    torch.tensor = ours
+    unpatch_megatron()
+    return len(registry().applied), torch.tensor is original
+
+
+def test_unpatching_that_failed_can_be_tried_again():
+    assert run_ranks(unpatch_twice, 1) == [(0, True)]
 
 
 PATCHING = "from megatron_ext import patch_megatron; patch_megatron('cpu')"

@@ -118,7 +118,6 @@ def examine() -> Report:
         packages={name: _version(name) for name in PACKAGES},
     )
     if report.packages["torch"] is None:
-        # Megatron, which says itself which release it is, does not import without torch.
         report.checks.append(Check(name="Megatron", works=False, detail="torch is not installed"))
         return report
     problem = version_problem("megatron-core", MEGATRON_VERSIONS)
@@ -132,15 +131,14 @@ def examine() -> Report:
 
 
 def _version(distribution: str) -> str | None:
+    if distribution == "megatron-core":
+        # Whichever comes first on the path counts, and a Megatron-LM checkout has no metadata.
+        found = installed_version(distribution)
+        return None if found is None else str(found)
     try:
-        found = metadata.version(distribution)
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        # A Megatron-LM checkout on the path has no metadata; it speaks for itself, which needs torch.
-        if distribution == "megatron-core" and importlib.util.find_spec("torch"):
-            checkout = installed_version(distribution)
-            return None if checkout is None else str(checkout)
         return None
-    return found
 
 
 def _examine_torch(report: Report) -> None:

@@ -23,7 +23,7 @@ from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
-from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model, tuning_of
+from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, refuse_other_model, tuning_of
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.seams.optimizer import InnerValues
@@ -192,8 +192,15 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             where,
             "resume with what it was, or start with fresh optimizer states from a sync point (--no-load-optim)",
         )
-        before, now = summary.get("tuning", {}), tuning_of(config, outer)
-        plan.changed = {flag: (before[flag], now[flag]) for flag in now if before.get(flag, now[flag]) != now[flag]}
+        plan.changed = changes(summary["tuning"], tuning_of(config, outer))
+        # An eager round has no end that could be missed.
+        is_eager = StreamingConfig.from_args(args).eager
+        under_way = not is_eager and any(entry["on_its_way"] for entry in summary["fragments"])
+        if under_way and summary["interval"] != config.local_sgd_sync_interval:
+            raise UserError(
+                f"{where}: saved while rounds of fragments were on their way, so that --local-sgd-sync-interval has to "
+                f"be {summary['interval']}, not {config.local_sgd_sync_interval}; load a checkpoint without any"
+            )
         if not summary["in_warmup"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
             raise UserError(
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "

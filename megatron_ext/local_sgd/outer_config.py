@@ -33,12 +33,16 @@ def _json_object(text: str) -> dict[str, Any]:
         argparse.ArgumentTypeError: it is no object.
     """
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error}); give an object such as {_EXAMPLE}") from None
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; give one such as {_EXAMPLE}")
     return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 _EXAMPLE = """'{"lr": 0.7, "momentum": 0.9}'"""
@@ -99,6 +103,9 @@ class OuterOptimizerConfig(FromArgs):
                 "--outer-optim-class replaces the --outer-optimizer options, which then have no effect; put them into "
                 "--outer-optim-kwargs"
             ]
+        rate = self.outer_optim_kwargs.get("lr")
+        if isinstance(rate, int | float) and not 0 < rate <= _LARGEST_RATE:
+            return [f"--outer-optim-kwargs: lr is {rate}; it must be a number above 0 and at most {_LARGEST_RATE:g}"]
         return []
 
     @property
@@ -116,7 +123,8 @@ class OuterOptimizerConfig(FromArgs):
     def momentum(self) -> float:
         """The momentum of SGD in force; 0 for other optimizers."""
         if self.outer_optim_class is not None:
-            return float(self.outer_optim_kwargs.get("momentum", 0.0)) if self.is_sgd else 0.0
+            given = self.outer_optim_kwargs.get("momentum", 0.0)
+            return float(given) if self.is_sgd and isinstance(given, int | float) else 0.0
         return self.outer_optimizer_momentum if self.is_sgd else 0.0
 
     @property

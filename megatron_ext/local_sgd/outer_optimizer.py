@@ -75,7 +75,11 @@ def outer_optimizer_problems(config: OuterOptimizerConfig) -> list[str]:
         # What an optimizer that there is not would need is of no interest.
         return [*(problem for problem in problems if "needs --outer-optimizer-lr" not in problem), str(error)]
     except Exception as error:  # the user's class may raise anything; better now than at the first round
-        return [f"--outer-optimizer {config.name!r} cannot make a step: {type(error).__name__}: {error}"]
+        flag = "--outer-optimizer" if config.outer_optim_class is None else "--outer-optim-class"
+        return [
+            f"{flag} {config.name!r} cannot make a step: {type(error).__name__}: {error}; mend its arguments, or "
+            "choose another optimizer"
+        ]
     return []
 
 
@@ -278,9 +282,12 @@ def _build_class(
     chosen: type[torch.optim.Optimizer], arguments: dict[str, Any], anchors: Sequence[torch.Tensor]
 ) -> OuterOptimizer:
     """Return an optimizer that was given as a class and its arguments."""
+    said = f"--outer-optim-class {chosen.__name__}"
+    # Also for ours: torch's own checks its arguments.
+    found = _build_torch(chosen, arguments, anchors, said)
     if chosen is torch.optim.SGD and arguments.keys() <= {"lr", "momentum", "nesterov"}:
         return OuterSGD(anchors, **{"lr": 1e-3, **arguments})
-    return _build_torch(chosen, arguments, anchors, f"--outer-optim-class {chosen.__name__}")
+    return found
 
 
 def _build_torch(

@@ -11,14 +11,17 @@ from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 
-__all__ = ["method_of", "refuse_other_method", "refuse_other_model", "tuning_of"]
+__all__ = ["changes", "method_of", "refuse_other_method", "refuse_other_model", "tuning_of"]
 
 
 def method_of(
     config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
 ) -> dict[str, Any]:
     """Return by flag what a run must not change on its way."""
-    own = {"--outer-optimizer": outer.name, "--local-sgd-codec": config.codec}
+    own: dict[str, Any] = {"--outer-optimizer": outer.name, "--local-sgd-codec": config.codec}
+    # What it keeps of a parameter may depend on any of them but the learning rate.
+    arguments = {name: value for name, value in outer.outer_optim_kwargs.items() if name != "lr"}
+    own["--outer-optim-kwargs (beside lr)"] = arguments or None
     return {**own, **gta.by_flag(), **streaming.by_flag()}
 
 
@@ -26,13 +29,23 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
     """Return by flag what a run may change on its way, and is told about."""
     found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
     if outer.outer_optim_class is not None:
-        return {**found, "--outer-optim-kwargs": outer.outer_optim_kwargs}
+        return {**found, "--outer-optim-kwargs": dict(outer.outer_optim_kwargs)}
     if outer.outer_optimizer != "none":
         found["--outer-optimizer-lr"] = outer.learning_rate
     if outer.is_sgd:
         found["--outer-optimizer-momentum"] = outer.outer_optimizer_momentum
         found["--outer-optimizer-nesterov"] = outer.outer_optimizer_nesterov
     return found
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return by flag what was and what is of the things of `tuning_of` that differ, or that one side does not have."""
+    none = "not given"
+    return {
+        flag: (before.get(flag, none), now.get(flag, none))
+        for flag in {**now, **before}
+        if before.get(flag, none) != now.get(flag, none)
+    }
 
 
 def refuse_other_method(saved: dict[str, Any], now: dict[str, Any], where: str, way_out: str) -> None:

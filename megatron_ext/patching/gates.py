@@ -16,6 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from megatron_ext.errors import UserError
 from megatron_ext.patching.patch import Patch, PatchError
 
 __all__ = ["check", "installed_version", "locate", "version_problem"]
@@ -43,7 +44,14 @@ def _version_of_megatron() -> Version | None:
     if package is None or package.origin is None:
         return None
     path = Path(package.origin).with_name("package_info.py")
-    return Version(str(runpy.run_path(str(path))["__version__"])) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Version(str(runpy.run_path(str(path))["__version__"]))
+    except Exception as error:  # the file may hold anything
+        raise UserError(
+            f"{path} does not say Megatron's version ({type(error).__name__}: {error}); install megatron-core again"
+        ) from error
 
 
 @functools.cache  # asked for once per patch, and reading it takes milliseconds

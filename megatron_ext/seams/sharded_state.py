@@ -25,6 +25,8 @@ __all__ = [
     "unstack_experts",
 ]
 
+# What the distributed optimizer's formats leave out of a state: there it is a number that all parameters share.
+_LEFT_OUT = frozenset({"step", "numel_unpadded"})
 # Added to replica ids of ranks that read what another worker reads as well; larger than any group.
 _COPY_STRIDE = 1 << 20
 
@@ -206,9 +208,10 @@ def _view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor
 
     # The formats ask for one tensor called "param": the first of ours.
     first = next(iter(tensors))
-    names = ["param" if name == first else name for name in tensors]
+    inside = {name: f"outer_{name}" if name in _LEFT_OUT else name for name in tensors} | {first: "param"}
+    names = list(inside.values())
     contents: dict[Any, dict[str, torch.Tensor]] = {}
     for name, tensor, position in _of_member(values, tensors, index):
         parameter = values.values[position].entry.parameter
-        contents.setdefault(parameter, {})["param" if name == first else name] = tensor
+        contents.setdefault(parameter, {})[inside[name]] = tensor
     return BesideView()

@@ -48,7 +48,7 @@ def test_the_outer_optimizer_s_class_and_arguments_have_flags():
     assert run_ranks(parsed_outer_optimizer, 1, '{"lr": 0.7, "nesterov": true}') == [expected]
 
 
-@pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]"])
+@pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]", '{"lr": NaN}'])
 def test_arguments_that_are_no_json_object_are_refused_with_an_example(given):
     (rank,) = run_ranks(parsed_outer_optimizer, 1, given, expect_failure=True)
     assert rank.exit_code == 2

@@ -26,6 +26,7 @@ PENALTY = {
     "local_sgd_pseudo_grad_sparsification": "random",
     "local_sgd_pseudo_grad_density": 0.5,
 }
+ADAM = {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}
 EAGER = {"local_sgd_eager_updates": True, "local_sgd_evaluation": "workers"}
 PAIRS = {"local_sgd_pseudo_grad_reducer": "pairwise", "local_sgd_evaluation": "workers"}
 # At iteration 4 the first fragment's second round is on its way, at 6 the second one's.
@@ -43,16 +44,16 @@ STREAMING = {
     [
         ("dp2", "bf16-distopt-overlap", 2, ANYWHERE, {}),
         ("single", "fp32", 2, ANYWHERE, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        ("single", "bf16", 3, APART_AND_SYNCED, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}),
+        ("single", "bf16", 3, APART_AND_SYNCED, ADAM),
         ("single", "fp32", 2, APART_AND_SYNCED, {"fp16": True, "initial_loss_scale": 2.0**15}),
         (
             "tp2",
             "bf16-distopt",
             2,
             APART_AND_SYNCED,
-            {"dist_ckpt_optim_fully_reshardable": True, "local_sgd_cpu_offload": True},
+            {"dist_ckpt_optim_fully_reshardable": True, "local_sgd_cpu_offload": True, **ADAM},
         ),
-        ("pp2", "bf16-distopt-overlap", 2, APART_AND_SYNCED, {}),
+        ("pp2", "bf16-distopt-overlap", 2, APART_AND_SYNCED, ADAM),
         ("pp2-vpp2", "fp32-distopt", 2, APART_AND_SYNCED, {"global_batch_size": 8}),
         ("moe-ep2", "bf16-distopt", 2, ANYWHERE, {}),
         pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
@@ -72,6 +73,16 @@ def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
         resumed = local_run(layout, precision, workers=workers, load=str(tmp_path), ckpt_step=iteration, **options)
         assert same_state(resumed, whole), f"resumed at {iteration}"
         assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
+
+
+def test_another_interval_while_rounds_are_on_their_way_is_refused(tmp_path):
+    options = {**SCHEDULE, **STREAMING, "train_iters": 6}
+    local_run("single", "fp32", workers=2, save=str(tmp_path), save_interval=4, **options)
+    other = {**options, "local_sgd_sync_interval": 6, "load": str(tmp_path), "ckpt_step": 4}
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **other), 2)
+    said = "rounds of fragments were on their way, so that --local-sgd-sync-interval has to be 4, not 6"
+    assert said in exits[0].stderr
+    assert "Traceback" not in exits[0].stderr
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp32-distopt"])

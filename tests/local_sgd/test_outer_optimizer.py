@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outer optimizers on plain tensors: torch's own results, range by range, and their state."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -153,12 +155,21 @@ def test_a_class_and_its_arguments_are_taken_as_they_are(chosen, arguments, by_p
     assert anchor.tolist() == parameter.tolist()
 
 
+A_CLASS = {"outer_optim_class": torch.optim.SGD}
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"outer_optim_kwargs": {"lr": 1.0}}, "no effect without --outer-optim-class"),
         ({"outer_optim_class": torch.optim.SGD, "outer_optimizer_momentum": 0.5}, "replaces the --outer-optimizer"),
         ({"outer_optim_class": torch.optim.SGD, "outer_optim_kwargs": {"rate": 1.0}}, "--outer-optim-class SGD"),
+        ({**A_CLASS, "outer_optim_kwargs": {"lr": math.nan}}, "lr is nan; it must be a number above 0"),
+        ({**A_CLASS, "outer_optim_kwargs": {"lr": 1e30}}, "lr is 1e+30; it must be a number above 0"),
+        ({**A_CLASS, "outer_optim_kwargs": {"lr": -0.7}}, "lr is -0.7; it must be a number above 0"),
+        ({**A_CLASS, "outer_optim_kwargs": {"momentum": -0.5}}, "--outer-optim-class SGD refused"),
+        ({**A_CLASS, "outer_optim_kwargs": {"nesterov": True}}, "--outer-optim-class SGD refused"),
+        ({"outer_optim_class": torch.optim.LBFGS}, "--outer-optim-class 'torch.optim.lbfgs.LBFGS' cannot make a step"),
         ({"outer_optim_class": "SGD"}, "--outer-optim-class 'SGD' is not known; give the import path"),
         ({"outer_optim_class": "torch.nn.Linear"}, "'torch.nn.Linear' is not a torch.optim.Optimizer class"),
     ],

@@ -76,7 +76,9 @@ class CpuBackend:
         """Undo `activate`, by identity. Does nothing when not active."""
         if not self.active:
             return
+        # First what may fail, so that it can be tried again.
+        applied = {patch.name for patch in registry.applied}
+        registry.revert(patch.name for patch in patches() if patch.name in applied)
         rng.unsilence_fork_warning()
         self._stance.__exit__(None, None, None)
         self._stance = None
-        registry.revert(patch.name for patch in reversed(patches()))

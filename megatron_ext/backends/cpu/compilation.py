@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing is compiled on CPU: neither what Megatron decorates while it is imported, nor what was decorated before."""
+"""Nothing is compiled on CPU: neither what Megatron decorates while it is imported, nor what was decorated before.
+
+What is decorated while the backend is on is not compiled later either, when it was switched off again.
+"""
 
 from __future__ import annotations
 

@@ -27,9 +27,9 @@ def needed() -> bool:
     """Return whether Megatron uses torch's AdamW, that is, found neither Transformer Engine nor Apex."""
     try:
         module = importlib.import_module(_OPTIMIZER.partition(":")[0])
-    except ModuleNotFoundError:
+    except ImportError:  # the gates of the patches say so
         return True
-    return not module.HAVE_APEX_OR_TE
+    return not getattr(module, "HAVE_APEX_OR_TE", False)
 
 
 def patches() -> tuple[Patch, ...]:

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run that goes on from a saved state must have in common with the one that saved, and is told."""
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, tuning_of
+
+ADAM = "torch.optim.Adam"
+
+
+def outer(**arguments):
+    return OuterOptimizerConfig(outer_optim_class=ADAM, outer_optim_kwargs=arguments)
+
+
+def method(config):
+    return method_of(LocalSGDConfig(), config, GTAConfig(), StreamingConfig())
+
+
+def test_arguments_of_a_class_stay_but_for_the_learning_rate():
+    saved = method(outer(lr=0.01))
+    refuse_other_method(saved, method(outer(lr=0.5)), "there", "mend it")
+    with pytest.raises(UserError, match=r"there: --outer-optim-kwargs \(beside lr\) was not given .*'amsgrad'"):
+        refuse_other_method(saved, method(outer(lr=0.01, amsgrad=True)), "there", "mend it")
+
+
+def test_what_only_one_side_has_is_a_change_too():
+    by_name = tuning_of(LocalSGDConfig(), OuterOptimizerConfig(outer_optimizer=ADAM, outer_optimizer_lr=0.5))
+    by_class = tuning_of(LocalSGDConfig(), outer(lr=0.01))
+    assert changes(by_name, by_name) == {}
+    assert changes(by_class, by_name) == {
+        "--outer-optimizer-lr": ("not given", 0.5),
+        "--outer-optim-kwargs": ({"lr": 0.01}, "not given"),
+    }
