@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Validation losses of hot switching and of Megatron's own packed training after about as many tokens of one corpus.
+
+    python -m benchmarks.hot_switch_convergence [--json FILE]
+
+Trains a GPT of 1.1 M parameters on the functions and classes of Python's standard library, four processes each. Both
+sides keep documents apart in attention and positions; which documents meet in a step, and how long ones are cut,
+differs. A run that is finished is not made again. docs/hot-switch.md tells what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from benchmarks.common import add_report_option, print_table, report
+from benchmarks.convergence.results import compare
+from benchmarks.convergence.runs import (
+    TIMEOUT_SECONDS,
+    VALIDATION,
+    Measured,
+    count_parameters,
+    finished_runs,
+    keep,
+    make_missing_of,
+)
+from benchmarks.convergence.settings import MODEL, TRAINING, VOCABULARY, Method, Run, Study
+from tests.support.distributed import REPOSITORY
+from tests.support.presets import Options, toy_gpt
+from tests.support.pretrain import run_pretrain
+
+RANKS = 4
+CONTEXT = 512
+
+# Stock packing: rows of CONTEXT tokens, cut out of one stream of documents.
+STOCK = Method(
+    name="stock",
+    title="Megatron, packed",
+    options={"micro_batch_size": 4, "global_batch_size": 16, "eval_iters": 9},
+)
+HOT = Method(
+    name="hot",
+    title="hot switching",
+    options={
+        "micro_batch_size": 1,
+        # Documents, or pieces of CONTEXT tokens of longer ones: about as many tokens as the rows above.
+        "global_batch_size": 24,
+        "eval_iters": 6,  # both validate on 144 rows
+        "calculate_per_token_loss": True,
+        "hot_switch_strategies": ["1,2,2", "4,1,1", "2,2,1"],
+        "hot_switch_bucket_sizes": [CONTEXT, 256, 128, 0],
+    },
+    goal=1.02,
+)
+
+_TOKENS = re.compile(r"iteration +\d+/.*tokens: (\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HotSwitchStudy(Study):
+    """Where everything is, and how long a run is."""
+
+    iterations: int = 200
+    evaluation: int = 50
+    methods: tuple[Method, ...] = (STOCK, HOT)
+
+    @property
+    def corpus(self) -> Path:
+        """Prefix of the tokenized corpus."""
+        return self.output / "corpus" / "functions"
+
+    def arguments(self, run: Run) -> list[str]:
+        """Return the command line of examples/pretrain_gpt.py."""
+        when: Options = {
+            "seed": run.seed,
+            "train_iters": self.iterations,
+            "eval_interval": self.evaluation,
+            "log_interval": 1,
+        }
+        data: Options = {
+            "mock_data": None,
+            "data_path": str(self.corpus),
+            "data_cache_path": str(self.output / "index-cache"),
+            "vocab_size": VOCABULARY,
+            "split": "95,5,0",
+            "seq_length": CONTEXT,
+            "max_position_embeddings": CONTEXT,
+            # Stock packing keeps documents apart by these; hot switching does always, and validates by them.
+            "reset_position_ids": True,
+            "reset_attention_mask": True,
+            "eod_mask_loss": True,
+        }
+        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, self.overrides)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make the runs that are missing, and report on all that there are."""
+    options = parser().parse_args(arguments)
+    study = HotSwitchStudy(output=options.output.resolve())
+    wanted = [Run(method=method, seed=seed) for seed in options.seeds for method in study.methods]
+    prepare_corpus(study)
+    make_missing_of(study, wanted, make)
+    report_on(study, wanted, options.seeds, options.json)
+    return 0
+
+
+def prepare_corpus(study: HotSwitchStudy) -> None:
+    """Cut the standard library into functions and classes, and tokenize them, unless that was done."""
+    if not study.corpus.with_suffix(".idx").exists():
+        study.output.mkdir(parents=True, exist_ok=True)
+        quickstart().prepare(study.output)
+
+
+def quickstart() -> ModuleType:
+    """Return the quickstart of hot switching, whose corpus this is."""
+    path = REPOSITORY / "examples" / "hot_switch" / "quickstart.py"
+    spec = importlib.util.spec_from_file_location("hot_switch_quickstart", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def make(study: HotSwitchStudy, run: Run) -> Measured:
+    """Train, and write down what was measured once all is known."""
+    begin = time.monotonic()
+    arguments = study.arguments(run)
+    outcomes = run_pretrain(arguments, RANKS, probe=count_parameters, timeout=TIMEOUT_SECONDS)
+    log = outcomes[-1].stdout  # Megatron prints on the last rank
+    measured = Measured(
+        arguments=arguments,
+        # Of the largest part on one rank, where home splits the model.
+        parameters=max(outcome.record.probe for outcome in outcomes),
+        seconds=time.monotonic() - begin,
+        training=[outcomes[-1].losses],
+        validation={int(at): float(loss) for at, loss in VALIDATION.findall(log)},
+        rounds=[{"tokens": int(tokens)} for tokens in _TOKENS.findall(log)],
+    )
+    keep(study, run, measured)
+    return measured
+
+
+def report_on(study: HotSwitchStudy, wanted: Sequence[Run], seeds: Sequence[int], json_file: Path | None) -> None:
+    """Print the tables, from the runs that are finished."""
+    results = finished_runs(study, wanted)
+    print()
+    cases = compare(study, results, seeds)
+    rows = []
+    for run, measured in results.items():
+        # Stock rows are full, but that what follows the end of a document does not count.
+        tokens = [entry["tokens"] for entry in measured.rounds] or [16 * CONTEXT]
+        curve = [f"{measured.validation[at]:.3f}" for at in sorted(measured.validation)]
+        rows.append((run.method.title, str(run.seed), f"{statistics.mean(tokens):,.0f}", *curve))
+    points = sorted(next(iter(results.values())).validation) if results else []
+    print()
+    print_table(("method", "seed", "tokens per step", *(f"after {at}" for at in points)), rows)
+    print()
+    report(cases, json_file)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the study's options."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.hot_switch_convergence",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of both sides (1 2 3)")
+    found.add_argument(
+        "--output",
+        type=Path,
+        default=REPOSITORY / "outputs" / "hot_switch_convergence",
+        help="folder for corpus and runs (outputs/hot_switch_convergence)",
+    )
+    add_report_option(found)
+    return found
+
+
+if __name__ == "__main__":
+    # By its module's name: the ranks look functions up where they were defined.
+    from benchmarks.hot_switch_convergence import main as run_study
+
+    sys.exit(run_study())

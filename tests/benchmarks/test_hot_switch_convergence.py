@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`benchmarks/hot_switch_convergence` at toy size: both sides train, and see about as many tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import hot_switch_convergence as study_main
+from benchmarks.convergence.settings import Run
+from benchmarks.hot_switch_convergence import HOT, STOCK, HotSwitchStudy
+from tests.benchmarks.reports import read_cases
+from tests.support.corpus import make
+
+TOY = {"num_layers": 2, "hidden_size": 16, "lr_warmup_iters": 0, "eval_iters": 1}
+
+
+def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(40):
+        (texts / f"{number}.txt").write_text("def f():\n    return 1\n" * (number + 1))
+    study = HotSwitchStudy(output=tmp_path / "study", iterations=2, evaluation=1, overrides=TOY)
+    make(texts, study.corpus)
+    study_main.prepare_corpus(study)  # finds it made
+    runs = [Run(method=method, seed=7) for method in (STOCK, HOT)]
+    study_main.make_missing_of(study, runs, study_main.make)
+    stock, hot = (json.loads(study.result(run).read_text()) for run in runs)
+    assert stock["validation"].keys() == hot["validation"].keys() == {"1", "2"}
+    assert stock["rounds"] == [] and len(hot["rounds"]) == len(hot["training"][0]) == 2
+    study_main.report_on(study, runs, [7], tmp_path / "report.json")
+    (case,) = read_cases(tmp_path / "report.json").values()
+    assert (case["case"], case["goal"]) == ("hot_loss_ratio", 1.02)
+    assert case["value"] == pytest.approx(hot["validation"]["2"] / stock["validation"]["2"])
+    assert "tokens per step" in capsys.readouterr().out
+
+
+def test_both_sides_keep_documents_apart_and_validate_on_as_many_rows(tmp_path: Path):
+    study = HotSwitchStudy(output=tmp_path)
+    for method in study.methods:
+        words = study.arguments(Run(method=method, seed=1))
+        assert {"--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"} <= set(words)
+        assert method.options["eval_iters"] * method.options["global_batch_size"] == 144
