@@ -219,13 +219,26 @@ def test_the_slurm_script_starts_without_srun_outside_of_a_job(desk: Desk) -> No
         (SINGLE_NODE, [], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
         (SINGLE_NODE, [], {}, "no NVIDIA GPU here"),
         (SINGLE_NODE, [], {"BACKEND": "cpu", "GPUS_PER_NODE": "3"}, "trains with 2, 4, 8 or 16 processes, not 3"),
+        (SINGLE_NODE, [], {"BACKEND": "cpu", "GPUS_PER_NODE": "x"}, "GPUS_PER_NODE is 'x'; give a whole number above"),
+        (SINGLE_NODE, [], {"BACKEND": "cpu", "TRAIN_ITERS": "abc"}, "TRAIN_ITERS is 'abc'; give a whole number above"),
         (SINGLE_NODE, ["a", "b", "no/such"], {"BACKEND": "cpu"}, "DATA_PATH: there is no no/such.idx"),
         (SINGLE_NODE, ["a", "b", "c", "d"], {"BACKEND": "cpu"}, "but 4 arguments were given"),
         (MULTI_NODE, [], {}, "MASTER_ADDR is not set"),
         (SLURM, [], {}, "not inside a SLURM job"),
         (SLURM, [], {**IN_SLURM_JOB, "SLURM_SUBMIT_DIR": "/"}, "submit the job from there"),
     ],
-    ids=["backend", "no gpu", "odd", "no data", "arguments", "no master", "no job", "other folder"],
+    ids=[
+        "backend",
+        "no gpu",
+        "odd",
+        "processes",
+        "iterations",
+        "no data",
+        "arguments",
+        "no master",
+        "no job",
+        "other folder",
+    ],
 )
 def test_bad_input_is_refused_with_the_way_out(
     desk: Desk, script: Path, arguments: list[str], environment: Mapping[str, str], message: str

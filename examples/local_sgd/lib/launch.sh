@@ -65,8 +65,19 @@ find_python() {
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
+# Checks that the variables of these names, where they are set, are whole numbers above 0.
+check_counts() {
+    local name
+    for name in "$@"; do
+        if [[ -n ${!name:-} && ! ${!name} =~ ^[1-9][0-9]*$ ]]; then
+            launch_error "$name is '${!name}'; give a whole number above 0"
+        fi
+    done
+}
+
 # Checks BACKEND and, for cpu, replaces the arrays by those of a toy run.
 choose_backend() {
+    check_counts GPUS_PER_NODE NUM_NODES TRAIN_ITERS
     case $BACKEND in
         gpu)
             if ! nvidia-smi -L &>/dev/null; then
