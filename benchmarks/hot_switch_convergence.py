@@ -32,7 +32,7 @@ from benchmarks.convergence.runs import (
     keep,
     make_missing_of,
 )
-from benchmarks.convergence.settings import MODEL, TRAINING, VOCABULARY, Method, Run, Study
+from benchmarks.convergence.settings import MODEL, TRAINING, Method, Run, Study
 from tests.support.distributed import REPOSITORY
 from tests.support.presets import Options, toy_gpt
 from tests.support.pretrain import run_pretrain
@@ -85,12 +85,7 @@ class HotSwitchStudy(Study):
             "eval_interval": self.evaluation,
             "log_interval": 1,
         }
-        data: Options = {
-            "mock_data": None,
-            "data_path": str(self.corpus),
-            "data_cache_path": str(self.output / "index-cache"),
-            "vocab_size": VOCABULARY,
-            "split": "95,5,0",
+        rows: Options = {
             "seq_length": CONTEXT,
             "max_position_embeddings": CONTEXT,
             # Stock packing keeps documents apart by these; hot switching does always, and validates by them.
@@ -98,7 +93,7 @@ class HotSwitchStudy(Study):
             "reset_attention_mask": True,
             "eod_mask_loss": True,
         }
-        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, self.overrides)
+        return toy_gpt(MODEL, TRAINING, when, self.data, rows, run.method.options, self.overrides)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -197,6 +197,17 @@ class Study:
         """Return the file with the rounds of a run."""
         return self.output / "runs" / f"{run.name}.rounds.jsonl"
 
+    @property
+    def data(self) -> Options:
+        """What is read."""
+        return {
+            "mock_data": None,
+            "data_path": str(self.corpus),
+            "data_cache_path": str(self.output / "index-cache"),
+            "vocab_size": VOCABULARY,
+            "split": "95,5,0",
+        }
+
     def arguments(self, run: Run) -> list[str]:
         """Return the command line of examples/pretrain_gpt.py."""
         when: Options = {
@@ -205,12 +216,5 @@ class Study:
             "eval_interval": self.evaluation,
             "log_interval": self.evaluation,
         }
-        data: Options = {
-            "mock_data": None,
-            "data_path": str(self.corpus),
-            "data_cache_path": str(self.output / "index-cache"),
-            "vocab_size": VOCABULARY,
-            "split": "95,5,0",
-        }
         rounds: Options = {"local_sgd_round_log": str(self.round_log(run))} if run.method.options else {}
-        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, rounds, self.overrides)
+        return toy_gpt(MODEL, TRAINING, when, self.data, run.method.options, rounds, self.overrides)

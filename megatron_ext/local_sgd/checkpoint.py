@@ -185,7 +185,8 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             )
     if not (args.no_load_optim or args.finetune):
         config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
-        method = method_of(config, outer, GTAConfig.from_args(args), StreamingConfig.from_args(args))
+        streaming = StreamingConfig.from_args(args)
+        method = method_of(config, outer, GTAConfig.from_args(args), streaming)
         refuse_other_method(
             summary["method"],
             method,
@@ -194,8 +195,7 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
         )
         plan.changed = changes(summary["tuning"], tuning_of(config, outer))
         # An eager round has no end that could be missed.
-        is_eager = StreamingConfig.from_args(args).eager
-        under_way = not is_eager and any(entry["on_its_way"] for entry in summary["fragments"])
+        under_way = not streaming.eager and any(entry["on_its_way"] for entry in summary["fragments"])
         if under_way and summary["interval"] != config.local_sgd_sync_interval:
             raise UserError(
                 f"{where}: saved while rounds of fragments were on their way, so that --local-sgd-sync-interval has to "
