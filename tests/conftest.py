@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import uuid
+from contextlib import suppress
 
 import pytest
 from hypothesis import settings
@@ -73,7 +74,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         time.sleep(0.1)
     for process in leftovers:
         print(f"\nERROR: left behind by the tests and killed now: process {process}", file=sys.stderr)
-        os.kill(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it ended at last
+            os.kill(process.pid, signal.SIGKILL)
     if leftovers:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     # Pytest is about to look for garbage five times, among all of torch.

@@ -17,6 +17,10 @@ source "$root/scripts/lib/python_env.sh"
 pytest_args=()
 chosen=""
 for arg in "$@"; do
+    if [[ $arg == --help || $arg == -h ]]; then
+        sed -n '4,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        exit 0
+    fi
     if [[ $arg == --fast ]]; then
         pytest_args+=(-m "not slow")
     else

@@ -10,7 +10,6 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -185,14 +184,6 @@ def _run(call: Callable[[], Any], world_size: int, timeout: float, grace: float)
             for channel in channels:
                 channel.close()
         return [_rank_exit(job, report, code) for job, report, code in zip(jobs, reports, codes, strict=True)]
-
-
-def free_port() -> int:
-    """Return a TCP port that no process listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _collect_reports(

@@ -145,11 +145,6 @@ def toy_gpt(*bundles: Options, **overrides: Value) -> list[str]:
     return command_line(options)
 
 
-def toy_moe(*bundles: Options, **overrides: Value) -> list[str]:
-    """Return the command line of `toy_gpt` with four experts per layer."""
-    return toy_gpt(MOE, *bundles, **overrides)
-
-
 def command_line(options: Options) -> list[str]:
     """Write options as flags."""
     words: list[str] = []

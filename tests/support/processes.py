@@ -48,11 +48,19 @@ def is_running(pid: int) -> bool:
 
 def session_processes(session: str) -> list[FoundProcess]:
     """Return what carries the mark of `session`, without zombies and the servers of this process."""
-    mark = f"{SESSION_MARK}={session}".encode()
+    return [
+        found
+        for found in marked_processes(SESSION_MARK, session)
+        if found.parent != os.getpid() or not any(name in found.command for name in SERVERS)
+    ]
+
+
+def marked_processes(name: str, value: str) -> list[FoundProcess]:
+    """Return what was started with an environment variable of this value, without zombies."""
+    mark = f"{name}={value}".encode()
     result = []
     for entry, found in _processes():
-        own_server = found.parent == os.getpid() and any(name in found.command for name in SERVERS)
-        if found.zombie or own_server:
+        if found.zombie:
             continue
         try:
             environment = (entry / "environ").read_bytes()
