@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from megatron_ext.backends.cpu import compilation, cuda_calls, megatron_gaps, placement, rng, torch_adam
+from megatron_ext.backends.cpu import (
+    compilation,
+    cuda_calls,
+    gloo_threads,
+    megatron_gaps,
+    placement,
+    rng,
+    torch_adam,
+)
 from megatron_ext.patching import Patch, PatchRegistry
 
 __all__ = ["CpuBackend", "available_device_is_cuda", "patches"]
@@ -69,6 +77,7 @@ class CpuBackend:
         # A stance holds for functions that were decorated before, too, and leaves no trace in them.
         self._stance = torch.compiler.set_stance("force_eager")
         rng.silence_fork_warning()
+        gloo_threads.arm()
         if os.environ.get("RANK", "0") == "0":
             print(f"> megatron_ext: {why}, training runs on CPU with gloo", flush=True)
 
@@ -80,5 +89,6 @@ class CpuBackend:
         applied = {patch.name for patch in registry.applied}
         registry.revert(patch.name for patch in patches() if patch.name in applied)
         rng.unsilence_fork_warning()
+        gloo_threads.disarm()
         self._stance.__exit__(None, None, None)
         self._stance = None
