@@ -5,7 +5,7 @@ import argparse
 from dataclasses import Field, field
 from typing import Any, Self
 
-__all__ = ["WITHOUT_FLAG", "FromArgs", "flag", "flag_of", "on_off"]
+__all__ = ["WITHOUT_FLAG", "FromArgs", "argument_of", "flag", "flag_of", "on_off"]
 
 WITHOUT_FLAG = "without_flag"
 """Key of a field's metadata: what it holds cannot be given on a command line."""
@@ -14,8 +14,8 @@ WITHOUT_FLAG = "without_flag"
 def flag(name: str, default: Any, **argparse_meta: Any) -> Any:
     """Return a field whose command-line flag is not simply its name."""
     # Megatron's namespace is flat, and a bare `normalize` or `density` would be anybody's.
-    dest = name.removeprefix("--").replace("-", "_")
-    return field(default=default, metadata={"argparse_meta": {"arg_names": [name], "dest": dest, **argparse_meta}})
+    named = {"arg_names": [name], "dest": _argument(name)}
+    return field(default=default, metadata={"argparse_meta": {**named, **argparse_meta}})
 
 
 def on_off(name: str, default: bool) -> Any:
@@ -29,6 +29,15 @@ def flag_of(entry: "Field[Any]") -> str:
     return str(meta["arg_names"][0]) if "arg_names" in meta else "--" + entry.name.replace("_", "-")
 
 
+def argument_of(entry: "Field[Any]") -> str:
+    """Return what a config field is called in Megatron's argument namespace."""
+    return _argument(flag_of(entry))
+
+
+def _argument(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
 class FromArgs:
     """A config whose fields are Megatron arguments."""
 
@@ -38,7 +47,7 @@ class FromArgs:
         fields: dict[str, Field[Any]] = getattr(cls, "__dataclass_fields__")  # noqa: B009  # every subclass is one
         return cls(
             **{
-                name: getattr(args, flag_of(entry).removeprefix("--").replace("-", "_"))
+                name: getattr(args, argument_of(entry))
                 for name, entry in fields.items()
                 if not entry.metadata.get(WITHOUT_FLAG)
             }

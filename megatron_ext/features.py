@@ -15,4 +15,6 @@ def all_features() -> tuple[Feature, ...]:
     from megatron_ext.spes.feature import SpesFeature
     from megatron_ext.sync_service.feature import SyncServiceFeature
 
-    return LocalSGDFeature(), HotSwitchFeature(), SpesFeature(), SyncServiceFeature()
+    # Local SGD comes after hot switching: it cuts home once the guests' groups exist, and takes the gradients of all
+    # strategies for the worker's own.
+    return HotSwitchFeature(), LocalSGDFeature(), SpesFeature(), SyncServiceFeature()

@@ -246,6 +246,10 @@ class Feature:
         """Return the factors of the experts' token counts in load-balancing losses, fp32, (experts,); None for none."""
         return None
 
+    def lengths_of_step(self) -> Sequence[int] | None:
+        """Return the positions of every document of the last step's global batch; None where rows are full."""
+        return None
+
     def guest_layouts(self, args: Any) -> Sequence[Layout]:
         """Return further parallel layouts that need process groups, in the order in which they are numbered."""
         return ()
@@ -275,6 +279,12 @@ class Feature:
     def after_step(self, context: StepContext) -> None:
         """A training step ended: the inner optimizer and the scheduler have stepped."""
 
+    def before_weights_shared(self, context: StepContext) -> None:
+        """Another feature takes the weights of one worker after this step for those of all."""
+
+    def on_weights_replaced(self) -> None:
+        """Another feature has given all ranks that train one model new weights, the same to all workers."""
+
     def may_exit(self, iteration: int) -> bool:
         """Return whether all ranks meet at this iteration and may vote on ending the run."""
         return True
@@ -302,6 +312,9 @@ class Feature:
 
     def on_train_end(self, context: TrainContext) -> None:
         """The training loop returned."""
+
+    def on_train_left(self, error: BaseException) -> None:
+        """The training loop is left by an exception: `SystemExit` where it was asked to exit, else an error."""
 
 
 class Hooks:
@@ -350,6 +363,11 @@ class Hooks:
         """Return the weights of the active feature that has some, None if none has."""
         found = (feature.expert_weights(experts) for feature in self.active)
         return next((weights for weights in found if weights is not None), None)
+
+    def lengths_of_step(self) -> Sequence[int] | None:
+        """Return the lengths of the active feature that knows them, None if none does."""
+        found = (feature.lengths_of_step() for feature in self.active)
+        return next((lengths for lengths in found if lengths is not None), None)
 
     def guest_layouts(self, args: Any) -> list[Layout]:
         """Return all layouts beside the run's own that active features ask for."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["read_yaml"]
+__all__ = ["load_yaml", "read_yaml"]
 
 
 def read_yaml(path: Path, extra: str) -> Any:
@@ -28,8 +28,31 @@ def read_yaml(path: Path, extra: str) -> Any:
             f"{path}: reading YAML needs PyYAML; install it with: pip install 'megatron-ext[{extra}]'"
         ) from None
     try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        return load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def load_yaml(text: str) -> Any:
+    """Return the content of YAML in which no mapping has a key twice; PyYAML itself would take the last one.
+
+    Raises:
+        yaml.YAMLError: it is not YAML, or has a key twice.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+            seen: list[Any] = []
+            for key_node, _ in node.value:
+                key = self.construct_object(key_node, deep=True)
+                if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                    problem = f"the key {key!r} is there twice; drop one of them"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+                seen.append(key)
+            found: dict[Any, Any] = super().construct_mapping(node, deep)
+            return found
+
+    return yaml.load(text, Loader)  # a safe loader

@@ -20,13 +20,14 @@ from megatron_ext.params.boxes import (
 )
 from megatron_ext.params.gpt import QkvRows, gpt_parameters, qkv_rows
 from megatron_ext.params.gpt_shape import GptShape
-from megatron_ext.params.layout import Coordinates, Layout, shard_range, uneven_layers
+from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, shard_range, uneven_layers
 from megatron_ext.params.names import global_name
 from megatron_ext.params.placement import Placed, Placement, gather, scatter
 from megatron_ext.params.tensors import GlobalTensor, ParamsError, Split, layer_unit, repad_rows
 from megatron_ext.params.view import LocalParameter, ParameterView
 
 __all__ = [
+    "DEFAULT_ORDER",
     "Coordinates",
     "GlobalTensor",
     "GptShape",

@@ -85,8 +85,9 @@ def locate(patch: Patch) -> tuple[Any, str, Any]:
     """
     try:
         owner: Any = importlib.import_module(patch.module)
-    except ImportError as error:
-        raise PatchError(f"{patch.describe()}: module cannot be imported: {error}") from error
+    except Exception as error:  # of whatever the module imports: a missing CUDA library is an OSError
+        said = f"module cannot be imported: {type(error).__name__}: {error}"
+        raise PatchError(f"{patch.describe()}: {said}") from error
     *path, name = patch.attribute.split(".")
     for part in path:
         if not hasattr(owner, part):

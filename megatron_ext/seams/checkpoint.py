@@ -21,7 +21,7 @@ from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, name_step_zero
 
-__all__ = ["patches", "repairs"]
+__all__ = ["load_patches", "patches", "repairs"]
 
 _MODULE = "megatron.training.checkpointing"
 
@@ -38,6 +38,20 @@ def repairs() -> list[Patch]:
             rebind=False,
             reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
         ),
+    ]
+
+
+def load_patches() -> list[Patch]:
+    """Return the patches of this seam for features that only look at what is read."""
+    return [
+        Patch(
+            name="checkpoint/load",
+            target=f"{_MODULE}:_load_base_checkpoint",
+            wrap=_wrap_load,
+            parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
+            reason="let features see what a checkpoint holds, and take their state out of what was read",
+        ),
+        *repairs(),
     ]
 
 
@@ -58,14 +72,7 @@ def patches() -> list[Patch]:
             ),
             reason="let features place every worker's state and their own in the checkpoint",
         ),
-        Patch(
-            name="checkpoint/load",
-            target=f"{_MODULE}:_load_base_checkpoint",
-            wrap=_wrap_load,
-            parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
-            reason="let features see what a checkpoint holds, and take their state out of what was read",
-        ),
-        *repairs(),
+        *load_patches(),
     ]
 
 

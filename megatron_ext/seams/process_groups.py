@@ -5,13 +5,15 @@ A worker is a contiguous slice of the data-parallel dimension and holds whole TP
 points through which DDP, the optimizer and the model get their groups return the groups inside the worker. So a
 worker is an ordinary Megatron job to everything that synchronises, while data loading, batch sizes and sample counts
 keep seeing the whole data-parallel dimension, which makes the workers' samples disjoint.
+
+Further layouts (`seams.strategies`) lie inside a worker from the start: while one of them is in place nothing is cut.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +22,14 @@ import torch.distributed as dist
 from megatron_ext.hooks import hooks
 from megatron_ext.patching import Patch
 
-__all__ = ["WORKER_VIEW_MODULES", "WorkerGroups", "current_groups", "patches"]
+__all__ = [
+    "WORKER_VIEW_MODULES",
+    "WorkerGroups",
+    "current_groups",
+    "let_layout_span_workers",
+    "patches",
+    "spans_workers",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +90,7 @@ WORKER_VIEW_MODULES = (
 )
 
 _groups: WorkerGroups | None = None
+_cuts = True
 
 
 def current_groups() -> WorkerGroups:
@@ -92,6 +102,17 @@ def current_groups() -> WorkerGroups:
     if _groups is None:
         raise RuntimeError("worker groups are built by initialize_model_parallel, which has not run yet")
     return _groups
+
+
+def spans_workers() -> bool:
+    """Return whether the layout in place spans all workers, and is cut into them."""
+    return _cuts
+
+
+def let_layout_span_workers(spans: bool) -> None:
+    """Say whether the layout in place spans all workers, or lies inside one as a whole."""
+    global _cuts
+    _cuts = spans
 
 
 def patches() -> list[Patch]:
@@ -145,6 +166,9 @@ class WorkerParallelState:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._full, name)
 
+    def _groups(self) -> WorkerGroups:
+        return current_groups() if _cuts else _whole_groups(self._full)
+
     def get_data_parallel_group(
         self,
         with_context_parallel: bool = False,
@@ -152,13 +176,13 @@ class WorkerParallelState:
         partial_data_parallel: bool = False,
     ) -> Any:
         """Return the worker's data-parallel group."""
-        return current_groups().dp_cp if with_context_parallel else current_groups().dp
+        return self._groups().dp_cp if with_context_parallel else self._groups().dp
 
     def get_data_parallel_group_gloo(
         self, with_context_parallel: bool = False, partial_data_parallel: bool = False
     ) -> Any:
         """Return the gloo twin of the worker's data-parallel group."""
-        return current_groups().dp_cp_gloo if with_context_parallel else current_groups().dp_gloo
+        return self._groups().dp_cp_gloo if with_context_parallel else self._groups().dp_gloo
 
     def get_data_parallel_world_size(
         self,
@@ -185,29 +209,29 @@ class WorkerParallelState:
         partial_expert_data_parallel: bool = False,
     ) -> Any:
         """Return the worker's expert data-parallel group."""
-        return current_groups().expert_dp
+        return self._groups().expert_dp
 
     def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> Any:
         """Return the gloo twin of the worker's expert data-parallel group."""
-        return current_groups().expert_dp_gloo
+        return self._groups().expert_dp_gloo
 
     def get_expert_data_parallel_rank(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
         """Return this rank's index in the worker's expert data-parallel group."""
-        return int(current_groups().expert_dp.rank())
+        return int(self._groups().expert_dp.rank())
 
     def get_expert_data_parallel_world_size(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
         """Return the size of the worker's expert data-parallel group."""
-        return int(current_groups().expert_dp.size())
+        return int(self._groups().expert_dp.size())
 
     def get_tensor_and_data_parallel_group(
         self, check_initialized: bool = True, with_context_parallel: bool = False
     ) -> Any:
         """Return the worker's tensor- and data-parallel group."""
-        return current_groups().tp_dp_cp if with_context_parallel else current_groups().tp_dp
+        return self._groups().tp_dp_cp if with_context_parallel else self._groups().tp_dp
 
     def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> None:
         """Return None: inside a worker there is one optimizer instance."""
@@ -247,6 +271,8 @@ def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup_process_groups(*args: Any, **kwargs: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(*args, **kwargs)
+        if not _cuts:
+            return found
         groups = current_groups()
         inside = {
             "dp_group": groups.dp,
@@ -261,6 +287,21 @@ def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
         return {**found, **inside}
 
     return setup_process_groups
+
+
+def _whole_groups(state: Any) -> WorkerGroups:
+    """Return the groups while a layout is in place that lies inside the worker: its own."""
+    return replace(
+        current_groups(),
+        dp=state.get_data_parallel_group(),
+        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+        expert_dp=state.get_expert_data_parallel_group(),
+        tp_dp=state.get_tensor_and_data_parallel_group(),
+        tp_dp_cp=state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        dp_gloo=state._DATA_PARALLEL_GROUP_GLOO,
+        dp_cp_gloo=state._DATA_PARALLEL_GROUP_WITH_CP_GLOO,
+        expert_dp_gloo=state._EXPERT_DATA_PARALLEL_GROUP_GLOO,
+    )
 
 
 def _build(workers: int, gloo: bool, timeout: timedelta) -> WorkerGroups:

@@ -6,6 +6,9 @@ Megatron 0.19 takes process groups from two places. Models, layers, DDP and the 
 module globals of `parallel_state` at call time. So each layout gets a full set of those globals, made by Megatron's
 own `initialize_model_parallel`, and the set of the layout whose turn it is is put in place. Between turns, and for
 everything else in Megatron, home's set is there.
+
+In a job with workers home spans all of them and is cut by `seams.process_groups`. Guests are made inside each worker,
+as if its ranks, numbered from 0, were a job.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from megatron_ext.hooks import hooks
-from megatron_ext.params import Layout
+from megatron_ext.params import DEFAULT_ORDER, Layout
 from megatron_ext.patching import Patch
+from megatron_ext.seams.process_groups import let_layout_span_workers, spans_workers
 
 __all__ = ["ParallelState", "keeping_random_state", "parallel_states", "patches", "seed_device", "with_arguments"]
 
@@ -26,11 +33,16 @@ __all__ = ["ParallelState", "keeping_random_state", "parallel_states", "patches"
 class ParallelState:
     """The module globals of `parallel_state` for one layout."""
 
-    def __init__(self) -> None:
-        """Take what is in place now."""
+    def __init__(self, *, spans_workers: bool) -> None:
+        """Take what is in place now.
+
+        Args:
+            spans_workers: whether this is the layout that is cut into workers, or one inside a worker.
+        """
         from megatron.core import parallel_state
 
         self._values = {name: getattr(parallel_state, name) for name in _names()}
+        self._spans_workers = spans_workers
 
     def install(self) -> None:
         """Put this layout in place."""
@@ -38,11 +50,12 @@ class ParallelState:
 
         for name, value in self._values.items():
             setattr(parallel_state, name, value)
+        let_layout_span_workers(self._spans_workers)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Put this layout in place, and afterwards again what was there before."""
-        before = ParallelState()
+        before = ParallelState(spans_workers=spans_workers())
         self.install()
         try:
             yield
@@ -51,8 +64,7 @@ class ParallelState:
 
 
 _states: tuple[ParallelState, ...] = ()
-# Groups by (ranks, backend, what they are for), while layouts are being made.
-_shared: dict[tuple[Any, ...], Any] | None = None
+_making: _Making | None = None
 
 
 def parallel_states() -> tuple[ParallelState, ...]:
@@ -80,6 +92,8 @@ def patches() -> list[Patch]:
                 "context_parallel_size",
                 "expert_model_parallel_size",
                 "expert_tensor_parallel_size",
+                "order",
+                "local_world_size",
             ),
             reason="build the process groups of every strategy, not only of home",
         ),
@@ -117,7 +131,6 @@ def with_arguments(**values: Any) -> Iterator[None]:
 @contextmanager
 def keeping_random_state() -> Iterator[None]:
     """Put the states of all generators back afterwards."""
-    import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracker = get_cuda_rng_tracker()
@@ -150,26 +163,110 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
-        global _states, _shared
+        global _states, _making
         from megatron.training import get_args
 
         given = signature.bind(*args, **kwargs).arguments
-        nothing = ParallelState()
-        _shared = {}
+        megatron_args = get_args()
+        nothing = ParallelState(spans_workers=True)
+        _making = _Making(_workers(given, hooks.worker_count(megatron_args)))
         try:
             result = original(**given)
-            made = [ParallelState()]
-            for layout in hooks.guest_layouts(get_args()):
+            made = [ParallelState(spans_workers=True)]
+            for layout in hooks.guest_layouts(megatron_args):
                 nothing.install()
-                original(**{**given, **_sizes(layout)})
-                made.append(ParallelState())
+                with _making.inside_worker():
+                    original(**{**given, **_sizes(layout), "local_world_size": layout.world_size})
+                made.append(ParallelState(spans_workers=False))
         finally:
-            _shared = None
+            _making = None
         made[0].install()
         _states = tuple(made)
         return result
 
     return initialize_model_parallel
+
+
+def _workers(given: dict[str, Any], workers: int) -> list[list[int]]:
+    """Return the ranks of each worker, ascending: contiguous slices of home's data-parallel dimension."""
+    tp, pp = given.get("tensor_model_parallel_size", 1), given.get("pipeline_model_parallel_size", 1)
+    cp, ranks = given.get("context_parallel_size", 1), dist.get_world_size()
+    home = Layout(tp=tp, pp=pp, cp=cp, dp=ranks // (tp * pp * cp), order=given.get("order", DEFAULT_ORDER))
+    places = [home.coordinates(rank).dp * workers // home.dp for rank in range(ranks)]
+    return [[rank for rank in range(ranks) if places[rank] == worker] for worker in range(workers)]
+
+
+class _Making:
+    """What the layouts of a run have in common while they are made."""
+
+    def __init__(self, workers: list[list[int]]) -> None:
+        """Start with home.
+
+        Args:
+            workers: the ranks of each.
+        """
+        self._workers = workers
+        self._mine = next(ranks for ranks in workers if dist.get_rank() in ranks)
+        self._is_inside = False
+        # Groups by (ranks, backend, what they are for).
+        self._groups: dict[tuple[Any, ...], Any] = {}
+
+    @contextmanager
+    def inside_worker(self) -> Iterator[None]:
+        """Number this worker's ranks from 0, as if they were the job; what is made has their real numbers after it."""
+        from megatron.core import parallel_state
+
+        renumbered = _Instead(dist, get_rank=lambda: self._mine.index(dist.get_rank()))
+        parallel_state.torch, real = _Instead(torch, distributed=renumbered), parallel_state.torch
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            parallel_state.torch = real
+        for name in _names():
+            if name.endswith("_RANKS"):
+                setattr(parallel_state, name, self._real(getattr(parallel_state, name), self._mine))
+
+    def group(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Find or make a group. Every rank asks for all groups in the same order, so all of them do the same."""
+        if not self._is_inside:
+            return self._find(original, given)
+        # Every worker makes its own, and takes part in making the others'.
+        found = [
+            self._find(original, {**given, "ranks": self._real(given["ranks"], worker)}) for worker in self._workers
+        ]
+        return found[self._workers.index(self._mine)]
+
+    def _find(self, original: Callable[..., Any], given: dict[str, Any]) -> Any:
+        from megatron.core import parallel_state
+
+        key = (tuple(given["ranks"]), given.get("backend"), given.get("group_desc"))
+        if key not in self._groups:
+            numbering = parallel_state.torch
+            parallel_state.torch = torch
+            try:
+                self._groups[key] = original(**given)
+            finally:
+                parallel_state.torch = numbering
+        return self._groups[key]
+
+    def _real(self, ranks: Any, worker: list[int]) -> Any:
+        """Return the real numbers of a worker's ranks, in lists of any depth."""
+        if isinstance(ranks, list):
+            return [self._real(rank, worker) for rank in ranks]
+        return None if ranks is None else worker[ranks]
+
+
+class _Instead:
+    """A module with a few attributes changed."""
+
+    def __init__(self, module: Any, **changed: Any) -> None:
+        self._module = module
+        vars(self).update(changed)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def _sizes(layout: Layout) -> dict[str, int | None]:
@@ -188,14 +285,9 @@ def _wrap_create_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def create_group(*args: Any, **kwargs: Any) -> Any:
-        if _shared is None:
+        if _making is None:
             return original(*args, **kwargs)
-        given = signature.bind(*args, **kwargs).arguments
-        # Every rank asks for all groups in the same order, so all of them find or make the same ones.
-        key = (tuple(given["ranks"]), given.get("backend"), given.get("group_desc"))
-        if key not in _shared:
-            _shared[key] = original(*args, **kwargs)
-        return _shared[key]
+        return _making.group(original, dict(signature.bind(*args, **kwargs).arguments))
 
     return create_group
 

@@ -12,7 +12,7 @@ from megatron_ext.hooks import ChunksContext, EvaluationContext, ModelContext, S
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import current_groups
 
-__all__ = ["chunk_patches", "loop_patches", "model_patches", "patches"]
+__all__ = ["chunk_patches", "length_patches", "loop_patches", "model_patches", "patches"]
 
 _MODULE = "megatron.training.training"
 
@@ -44,6 +44,18 @@ def model_patches() -> list[Patch]:
             wrap=_wrap_setup,
             parameters=("model_type",),
             reason="tell features of model and optimizer before the data are built",
+        )
+    ]
+
+
+def length_patches() -> list[Patch]:
+    """Return the patch for features that train documents of different lengths."""
+    return [
+        Patch(
+            name="training/lengths",
+            target=f"{_MODULE}:consume_seqlen_stats_in_iteration",
+            wrap=_wrap_lengths,
+            reason="count FLOPs by documents, which all ranks know, without a collective over all of them",
         )
     ]
 
@@ -139,7 +151,11 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             config=given["config"],
         )
         hooks.fire("on_train_start", context)
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except BaseException as error:
+            hooks.fire("on_train_left", error)
+            raise
         hooks.fire("on_train_end", context)
         return result
 
@@ -162,6 +178,17 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return train_step
+
+
+def _wrap_lengths(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def consume_seqlen_stats_in_iteration() -> Any:
+        lengths = hooks.lengths_of_step()
+        if lengths is None:
+            return original()
+        return float(sum(lengths)), float(sum(length * length for length in lengths))
+
+    return consume_seqlen_stats_in_iteration
 
 
 def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
