@@ -99,6 +99,11 @@ def notices(args: Any) -> list[str]:
         f"outer optimizer {outer.name}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
+    if outer.outer_optim_class is not None and "lr" not in outer.outer_optim_kwargs:
+        lines.append(
+            f"local SGD: --outer-optim-kwargs has no lr, so the default of {outer.name} holds; torch's are made for "
+            'inner steps (DiLoCo takes SGD with {"lr": 0.7, "momentum": 0.9, "nesterov": true})'
+        )
     streaming = StreamingConfig.from_args(args)
     if streaming.eager:
         lines.append(
@@ -140,6 +145,11 @@ def ending_notice(train_iters: int | None, done: int, since: int, interval: int)
     rest = 0 if train_iters is None else (train_iters - done + since) % interval
     if not rest or train_iters is None or train_iters <= done:
         return None
+    if train_iters - done + since < interval:
+        return (
+            f"local SGD: no round falls into this run: --train-iters {train_iters} ends {plural(rest, 'step')} into an "
+            f"interval of {interval} (--local-sgd-sync-interval), and every worker keeps weights of its own"
+        )
     return (
         f"local SGD: --train-iters {train_iters} ends {plural(rest, 'step')} after a round; a checkpoint saved there "
         "holds every worker apart and cannot be read without --use-local-sgd"

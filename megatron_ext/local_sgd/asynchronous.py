@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
 
 __all__ = ["AsyncSchedule"]
@@ -51,6 +52,8 @@ class AsyncSchedule:
         self._window = 0.0
         self._replay: list[int] = []
         self._synced = torch.zeros(dist.get_world_size(across), dtype=torch.int64)
+        self._counted = torch.full_like(self._synced, -1)
+        """Every worker's steps at the last meeting."""
         self.meetings: list[int] = []
         self.finished = False
 
@@ -75,6 +78,9 @@ class AsyncSchedule:
 
         Args:
             step: how many this worker has made.
+
+        Raises:
+            UserError: no worker has made a step since the last meeting, so that none will: all only wait.
         """
         counts = torch.zeros(len(self._synced), dtype=torch.int64, device=self._device)
         counts[dist.get_rank(self._across)] = step
@@ -85,6 +91,12 @@ class AsyncSchedule:
             self._replay.pop(0)
         self._window = self._clock()
         self.finished = self.total_steps is not None and int(counts.sum()) >= self.total_steps
+        if not self.finished and torch.equal(counts, self._counted):
+            raise UserError(
+                f"all workers wait, after {int(counts.sum())} of the {self.total_steps} steps of total_global_steps "
+                "together: nobody has data left; give a smaller total_global_steps or more data"
+            )
+        self._counted = counts
         since = (counts - self._synced).tolist()
         if sum(since) < self._config.min_total_global_steps and not (self.finished and sum(since)):
             return None

@@ -27,6 +27,7 @@ from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_m
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.seams.optimizer_format import refuse_bound_format
 from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.seams.sharded_state import (
     beside_optimizer,
@@ -39,7 +40,7 @@ from megatron_ext.seams.sharded_state import (
 
 __all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "request", "restore"]
 
-_FORMAT = 4
+_FORMAT = 5
 _SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
 _OWN = "local_sgd_own"
 # No slash: where Megatron checks a checkpoint strictly, it splits the keys of objects at one.
@@ -206,7 +207,7 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
                 f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it"
             )
-    _check_layout(context, where)
+    refuse_bound_format(context)
     return plan
 
 
@@ -323,27 +324,6 @@ def _shapes(view: ParameterView) -> dict[str, list[int]]:
         tensor.name: list(tensor.shape[1:] if tensor.name in (WORD_EMBEDDING, OUTPUT_WEIGHT) else tensor.shape)
         for tensor in view.placement.tensors
     }
-
-
-def _check_layout(context: LoadContext, where: str) -> None:
-    """Refuse another model-parallel layout when the optimizer's format is bound to the one it was saved in."""
-    saved, args = context.state.get("args"), context.args
-    if saved is None or args.no_load_optim or args.finetune:
-        return
-    from megatron.core.dist_checkpointing import load_content_metadata
-
-    metadata = load_content_metadata(preloaded_state_dict=context.state) or {}
-    if metadata.get("distrib_optim_sharding_type") != "dp_reshardable":
-        return
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"):
-        before, now = getattr(saved, name, None), getattr(args, name)
-        if before is not None and before != now:
-            flag = "--" + name.replace("_", "-")
-            raise UserError(
-                f"{where}: saved with {flag} {before}, this run has {now}, and the optimizer state is in a format "
-                "that is bound to its layout. Resume with the layout it was saved in and save with "
-                "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim"
-            )
 
 
 def _worker_prefix(worker: int) -> str:

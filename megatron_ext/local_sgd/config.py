@@ -99,6 +99,10 @@ class LocalSGDConfig(FromArgs):
     ewma_official_start: bool = flag("--local-sgd-ewma-official-start", False)
     """Start the moving mean and variance at zero without bias correction, as the official implementation does."""
 
+    ewma_relative: bool = flag("--local-sgd-ewma-relative", False)
+    """Let the detector follow each worker's norm divided by the median over the workers, so that norms that fall for
+    all of them, as with the learning rate, hide nobody. Needs at least 3 workers."""
+
     pseudo_gradnorm_reduce: bool = flag("--local-sgd-pseudo-gradnorm-reduce", False)
     """Weight the workers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
 
@@ -167,7 +171,7 @@ class LocalSGDConfig(FromArgs):
     def _round_problems(self) -> list[str]:
         found = []
         for name, allowed, rule in (
-            ("ewma_alpha", 0 < self.ewma_alpha <= 1, "it must be above 0 and at most 1"),
+            ("ewma_alpha", 0 < self.ewma_alpha < 1, "it must be above 0 and below 1"),
             ("ewma_warmup_steps", self.ewma_warmup_steps >= 2, "it must be at least 2 rounds"),
             ("ewma_threshold", 0 < self.ewma_threshold < math.inf, "it must be a finite number above 0"),
             ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be finite and above 0"),
@@ -180,12 +184,20 @@ class LocalSGDConfig(FromArgs):
             if not allowed:
                 found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
         for names, needed in (
-            (("ewma_alpha", "ewma_warmup_steps", "ewma_threshold", "ewma_official_start"), "skip_anomaly"),
+            (
+                ("ewma_alpha", "ewma_warmup_steps", "ewma_threshold", "ewma_official_start", "ewma_relative"),
+                "skip_anomaly",
+            ),
             (("weight_softmax_temperature", "weight_scale_free"), "pseudo_gradnorm_reduce"),
         ):
             for name in names:
                 if getattr(self, name) != self.__dataclass_fields__[name].default and not getattr(self, needed):
                     found.append(f"{self._flag(name)} has no effect without {self._flag(needed)}; add it or drop this")
+        if self.ewma_relative and self.local_sgd_workers == 2:
+            found.append(
+                f"{self._flag('ewma_relative')} needs at least 3 workers: of two that differ, neither is the measure; "
+                "drop it"
+            )
         if self.codec_density != self.__dataclass_fields__["codec_density"].default and self.codec != "topk":
             found.append(
                 f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk; add it or drop this"

@@ -4,6 +4,10 @@
 One detector follows the norms of every worker and every unit: exponentially weighted mean and variance, and how
 widely the latest deviations have scattered. Only norms that are too large are anomalous; those that are not finite
 always are. It learns from accepted norms only, so that an anomaly cannot make the next one look normal.
+
+Norms fall with the learning rate, often faster than a moving mean forgets, which hides who strays late in a run. So it
+can follow, in place of a norm, its quotient by the median over the workers of the round, which is 1 for everybody
+however large or small all of them are.
 """
 
 from __future__ import annotations
@@ -24,25 +28,38 @@ class AnomalyDetector:
     """Detects outliers among norms, for every worker and unit by itself. All arithmetic is in fp64."""
 
     def __init__(
-        self, workers: int, units: int, *, alpha: float, warmup: int, threshold: float, bias_correction: bool = True
+        self,
+        workers: int,
+        units: int,
+        *,
+        alpha: float,
+        warmup: int,
+        threshold: float,
+        bias_correction: bool = True,
+        relative: bool = False,
     ) -> None:
         """Start without experience.
 
         Args:
             workers: number of workers.
             units: number of units.
-            alpha: weight of the newest norm, in (0, 1].
+            alpha: weight of the newest norm, in (0, 1).
             warmup: accepted norms before anything finite is flagged, and length of the window of deviations;
                 at least 2.
             threshold: standard deviations above the mean at which a norm is anomalous; above 0.
             bias_correction: estimate mean and variance from the norms seen so far alone. Without it they start at
                 zero, as in the official implementation, whose 'standard deviation' is start-up bias for a long while.
+            relative: follow norms divided by their median over the workers, of which there must be at least three: of
+                two, neither is the measure.
         """
         shape = (workers, units)
         self.alpha = alpha
         self.warmup = warmup
         self.threshold = threshold
         self.bias_correction = bias_correction
+        self.relative = relative
+        self._scale = torch.ones(units, dtype=torch.float64)
+        """By what the norms of every unit were divided in the last round; 1 unless `relative`."""
         self.mean = torch.zeros(shape, dtype=torch.float64)
         self.spread = torch.zeros(shape, dtype=torch.float64)
         self.weight = torch.zeros(shape, dtype=torch.float64)
@@ -59,11 +76,14 @@ class AnomalyDetector:
         Returns:
             bool, (workers, units).
         """
+        if self.relative:
+            self._scale = _median(norms, norms > 0)
+        norms = norms / self._scale
         limit = self.threshold * self._scatter().clamp(min=1.0)
         return ~torch.isfinite(norms) | (self._deviation(norms) > limit)
 
     def reason(self, worker: int, unit: int, norm: float) -> str:
-        """Say why a norm is anomalous; it has not been learned from.
+        """Say why a norm of the last round is anomalous; it has not been learned from.
 
         Args:
             worker: whose norm.
@@ -74,20 +94,26 @@ class AnomalyDetector:
             return f"the norm of its pseudo-gradient is {norm}"
         at = (worker, unit)
         norms = self.mean.clone()
-        norms[at] = norm
+        norms[at] = norm = norm / float(self._scale[unit])
         limit = float(self.threshold * self._scatter().clamp(min=1.0)[at])
+        what = "the norm of its pseudo-gradient" + (", divided by the median of all," if self.relative else "")
         return (
-            f"the norm of its pseudo-gradient is {norm:.4g}, {float(self._deviation(norms)[at]):.3g} standard "
+            f"{what} is {norm:.4g}, {float(self._deviation(norms)[at]):.3g} standard "
             f"deviations above its mean of {float(self.mean[at]):.4g}; the limit is {limit:.3g}"
         )
 
     def learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
-        """Take in the norms that were accepted.
+        """Take in the norms that were accepted; `verdicts` has seen them.
 
         Args:
             norms: fp64, (workers, units).
             accepted: bool, of the same shape; the other norms change nothing.
         """
+        if self.relative:
+            # What was rejected is no measure for the others, and who is alone has nothing to be compared with.
+            measure = accepted & (norms > 0)
+            norms = norms / _median(norms, measure)
+            accepted = accepted & (measure.sum(dim=0) > 1)
         norms = torch.where(accepted, norms, self.mean)
         alpha = self.alpha
         weight = (1 - alpha) * self.weight + alpha
@@ -113,14 +139,21 @@ class AnomalyDetector:
 
     def state(self) -> dict[str, Any]:
         """Return everything learned, for a checkpoint; `load` takes it."""
-        return {name: getattr(self, name).clone() for name in _TENSORS}
+        found = {name: getattr(self, name).clone() for name in _TENSORS}
+        return {**found, "relative": torch.ones(1, dtype=torch.int64)} if self.relative else found
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a saved state. Worker i goes on from the experience of worker i mod the saved number of workers.
 
         Raises:
-            UserError: it was saved with another length of the window or for other units.
+            UserError: it was saved with another length of the window, for other units, or has followed something else.
         """
+        if ("relative" in state) != self.relative:
+            followed, way = ("norms", "without") if self.relative else ("norms divided by their median", "with")
+            raise UserError(
+                f"the saved anomaly detector has followed {followed}; go on {way} ewma_relative "
+                "(--local-sgd-ewma-relative), or start without its experience"
+            )
         saved = {name: torch.as_tensor(state[name]) for name in _TENSORS}
         if saved["window"].shape[0] != self.warmup or saved["mean"].shape[1] != self.mean.shape[1]:
             raise UserError(
@@ -147,3 +180,9 @@ class AnomalyDetector:
     def _scatter(self) -> torch.Tensor:
         """Return the standard deviation of the latest deviations; 1 where too little is known."""
         return torch.where(self.count >= self.warmup, self.window.std(dim=0), torch.ones_like(self.mean))
+
+
+def _median(norms: torch.Tensor, measure: torch.Tensor) -> torch.Tensor:
+    """Return each unit's median over the workers that are a measure for the others; 1 where none is."""
+    present = torch.where(torch.isfinite(norms) & measure, norms, math.nan)
+    return present.nanquantile(0.5, dim=0).nan_to_num(nan=1.0)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.digest import equal_across
+from megatron_ext.local_sgd.digest import require_equal
 from megatron_ext.local_sgd.fragment import Fragment
 from megatron_ext.local_sgd.host_memory import require_room
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
@@ -130,21 +130,23 @@ class LocalSGD:
         Raises:
             RuntimeError: they are not equal, so that there is nothing for the workers to agree on.
         """
-        if not equal_across(self.values, self._across, self._device):
-            differs = (
-                entry.name
-                for entry in self.synced_tensors
-                if not equal_across([entry.tensor], self._across, self._device)
-            )
-            raise RuntimeError(
-                f"the workers' weights differ where the anchor is to be taken, first in {next(differs)}; they must "
-                "start equal (check --data-parallel-random-init and any code of your own that changes weights per "
-                "rank)"
-            )
+        require_equal([(each.name, each.tensor) for each in self.synced_tensors], self._across, self._device)
         self.in_warmup = False
         self._schedule.restart()
         for fragment in self._fragments:
             fragment.state.begin()
+
+    def move_anchor(self) -> None:
+        """Go on from the present values, which must be equal on all workers; the outer optimizer keeps its state.
+
+        Raises:
+            RuntimeError: they are not equal.
+        """
+        require_equal([(each.name, each.tensor) for each in self.synced_tensors], self._across, self._device)
+        self._equal = True
+        self._schedule.restart()
+        for fragment in self._fragments:
+            fragment.state.move_to_values()
 
     def count_step(self) -> bool:
         """Count one inner step of all workers, skipped updates included; return whether `advance` has to be called."""

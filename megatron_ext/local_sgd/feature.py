@@ -118,7 +118,9 @@ class LocalSGDFeature(Feature):
         self._last_iteration = context.args.train_iters
         if dist.get_rank() == 0:
             path = round_log_path(context.args)
-            self._round_log = None if path is None else RoundWriter(path)
+            self._round_log = None if path is None else RoundWriter(
+                path, "--save" if context.args.local_sgd_round_log is None else "--local-sgd-round-log"
+            )
         if not self._restored:
             self._make_equal()
         if config.sync_in_forward:
@@ -176,6 +178,22 @@ class LocalSGDFeature(Feature):
             self._launched_at = context.iteration
         timer.stop()
         self._account(progress, context.iteration)
+
+    def before_weights_shared(self, context: StepContext) -> None:
+        """Let workers that stand apart meet before their time: after a resume their rounds may have moved."""
+        engine = self._require_engine()
+        if engine.synced:
+            return
+        into = plural(engine.steps_since_sync, "step")
+        progress = engine.finish()
+        self._require_values().refresh()
+        self._account(progress, context.iteration)
+        say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
+
+    def on_weights_replaced(self) -> None:
+        """Let rounds go on from the new weights."""
+        if self._engine is not None and not self._engine.in_warmup:
+            self._engine.move_anchor()
 
     def _conclude(self) -> None:
         """End a round that was to end in the forward pass."""

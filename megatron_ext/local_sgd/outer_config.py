@@ -5,7 +5,9 @@
 
 import argparse
 import dataclasses
+import importlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +45,11 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON")
+
+
+def _is_rate(value: Any) -> bool:
+    """Return whether a value is a learning rate; True and False are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST_RATE
 
 
 _EXAMPLE = """'{"lr": 0.7, "momentum": 0.9}'"""
@@ -103,16 +110,37 @@ class OuterOptimizerConfig(FromArgs):
                 "--outer-optim-class replaces the --outer-optimizer options, which then have no effect; put them into "
                 "--outer-optim-kwargs"
             ]
-        rate = self.outer_optim_kwargs.get("lr")
-        if isinstance(rate, int | float) and not 0 < rate <= _LARGEST_RATE:
-            return [f"--outer-optim-kwargs: lr is {rate}; it must be a number above 0 and at most {_LARGEST_RATE:g}"]
-        return []
+        given = self.outer_optim_kwargs
+        found = [
+            f"--outer-optim-kwargs: {name} is {value}; it must be finite"
+            for name, value in given.items()
+            if name not in ("lr", "momentum") and isinstance(value, float) and not math.isfinite(value)
+        ]
+        if "lr" in given and not _is_rate(given["lr"]):
+            found.append(
+                f"--outer-optim-kwargs: lr is {given['lr']!r}; it must be a number above 0 and at most "
+                f"{_LARGEST_RATE:g}"
+            )
+        momentum = given.get("momentum", 0.0)
+        if not (isinstance(momentum, int | float) and 0 <= momentum < 1):
+            found.append(f"--outer-optim-kwargs: momentum is {momentum!r}; it must be in [0, 1)")
+        return found
 
     @property
     def name(self) -> str:
         """What it is called: as it was asked for, or by the path of its class."""
         chosen = self.outer_optimizer if self.outer_optim_class is None else self.outer_optim_class
         return chosen if isinstance(chosen, str) else f"{chosen.__module__}.{chosen.__qualname__}"
+
+    @property
+    def class_path(self) -> str:
+        """The path of the class where it is defined, whichever way it was imported; as it was asked for if unknown."""
+        module, _, attribute = self.name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError):
+            return self.name
+        return f"{found.__module__}.{found.__qualname__}"
 
     @property
     def is_sgd(self) -> bool:

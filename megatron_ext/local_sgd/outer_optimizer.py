@@ -23,6 +23,8 @@ __all__ = [
     "resolve_class",
 ]
 
+# What local SGD and Megatron's formats call their own tensors beside those of an outer optimizer.
+_TAKEN = frozenset({"anchor", "replica", "late", "residual", "param", "fp32_param", "padding"})
 _BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
@@ -310,7 +312,9 @@ def _states_of(optimizer: torch.optim.Optimizer, probe: torch.Tensor, said: str)
         UserError: no checkpoint can hold that, or it keeps something of all parameters together, although each is
             moved by itself.
     """
-    way_out = "choose an optimizer that keeps numbers, and tensors of a parameter's shape, for each parameter alone"
+    way_out = (
+        "choose an optimizer that keeps numbers, and fp32 tensors of a parameter's shape, for each parameter alone"
+    )
     before = _settings(optimizer)
     for _ in range(2):
         probe.grad = torch.ones_like(probe)
@@ -322,7 +326,15 @@ def _states_of(optimizer: torch.optim.Optimizer, probe: torch.Tensor, said: str)
         )
     found: dict[str, Any] = {}
     for name, value in optimizer.state.get(probe, {}).items():
+        if name in _TAKEN:
+            raise UserError(
+                f"{said} calls a state {name!r}, which is the name of something else in checkpoints; rename it there"
+            )
         if isinstance(value, torch.Tensor) and value.dim():
+            if value.dtype != torch.float32:
+                raise UserError(
+                    f"{said} keeps a state {name!r} of {value.dtype}, which checkpoints cannot hold; {way_out}"
+                )
             if value.shape != probe.shape:
                 raise UserError(
                     f"{said} keeps a state {name!r} of shape {tuple(value.shape)} for a parameter of shape "

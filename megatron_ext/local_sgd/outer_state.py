@@ -102,11 +102,19 @@ class OuterState:
             self._compressed.begin(self._values)
 
     def move_to_values(self) -> None:
-        """Take the present values, which must be equal on all workers, as the anchor; the outer optimizer stays."""
-        for anchor, part in zip(self.shard.anchors, self._owned.runs(self._values), strict=True):
-            anchor.copy_(part)
-        if self._compressed is not None:
-            self._compressed.begin(self._values)
+        """Go on from the present values, which must be equal on all workers; the outer optimizer stays.
+
+        What messages still owe stays, too: an anchor moves by as much as the replica that all workers have of it.
+        """
+        now = self._owned.runs(self._values)
+        if self._compressed is None:
+            for anchor, part in zip(self.shard.anchors, now, strict=True):
+                anchor.copy_(part)
+            return
+        before = self._owned.runs(self._compressed.replicas)
+        for anchor, part, replica in zip(self.shard.anchors, now, before, strict=True):
+            anchor.add_((part - replica).to(anchor.device))
+        self._compressed.begin(self._values, self._compressed.residuals)
 
     def take_late(self) -> list[torch.Tensor]:
         """Return what the others still have to give in eager rounds, like the values, and forget it; else nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class Verdict:
     weights: tuple[float, ...]
     """Their weights, which sum up to 1."""
 
+    reasons: dict[int, str] = field(default_factory=dict)
+    """Why the detector has left a worker out, for those that it has."""
+
 
 class Penalty:
     """Decides over the workers of every round. The same on all ranks, given the same norms."""
@@ -45,6 +48,7 @@ class Penalty:
                 warmup=config.ewma_warmup_steps,
                 threshold=config.ewma_threshold,
                 bias_correction=not config.ewma_official_start,
+                relative=config.ewma_relative,
             )
 
     @property
@@ -68,7 +72,11 @@ class Penalty:
         if self._detector is not None:
             accepted = accepted & ~self._detector.verdicts(norms)
             self._detector.learn(norms, accepted)
-        return [self._verdict(norms[:, unit], accepted[:, unit], made) for unit in range(norms.shape[1])]
+        verdicts = [self._verdict(norms[:, unit], accepted[:, unit], made) for unit in range(norms.shape[1])]
+        if self._detector is not None:
+            for worker, unit in (~accepted & (made > 0).unsqueeze(1)).nonzero().tolist():
+                verdicts[unit].reasons[worker] = self.reason(worker, unit, float(norms[worker, unit]))
+        return verdicts
 
     def reason(self, worker: int, unit: int, norm: float) -> str:
         """Say why the last round has left a worker out of a unit, given the norm of its pseudo-gradient there."""

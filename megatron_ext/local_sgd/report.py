@@ -61,6 +61,9 @@ class RoundReport:
     rejected: dict[str, list[int]]
     """The workers that were left out, for every unit in which any was."""
 
+    reasons: dict[str, list[str]]
+    """Why, for each of them."""
+
     weights: dict[str, list[float]]
     """The weight of every worker in every unit; 0 for those that were left out. Empty for a plain mean."""
 
@@ -109,11 +112,16 @@ class RoundReport:
             units_without.setdefault(tuple(workers), []).append(unit)
         found = []
         for left_out, units in units_without.items():
+            why = "; ".join(
+                f"worker {worker}, {units[0]}: {reason}"
+                for worker, reason in zip(left_out, self.reasons.get(units[0], []), strict=False)
+            )
+            why = f" ({why})" if why else ""
             if len(left_out) == everyone:
-                found.append(f"all workers were anomalous in {listed(units)}, which went back to the anchor")
+                found.append(f"all workers were anomalous in {listed(units)}, which went back to the anchor{why}")
             else:
                 names = ", ".join(map(str, left_out))
-                found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}")
+                found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}{why}")
         if debug and found:
             found.append(f"the workers' norms were {', '.join(f'{norm:.4g}' for norm in self.worker_norms)}")
         if debug:

@@ -18,8 +18,12 @@ __all__ = ["RoundWriter", "round_log_path"]
 class RoundWriter:
     """The file while a run writes it. A full disk costs the file, not the run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, asked_by: str = "--local-sgd-round-log") -> None:
         """Open it, or make it.
+
+        Args:
+            path: the file.
+            asked_by: the option that says so, for messages.
 
         Raises:
             UserError: it cannot be written, which is better said at the start than hours later.
@@ -30,8 +34,8 @@ class RoundWriter:
             path.open("ab").close()
         except OSError as error:
             raise UserError(
-                f"--local-sgd-round-log {path}: rounds cannot be written there ({error.strerror}); give a file that "
-                "can be written, or 'none'"
+                f"{asked_by}: rounds cannot be written to {path} ({error.strerror}); give a place that can be "
+                "written, or --local-sgd-round-log none"
             ) from None
 
     def write(self, report: RoundReport, iteration: int) -> None:

@@ -48,6 +48,11 @@ def summarize(
             for unit, (verdict, _) in decided.items()
             if len(verdict.accepted) < len(counted)
         },
+        reasons={
+            unit: [verdict.reasons[worker] for worker in sorted(verdict.reasons)]
+            for unit, (verdict, _) in decided.items()
+            if verdict.reasons
+        },
         weights={
             unit: [dict(zip(verdict.accepted, verdict.weights, strict=True)).get(worker, 0.0) for worker in workers]
             for unit, (verdict, _) in decided.items()

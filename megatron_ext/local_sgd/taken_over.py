@@ -18,7 +18,12 @@ def method_of(
     config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
 ) -> dict[str, Any]:
     """Return by flag what a run must not change on its way."""
-    own: dict[str, Any] = {"--outer-optimizer": outer.name, "--local-sgd-codec": config.codec}
+    is_class = outer.outer_optim_class is not None
+    own: dict[str, Any] = {
+        "--outer-optimizer": None if is_class else outer.outer_optimizer,
+        "--outer-optim-class": outer.class_path if is_class else None,
+        "--local-sgd-codec": config.codec,
+    }
     # What it keeps of a parameter may depend on any of them but the learning rate.
     arguments = {name: value for name, value in outer.outer_optim_kwargs.items() if name != "lr"}
     own["--outer-optim-kwargs (beside lr)"] = arguments or None
@@ -28,6 +33,11 @@ def method_of(
 def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, Any]:
     """Return by flag what a run may change on its way, and is told about."""
     found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
+    if config.skip_anomaly:
+        found["--local-sgd-skip-anomaly"] = True
+        found["--local-sgd-ewma-alpha"] = config.ewma_alpha
+        found["--local-sgd-ewma-threshold"] = config.ewma_threshold
+        found["--local-sgd-ewma-official-start"] = config.ewma_official_start
     if outer.outer_optim_class is not None:
         return {**found, "--outer-optim-kwargs": dict(outer.outer_optim_kwargs)}
     if outer.outer_optimizer != "none":

@@ -136,6 +136,27 @@ def test_a_worker_without_data_joins_rounds_without_a_weight():
     assert run_ranks(without_more_data, 2) == [(10, 12.0), (2, 12.0)]
 
 
+def without_data_anywhere():
+    """Return what is said when all workers wait before there were enough steps."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    value = torch.zeros(1)
+    averager = averager_over(value, total=1000, local_sgd_sync_time=600.0)
+    for _ in range(3 + dist.get_rank()):
+        averager.average_parameters()
+    try:
+        averager.wait()
+    except UserError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_waiting_workers_do_not_wait_for_each_other_for_ever():
+    for said in run_ranks(without_data_anywhere, 2):
+        assert "all workers wait, after 7 of the 1000 steps of total_global_steps together: nobody has data" in said
+
+
 def over_shards():
     """Return the values and meetings of 2 workers of 2 ranks whose clocks run apart."""
     dist.init_process_group("gloo")

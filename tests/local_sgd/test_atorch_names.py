@@ -36,16 +36,24 @@ def parsed_outer_optimizer(kwargs):
 
     from megatron_ext import patch_megatron
     from megatron_ext.local_sgd import OuterOptimizerConfig
+    from megatron_ext.local_sgd.arguments import notices
 
     patch_megatron()
     sys.argv = ["pretrain_gpt.py", *FLAGS, *OUTER, kwargs]
-    config = OuterOptimizerConfig.from_args(parse_args())
-    return config.outer_optim_class, config.outer_optim_kwargs, config.problems()
+    args = parse_args()
+    config = OuterOptimizerConfig.from_args(args)
+    return config.outer_optim_class, config.outer_optim_kwargs, config.problems(), notices(args)[1:]
 
 
 def test_the_outer_optimizer_s_class_and_arguments_have_flags():
-    expected = ("torch.optim.SGD", {"lr": 0.7, "nesterov": True}, [])
+    expected = ("torch.optim.SGD", {"lr": 0.7, "nesterov": True}, [], [])
     assert run_ranks(parsed_outer_optimizer, 1, '{"lr": 0.7, "nesterov": true}') == [expected]
+
+
+def test_who_gives_no_learning_rate_is_told_whose_holds():
+    ((_, _, problems, (said,)),) = run_ranks(parsed_outer_optimizer, 1, '{"momentum": 0.9}')
+    assert problems == []
+    assert "--outer-optim-kwargs has no lr, so the default of torch.optim.SGD holds" in said
 
 
 @pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]", '{"lr": NaN}'])

@@ -106,7 +106,13 @@ def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
 
 @pytest.mark.parametrize(
     ("done", "since", "said"),
-    [(5, 0, "ends 3 steps after a round"), (5, 1, None), (6, 3, "ends 1 step after a round"), (8, 0, None)],
+    [
+        (1, 0, "ends 3 steps after a round"),
+        (5, 0, "no round falls into this run: --train-iters 8 ends 3 steps into an interval of 4"),
+        (5, 1, None),
+        (6, 3, "ends 1 step after a round"),
+        (8, 0, None),
+    ],
 )
 def test_an_end_between_two_rounds_is_told_wherever_rounds_began(done, since, said):
     line = ending_notice(8, done, since, 4)
@@ -144,9 +150,10 @@ def test_options_of_any_group_without_local_sgd_are_refused_instead_of_ignored()
 
 def test_a_file_of_rounds_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    where = str(tmp_path / "file" / "rounds.jsonl")
-    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, local_sgd_round_log=where), 2)
-    assert f"--local-sgd-round-log {where}: rounds cannot be written there" in exits[0].stderr
+    for option, where in (("local_sgd_round_log", "file/rounds.jsonl"), ("save", "file")):
+        options = {option: str(tmp_path / where), "save_interval": 2}
+        said = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)[0].stderr
+        assert f"--{option.replace('_', '-')}: rounds cannot be written to {tmp_path / 'file'}" in said
 
 
 def test_a_tracker_file_that_says_nothing_is_an_error_and_no_success(tmp_path):

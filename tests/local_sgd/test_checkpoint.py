@@ -351,9 +351,11 @@ def test_a_checkpoint_of_another_model_is_refused_by_the_name_of_a_parameter(sav
             {"local_sgd_pseudo_grad_reducer": "gta", "local_sgd_pseudo_grad_consensus": "sum"},
             "--local-sgd-pseudo-grad-reducer was not given in the run that saved it, and is 'gta' now",
         ),
+        # Of the optimizer's format.
+        ({"ddp_num_buckets": 2, "overlap_grad_reduce": True}, "saved with --ddp-num-buckets None, this run has 2"),
         ({"local_sgd_codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
     ],
-    ids=["outer optimizer", "reducer", "codec"],
+    ids=["outer optimizer", "reducer", "buckets", "codec"],
 )
 def test_another_method_is_refused_by_the_name_of_its_flag(saved, other, message):
     exits = run_failing_pretrain(

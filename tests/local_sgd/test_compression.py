@@ -23,6 +23,12 @@ def noise():
     return torch.Generator().manual_seed(100 + dist.get_rank())
 
 
+def move(values, generator):
+    """Move every worker by other random amounts."""
+    for value in values:
+        value += torch.randn(value.shape, generator=generator)
+
+
 def values_after_rounds(penalty):
     """Return every rank's values after three rounds in which every worker moved by other random amounts."""
     values = start_values()
@@ -30,8 +36,7 @@ def values_after_rounds(penalty):
     engine.take_anchor()
     generator = noise()
     for _ in range(3):
-        for value in values:
-            value += torch.randn(value.shape, generator=generator)
+        move(values, generator)
         engine.sync()
     moved = [float((value - start).norm()) for value, start in zip(values, start_values(), strict=True)]
     return [value.tolist() for value in values], moved
@@ -75,6 +80,26 @@ def distance_to_the_optimum(codec):
 @pytest.mark.parametrize("codec", CODEC_NAMES)
 def test_what_messages_lose_arrives_later(codec):
     assert max(run_ranks(distance_to_the_optimum, 2, codec)) < 0.02
+
+
+def values_with_an_anchor_that_is_moved(codec, moved):
+    """Return values after rounds, of which each but the last may be followed by moving the anchor to where it is."""
+    values = start_values()
+    engine = engine_of(values, units=UNITS, penalty={"codec": codec})
+    engine.take_anchor()
+    generator = noise()
+    for number in range(4):
+        move(values, generator)
+        engine.sync()
+        if moved and number < 3:
+            engine.move_anchor()
+    return [value.tolist() for value in values]
+
+
+@pytest.mark.parametrize("codec", ["int4", "topk"])
+def test_who_goes_on_from_where_all_are_still_owes_what_messages_have_lost(codec):
+    straight = run_ranks(values_with_an_anchor_that_is_moved, 2, codec, False)
+    assert run_ranks(values_with_an_anchor_that_is_moved, 2, codec, True) == straight
 
 
 def bytes_of_a_round(codec):

@@ -38,6 +38,8 @@ def test_local_sgd_is_off_by_default_and_complains_about_nothing():
         ({"is_debug": True}, "--local-sgd-is-debug"),
         ({"weight_softmax_temperature": -1.0, "pseudo_gradnorm_reduce": True}, "-weight-softmax-temperature is -1.0"),
         ({"ewma_threshold": 0.0, "skip_anomaly": True}, "--local-sgd-ewma-threshold"),
+        ({"ewma_alpha": 1.0, "skip_anomaly": True}, "--local-sgd-ewma-alpha is 1.0; it must be above 0 and below 1"),
+        ({"ewma_relative": True, "skip_anomaly": True}, "--local-sgd-ewma-relative needs at least 3 workers"),
     ],
 )
 def test_a_bad_value_is_named_by_its_flag(fields, flag):

@@ -98,6 +98,26 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
+class Renamed(torch.optim.SGD):
+    """Calls its momentum like something that local SGD keeps beside it."""
+
+    def step(self, closure=None):
+        """Keep a momentum."""
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("anchor", torch.zeros_like(parameter))
+            parameter.data.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
+class Coarse(torch.optim.SGD):
+    """Keeps a momentum in bf16."""
+
+    def step(self, closure=None):
+        """Keep a momentum."""
+        for parameter in self.param_groups[0]["params"]:
+            momentum = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter, dtype=torch.bfloat16))
+            parameter.data.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.1)
+
+
 class Listing(torch.optim.SGD):
     """Keeps a list for a parameter."""
 
@@ -109,7 +129,13 @@ class Listing(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"), [(Counting, "keeps seen for all parameters together"), (Listing, "'lengths' that is a list")]
+    ("chosen", "said"),
+    [
+        (Counting, "keeps seen for all parameters together"),
+        (Listing, "'lengths' that is a list"),
+        (Renamed, "calls a state 'anchor', which is the name of something else in checkpoints"),
+        (Coarse, "keeps a state 'momentum' of torch.bfloat16"),
+    ],
 )
 def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_refused(chosen, said):
     config = OuterOptimizerConfig(outer_optimizer=f"{__name__}.{chosen.__name__}", outer_optimizer_lr=0.1)
@@ -165,9 +191,13 @@ A_CLASS = {"outer_optim_class": torch.optim.SGD}
         ({"outer_optim_class": torch.optim.SGD, "outer_optimizer_momentum": 0.5}, "replaces the --outer-optimizer"),
         ({"outer_optim_class": torch.optim.SGD, "outer_optim_kwargs": {"rate": 1.0}}, "--outer-optim-class SGD"),
         ({**A_CLASS, "outer_optim_kwargs": {"lr": math.nan}}, "lr is nan; it must be a number above 0"),
+        ({**A_CLASS, "outer_optim_kwargs": {"lr": True}}, "lr is True; it must be a number above 0"),
+        ({**A_CLASS, "outer_optim_kwargs": {"lr": "0.1"}}, "lr is '0.1'; it must be a number above 0"),
+        ({**A_CLASS, "outer_optim_kwargs": {"momentum": math.inf}}, "momentum is inf; it must be in [0, 1)"),
         ({**A_CLASS, "outer_optim_kwargs": {"lr": 1e30}}, "lr is 1e+30; it must be a number above 0"),
         ({**A_CLASS, "outer_optim_kwargs": {"lr": -0.7}}, "lr is -0.7; it must be a number above 0"),
-        ({**A_CLASS, "outer_optim_kwargs": {"momentum": -0.5}}, "--outer-optim-class SGD refused"),
+        ({**A_CLASS, "outer_optim_kwargs": {"momentum": -0.5}}, "momentum is -0.5; it must be in [0, 1)"),
+        ({**A_CLASS, "outer_optim_kwargs": {"weight_decay": math.inf}}, "weight_decay is inf; it must be finite"),
         ({**A_CLASS, "outer_optim_kwargs": {"nesterov": True}}, "--outer-optim-class SGD refused"),
         ({"outer_optim_class": torch.optim.LBFGS}, "--outer-optim-class 'torch.optim.lbfgs.LBFGS' cannot make a step"),
         ({"outer_optim_class": "SGD"}, "--outer-optim-class 'SGD' is not known; give the import path"),

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_ext.errors import UserError
 from megatron_ext.local_sgd import LocalSGDConfig
 from megatron_ext.local_sgd.detector import AnomalyDetector
 from megatron_ext.local_sgd.penalty import Penalty, clip_coefficient
@@ -112,6 +113,70 @@ def test_a_saved_detector_goes_on_alike_with_as_many_workers_and_with_more():
         assert torch.equal(first.verdicts(value), second.verdicts(value))
         wide = more.verdicts(torch.full((5, 3), size, dtype=torch.float64))
         assert torch.equal(wide, first.verdicts(value)[[0, 1, 0, 1, 0]])
+
+
+FALLING = [3.8, 3.7, 3.5, 3.4, 3.3, 3.1, 3.0, 2.8, 2.7, 2.5, 2.4]
+"""Norms of a run whose learning rate falls."""
+
+
+@pytest.mark.parametrize(("relative", "left_out"), [(False, []), (True, [2])])
+def test_a_worker_that_strays_among_falling_norms_stands_out_against_the_others_only(relative, left_out):
+    guard = penalty(4, skip_anomaly=True, ewma_warmup_steps=10, ewma_relative=relative)
+    for number, norm in enumerate(FALLING):
+        wiggle = 1 + 0.01 * (-1) ** number
+        (verdict,) = guard.decide(norms([norm * wiggle], [norm], [norm / wiggle], [1.02 * norm]))
+        assert verdict.accepted == (0, 1, 2, 3)
+    (verdict,) = guard.decide(norms([2.1], [2.15], [3.2], [2.2]))
+    assert [worker for worker in range(4) if worker not in verdict.accepted] == left_out
+    if relative:
+        said = guard.reason(2, 0, 3.2)
+        assert "the norm of its pseudo-gradient, divided by the median of all, is 1.471," in said
+
+
+@given(st.floats(1e-3, 1e3), st.lists(st.floats(0.5, 2.0), min_size=3, max_size=3))
+def test_relative_norms_do_not_know_what_all_workers_have_in_common(factor, values):
+    first, second = (AnomalyDetector(3, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True) for _ in range(2))
+    for number in range(5):
+        for each, scale in ((first, 1.0), (second, factor**number)):
+            wiggled = [value * (1 + 0.1 * ((number + place) % 2)) for place, value in enumerate(values)]
+            column = norms(*[[scale * value] for value in wiggled])
+            each.learn(column, ~each.verdicts(column))
+    assert second.mean.flatten().tolist() == pytest.approx(first.mean.flatten().tolist())
+
+
+def test_who_brings_nothing_or_nothing_finite_is_no_measure_for_the_others():
+    ours = AnomalyDetector(5, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True)
+    verdicts = ours.verdicts(norms([0.0], [2.0], [math.inf], [4.0], [math.nan]))
+    assert verdicts.flatten().tolist() == [False, False, True, False, True]
+    ours.learn(norms([0.0], [2.0], [math.inf], [4.0], [math.nan]), ~verdicts)
+    assert ours.mean.flatten().tolist() == pytest.approx([0.0, 2 / 3, 0.0, 4 / 3, 0.0])
+    nobody = norms(*[[0.0]] * 5)
+    assert not ours.verdicts(nobody).any()
+
+
+def test_who_is_rejected_is_no_measure_for_what_the_others_learn():
+    ours = AnomalyDetector(4, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True)
+    found = norms([0.8], [1.0], [1.3], [100.0])
+    ours.verdicts(found)
+    ours.learn(found, torch.tensor([[True], [True], [True], [False]]))
+    assert ours.mean.flatten().tolist() == pytest.approx([0.8, 1.0, 1.3, 0.0])
+
+
+def test_who_is_alone_is_not_compared_and_teaches_nothing():
+    ours = AnomalyDetector(3, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True)
+    alone = norms([5.0], [math.nan], [0.0])
+    ours.learn(alone, ~ours.verdicts(alone))
+    assert ours.count.flatten().tolist() == [0, 0, 0]
+
+
+def test_experience_with_other_norms_is_refused():
+    options = {"alpha": 0.1, "warmup": 3, "threshold": 3.0}
+    plain, relative = AnomalyDetector(1, 1, **options), AnomalyDetector(1, 1, **options, relative=True)
+    with pytest.raises(UserError, match="has followed norms; go on without ewma_relative"):
+        relative.load(plain.state())
+    with pytest.raises(UserError, match="divided by their median; go on with ewma_relative"):
+        plain.load(relative.state())
+    relative.load(relative.state())
 
 
 def penalty(workers, units=1, **fields):

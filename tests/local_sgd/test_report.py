@@ -15,6 +15,7 @@ def report(rejected):
         unit_norms={},
         worker_norms=[1.0, 1.0, 1.0],
         rejected=rejected,
+        reasons={},
         weights={},
         clipped={},
         cosine=None,
@@ -37,6 +38,17 @@ def test_units_that_lost_the_same_workers_share_a_sentence():
     assert remarks({"layer.0": [1], "layer.1": [0, 2], "layer.4": [1]}) == [
         "outer round 7: left out worker 1, anomalous in layer.0, layer.4",
         "outer round 7: left out workers 0, 2, anomalous in layer.1",
+    ]
+
+
+def test_the_first_unit_of_a_sentence_tells_why():
+    found = dataclasses.replace(
+        report({"layer.1": [0, 2], "layer.4": [0, 2]}),
+        reasons={"layer.1": ["too long", "not finite"], "layer.4": ["much too long", "not finite"]},
+    )
+    assert found.remarks() == [
+        "outer round 7: left out workers 0, 2, anomalous in layer.1, layer.4 "
+        "(worker 0, layer.1: too long; worker 2, layer.1: not finite)",
     ]
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariants 4 and 5: what an outer round does to the weights in the real loop."""
 
+import re
+
 import pytest
 
 from megatron_ext.local_sgd.round_log import read_rounds
@@ -58,6 +60,8 @@ def test_a_worker_that_goes_astray_is_left_out_on_all_its_ranks(layout, precisio
     said = [line for line in ranks[0].stdout.splitlines() if "anomalous" in line]
     assert len(said) == 1
     assert "outer round 5: left out worker 1, anomalous in embedding, layer.0, layer.1, final_norm" in said[0]
+    why = r"\(worker 1, embedding: the norm of its pseudo-gradient is [\d.e+]+, [\d.e+]+ standard deviations above "
+    assert re.search(why, said[0])
 
 
 @pytest.mark.parametrize(

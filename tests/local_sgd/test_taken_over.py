@@ -35,3 +35,13 @@ def test_what_only_one_side_has_is_a_change_too():
         "--outer-optimizer-lr": ("not given", 0.5),
         "--outer-optim-kwargs": ({"lr": 0.01}, "not given"),
     }
+
+
+def test_another_detector_or_none_is_a_change():
+    fields = {"use_local_sgd": True, "local_sgd_workers": 4}
+    without = LocalSGDConfig(**fields)
+    first = LocalSGDConfig(**fields, skip_anomaly=True)
+    second = LocalSGDConfig(**fields, skip_anomaly=True, ewma_threshold=5.0)
+    of = [tuning_of(config, OuterOptimizerConfig()) for config in (without, first, second)]
+    assert changes(of[1], of[2]) == {"--local-sgd-ewma-threshold": (3.0, 5.0)}
+    assert changes(of[1], of[0])["--local-sgd-skip-anomaly"] == (True, "not given")

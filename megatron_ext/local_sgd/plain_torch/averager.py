@@ -17,7 +17,16 @@ from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.plain_torch.parameters import is_first_copy, local_part, unit_of
+from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks, layers_of
+from megatron_ext.local_sgd.plain_torch.parameters import (
+    in_model_order,
+    is_first_copy,
+    local_part,
+    require_all_within,
+    require_same_memory,
+    require_same_names,
+    unit_of,
+)
 from megatron_ext.local_sgd.report import Progress, RoundReport
 from megatron_ext.local_sgd.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
@@ -72,11 +81,6 @@ class OuterOptimPeriodicModelAverager:
                 f"local_sgd_workers is {local_sgd_config.local_sgd_workers}, and process_group has {workers} ranks, "
                 "one per worker; drop it"
             )
-        if self.config.sync_in_forward:
-            problems.append(
-                "sync_in_forward needs Megatron's forward pass; drop it (StreamingConfig(sync_delay=...) overlaps "
-                "rounds with training here)"
-            )
         if total_global_steps is not None and not self.config.use_async:
             problems.append("total_global_steps has no effect without use_async; drop it")
         if problems:
@@ -88,6 +92,9 @@ class OuterOptimPeriodicModelAverager:
         self._logged = path not in (None, "none")
         self._round_log = RoundWriter(Path(path)) if path and self._logged and dist.get_rank() == 0 else None
         self._engine: LocalSGD | None = None
+        self._parameters: tuple[torch.Tensor, ...] = ()
+        self._hooks: ForwardHooks | None = None
+        self._launched_at = 0
         self._schedule = AsyncSchedule(
             self.config,
             total_steps=total_global_steps,
@@ -114,20 +121,28 @@ class OuterOptimPeriodicModelAverager:
         return self._engine
 
     @torch.no_grad()
-    def attach(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def attach(
+        self, named_parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module | None = None
+    ) -> None:
         """Take the parameters to average; without warm-up their present values are the anchor.
 
         Args:
             named_parameters: fp32, of the same names and shapes on all workers, and equal there. DTensors stand for
                 their local shards. What several ranks of `shard_group` hold alike counts once in norms: plain
                 tensors, and DTensors along the dimensions in which they are replicated.
+            model: the module that has them, by these names; needed with `sync_in_forward`.
 
         Raises:
-            UserError: a parameter is not fp32, or there are more fragments than layers.
+            UserError: it was called before, the workers' parameters differ, one is not fp32, there are more fragments
+                than layers, or the module is missing or lacks a parameter.
             RuntimeError: the workers' values differ.
         """
+        if self._engine is not None:
+            raise UserError("the averager has its parameters already; make another one for another optimizer")
+        named = in_model_order(dict(named_parameters), model)
+        require_same_names(named, self._across)
         synced = []
-        for name, parameter in named_parameters:
+        for name, parameter in named.items():
             if parameter.dtype != torch.float32:
                 raise UserError(
                     f"parameter {name} is {parameter.dtype}; local SGD averages fp32 parameters: keep them in fp32 and "
@@ -135,7 +150,18 @@ class OuterOptimPeriodicModelAverager:
                 )
             counted = self._inside is None or is_first_copy(parameter, self._inside)
             synced.append(SyncedTensor(tensor=local_part(parameter), name=name, unit=unit_of(name), counted=counted))
+        self._parameters = tuple(named.values())
         units = list(dict.fromkeys(entry.unit for entry in synced))
+        layers: dict[str, torch.nn.Module] = {}
+        if self.config.sync_in_forward:
+            if model is None:
+                raise UserError(
+                    "sync_in_forward needs the module whose forward pass brings rounds to their end; give it, as in "
+                    "StatefulPostLocalSGDOptimizer(optim, averager, model)"
+                )
+            require_all_within(named, model)
+            layers = layers_of(model)
+            units.sort(key=lambda unit: unit in layers)
         problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
         if problem is not None:
             raise UserError(problem)
@@ -150,6 +176,8 @@ class OuterOptimPeriodicModelAverager:
             streaming=self.streaming,
             observe=self._logged,
         )
+        if model is not None and self.config.sync_in_forward:
+            self._hooks = ForwardHooks(model, units, layers, self._land, self._across)
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
 
@@ -162,8 +190,19 @@ class OuterOptimPeriodicModelAverager:
 
         Returns:
             The report of the last round whose outer step was made, if there was one.
+
+        Raises:
+            UserError: the parameters were changed before the last round had brought all of them.
+            RuntimeError: a worker brought weights that are not finite, and nothing was asked for that could leave it
+                out.
         """
         engine = self.engine
+        if self._hooks is not None and self._hooks.open and not self._hooks.complete:
+            raise UserError(
+                "parameters were changed while a round was on its way; call averager.land() before the inner "
+                "optimizer's step, as StatefulPostLocalSGDOptimizer does"
+            )
+        ended = self.end_round()
         self.step += 1
         self.healed = False
         if self.step == self.config.local_sgd_warmup_steps:
@@ -175,8 +214,38 @@ class OuterOptimPeriodicModelAverager:
             if self._schedule.is_over(self.step):
                 return self._meet()
         elif engine.count_step() and not self._alone:
-            return self._take(engine.advance())
-        return None
+            require_same_memory(self._parameters, engine.synced_tensors)
+            progress = engine.advance()
+            if self._hooks is not None:
+                self._hooks.expect()
+                self._launched_at = self.step
+            return self._take(progress) or ended
+        return ended
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for what a round with `sync_in_forward` has still to bring, before parameters are changed."""
+        if self._hooks is not None:
+            self._hooks.land_all()
+
+    @torch.no_grad()
+    def end_round(self) -> RoundReport | None:
+        """End a round that was to end in the next forward pass; all ranks must call it at the same place.
+
+        With `sync_in_forward` that is needed before anything but training's forward pass reads the parameters: before
+        the module's `state_dict()`, and before evaluation. At other times it does nothing.
+
+        Returns:
+            The report of the round, unless it was returned before.
+
+        Raises:
+            RuntimeError: see `average_parameters`.
+        """
+        if self._hooks is None or not self._hooks.open:
+            return None
+        self._hooks.land_all()
+        self._hooks.close()
+        return self._take(self.engine.conclude(), self._launched_at)
 
     @property
     def finished(self) -> bool:
@@ -211,7 +280,13 @@ class OuterOptimPeriodicModelAverager:
     def _begin(self) -> None:
         """Take the anchor; the first interval begins."""
         if not self._alone:
-            self.engine.take_anchor()
+            try:
+                self.engine.take_anchor()
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{error}; weights that were saved in the middle of an interval are loaded after the optimizer was "
+                    "wrapped, and then its state"
+                ) from error
         self._schedule.start(self.step)
 
     def _meet(self) -> RoundReport | None:
@@ -219,24 +294,33 @@ class OuterOptimPeriodicModelAverager:
         steps = self._schedule.meet(self.step)
         return None if steps is None or self._alone else self._take(self.engine.sync(steps))
 
-    def _take(self, progress: Progress) -> RoundReport | None:
-        """Take note of what rounds did, and say it; return the last one's report."""
+    def _land(self, units: Sequence[str]) -> None:
+        """Wait until the results of units are among the parameters."""
+        self.engine.land(units)
+        if self._inside is not None and self.engine.values and self.engine.values[0].is_cuda:
+            # FSDP gathers in a stream of its own, which does not wait for this one.
+            torch.cuda.current_stream().synchronize()
+
+    def _take(self, progress: Progress, step: int | None = None) -> RoundReport | None:
+        """Take note of what rounds after a step did, the present one unless given; return the last one's report."""
         self.healed = progress.healed
         for report in progress.reports:
             for remark in report.remarks(self.config.is_debug):
                 _say(remark)
             if self._round_log is not None:
-                self._round_log.write(report, self.step - 1)
+                self._round_log.write(report, (step or self.step) - 1)
         return progress.reports[-1] if progress.reports else None
 
     @torch.no_grad()
     def synchronize(self) -> None:
         """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
+        self.end_round()
         if not self.engine.synced:
             self._take(self.engine.finish())
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""
+        self.end_round()
         engine = self.engine
         return {
             "step": self.step,
@@ -255,6 +339,7 @@ class OuterOptimPeriodicModelAverager:
         Raises:
             UserError: it was saved with another outer optimizer, reducer, codec or fragments, or for other parameters.
         """
+        self.end_round()
         where = "local SGD's saved state"
         refuse_other_model(state["parameters"], self._shapes(), where)
         refuse_other_method(state["method"], self._method(), where, "go on with what it was, or start without it")

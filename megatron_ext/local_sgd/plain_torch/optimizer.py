@@ -50,7 +50,8 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         self.last_round: RoundReport | None = None
         names = {} if model is None else {id(value): name for name, value in model.named_parameters()}
         parameters = [value for group in optim.param_groups for value in group["params"]]
-        averager.attach((names.get(id(value), f"parameter{index}"), value) for index, value in enumerate(parameters))
+        named = ((names.get(id(value), f"parameter{index}"), value) for index, value in enumerate(parameters))
+        averager.attach(named, model)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute there
@@ -67,6 +68,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Make the inner step, then the outer round if it is due; `last_round` has its report."""
+        self.averager.land()
         if hasattr(self, "found_inf"):
             loss = self._step_scaled()
         else:

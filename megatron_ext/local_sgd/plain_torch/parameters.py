@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A module's parameters as the engine sees them: their unit, and what of them this rank holds."""
+"""A module's parameters as the engine sees them: their order, their unit, and what of them this rank holds."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["is_first_copy", "local_part", "unit_of"]
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.outer_state import SyncedTensor
+
+__all__ = [
+    "in_model_order",
+    "is_first_copy",
+    "local_part",
+    "require_all_within",
+    "require_same_memory",
+    "require_same_names",
+    "unit_of",
+]
 
 # The first number in a parameter's name is that of its layer.
 _LAYER = re.compile(r"^(.*?\.)?\d+(?=\.)")
@@ -40,3 +52,60 @@ def is_first_copy(parameter: torch.Tensor, inside: Any) -> bool:
     return not any(
         number for number, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
     )
+
+
+def in_model_order(named: Mapping[str, torch.Tensor], model: torch.nn.Module | None) -> dict[str, torch.Tensor]:
+    """Return parameters in the order of their module, if it is known: that of an optimizer may differ by process."""
+    places = {} if model is None else {id(parameter): place for place, parameter in enumerate(model.parameters())}
+    return dict(sorted(named.items(), key=lambda entry: places.get(id(entry[1]), len(places))))
+
+
+def require_all_within(named: Mapping[str, torch.Tensor], model: torch.nn.Module) -> None:
+    """Check that parameters are those of a module.
+
+    Raises:
+        UserError: one is not.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in named.items():
+        if id(parameter) not in known:
+            raise UserError(
+                f"sync_in_forward: parameter {name} is not in the module whose forward pass brings rounds to their "
+                "end; give a module with all of the optimizer's parameters, or drop it"
+            )
+
+
+def require_same_names(named: Mapping[str, torch.Tensor], across: Any) -> None:
+    """Check that all workers mean the same by their parameters; all ranks of `across` must call it.
+
+    Raises:
+        UserError: they have others, or in another order.
+    """
+    mine = [(name, tuple(local_part(parameter).shape)) for name, parameter in named.items()]
+    everyone: list[Any] = [None] * dist.get_world_size(across)
+    dist.all_gather_object(everyone, mine, group=across)
+    for worker, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            first, other = next((a, b) for a, b in itertools.zip_longest(everyone[0], theirs) if a != b)
+            raise UserError(
+                f"the workers' parameters differ: {_shown(first)} on worker 0 is {_shown(other)} on worker {worker}; "
+                "build model and optimizer alike on all of them, and give StatefulPostLocalSGDOptimizer the model"
+            )
+
+
+def require_same_memory(parameters: Sequence[torch.Tensor], synced: Sequence[SyncedTensor]) -> None:
+    """Check that parameters lie where they did when local SGD began.
+
+    Raises:
+        UserError: one was replaced, so that rounds would move memory that nobody trains.
+    """
+    for parameter, entry in zip(parameters, synced, strict=True):
+        if local_part(parameter).data_ptr() != entry.tensor.data_ptr():
+            raise UserError(
+                f"parameter {entry.name} has other memory than when local SGD began (its .data was replaced); copy "
+                "into it instead, or wrap the optimizer afterwards"
+            )
+
+
+def _shown(parameter: tuple[str, tuple[int, ...]] | None) -> str:
+    return "none" if parameter is None else f"{parameter[0]} of shape {list(parameter[1])}"
