@@ -7,13 +7,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config_options import WITHOUT_FLAG, flag_of
+from megatron_ext.config_options import WITHOUT_FLAG, argument_of
 from megatron_ext.errors import UserError
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config
 from megatron_ext.spes.ownership import Ownership
 
-__all__ = ["argument_problems", "complete_arguments", "ownership_of"]
+__all__ = ["argument_problems", "complete_arguments", "frozen_problems", "names_of_arguments", "ownership_of"]
 
 _SYNC_SERVICE = {
     "num_peers": "sync_service_peers",
@@ -21,6 +21,11 @@ _SYNC_SERVICE = {
     "sync_steps": "sync_service_interval",
 }
 """Which argument of the sync service a key of `spes_config` stands for."""
+
+
+def names_of_arguments() -> dict[str, str]:
+    """Return which key of the file stands for an argument that has a flag, by the argument's name."""
+    return {argument_of(entry): entry.name for entry in fields(SpesConfig) if not entry.metadata.get(WITHOUT_FLAG)}
 
 
 def complete_arguments(args: Any) -> None:
@@ -33,12 +38,9 @@ def complete_arguments(args: Any) -> None:
         UserError: the file cannot be used.
     """
     config = SpesConfig() if args.spes_config is None else read_spes_config(Path(args.spes_config))
-    for entry in fields(SpesConfig):
-        if entry.metadata.get(WITHOUT_FLAG):
-            continue
-        name = flag_of(entry).removeprefix("--").replace("-", "_")
-        if getattr(args, name) == entry.default:
-            setattr(args, name, getattr(config, entry.name))
+    for name, key in names_of_arguments().items():
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(config, key))
     if not args.using_spes:
         return
     if args.sync_service is None:
@@ -107,11 +109,16 @@ def argument_problems(args: Any) -> list[str]:
     except UserError as error:
         return [str(error)]
     assert ownership is not None
-    return _problems_of_frozen(args, ownership)
+    return frozen_problems(args, ownership)
 
 
-def _problems_of_frozen(args: Any, ownership: Ownership) -> list[str]:
-    """Return what does not work for a peer that freezes experts."""
+def frozen_problems(args: Any, ownership: Ownership) -> list[str]:
+    """Return what does not work for a peer that freezes experts, one sentence each.
+
+    Args:
+        args: Megatron's argument namespace, completed.
+        ownership: of the run.
+    """
     owned = set(ownership.owned_by(args.sync_service_index))
     if len(owned) == ownership.experts:
         return []

@@ -7,13 +7,20 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.errors import combine
 from megatron_ext.hooks import ChunksContext, Feature, SaveContext, StepContext, TrainContext
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint, router, training
 from megatron_ext.seams.arguments import add_config_group, say
-from megatron_ext.seams.sharded_state import unstack_experts
-from megatron_ext.spes.arguments import argument_problems, complete_arguments, ownership_of
+from megatron_ext.seams.sharded_state import is_model_key, unstack_experts
+from megatron_ext.spes.arguments import (
+    argument_problems,
+    complete_arguments,
+    frozen_problems,
+    names_of_arguments,
+    ownership_of,
+)
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.held import held_bytes
 from megatron_ext.spes.load_balance import count_weights, decayed_factor
@@ -33,10 +40,13 @@ class SpesFeature(Feature):
         self._args: Any = None
         self._weighed: TrainContext | None = None
         self._expert_weights: Tensor | None = None
+        self._has_frozen = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the group of a SPES peer's options."""
         add_config_group(parser, SpesConfig, "spes (experts shared out to peers of the sync service)")
+        # What is not given stays open until the file was read.
+        parser.set_defaults(**dict.fromkeys(names_of_arguments()))
         file = parser.add_argument_group("spes, from a file")
         file.add_argument(
             "--spes-config",
@@ -61,6 +71,10 @@ class SpesFeature(Feature):
         """Say what was chosen."""
         ownership = ownership_of(args)
         assert ownership is not None
+        # A file of strategies has said meanwhile what home's sizes are.
+        problems = frozen_problems(args, ownership)
+        if problems:
+            raise combine(problems, "--hot-switch-strategy-file, the first strategy")
         owned = ownership.owned_by(args.sync_service_index)
         return [f"spes: trains {len(owned)} of {ownership.experts} experts: {', '.join(map(str, owned))}"]
 
@@ -73,7 +87,7 @@ class SpesFeature(Feature):
         return self._expert_weights
 
     def on_chunks_built(self, context: ChunksContext) -> None:
-        """Freeze the experts that others own."""
+        """Freeze the experts that others own, in the chunks that are trained and in those of guests."""
         ownership = ownership_of(context.args)
         assert ownership is not None
         frozen = 0
@@ -81,15 +95,20 @@ class SpesFeature(Feature):
             if not ownership.is_trained(entry.tensor.name, context.args.sync_service_index):
                 entry.parameter.requires_grad_(False)
                 frozen += entry.parameter.numel()
-        say(f"spes: {frozen} parameters of this rank are frozen")
+        if not self._has_frozen:
+            say(f"spes: {frozen} parameters of this rank are frozen")
+        self._has_frozen = True
 
     def on_save(self, context: SaveContext) -> None:
         """Let the optimizer's state hold the experts that it trains, in a checkpoint and in the request of a read."""
         ownership = ownership_of(context.args)
         assert ownership is not None
         has_all = len(ownership.owned_by(context.args.sync_service_index)) == ownership.experts
-        if context.optimizer is not None and "optimizer" in context.state and not has_all:
-            unstack_experts(context.state["optimizer"])
+        if context.optimizer is not None and not has_all:
+            # What stands beside the optimizer's state has its form: that of workers inside the peer.
+            for key, entry in context.state.items():
+                if not is_model_key(key):
+                    unstack_experts(entry)
 
     def on_train_start(self, context: TrainContext) -> None:
         """Keep what the steps need: by now Megatron knows how long the training is."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megatron_ext.config_options import FromArgs
+from megatron_ext.local_sgd.config import GTAConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
 from megatron_ext.sync_service.config import NAME, is_loopback
 
@@ -39,12 +41,16 @@ class SyncServiceConfig(FromArgs):
     """Time-based rounds (A-EDiT): a round is due when a step ends at least so many seconds after the last one, however
     many steps that were, so that peers of different speeds do not wait for each other's steps."""
 
+    sync_service_delay: int = 0
+    """Apply a round so many steps after the end of its interval, and go on training while it is made: the values are
+    then the round's plus this job's own steps since. Below --sync-service-interval; 0 waits."""
+
     sync_service_index: int | None = None
     """Which part of the samples is this peer's, from 0; the lowest free one unless given."""
 
     sync_service_codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
-    """How contributions travel. All but fp32 lose something, which is sent along with the next contribution; what is
-    still to be sent is not saved, so that they are refused with --save."""
+    """How contributions travel. All but fp32 lose something, which is sent along with the next contribution, and
+    saved in checkpoints until then."""
 
     sync_service_token_file: str | None = None
     """File with the server's token, on every node."""
@@ -103,12 +109,30 @@ class SyncServiceConfig(FromArgs):
             found.append(
                 f"--sync-service-index is {self.sync_service_index}; it must be 0 to --sync-service-peers minus 1"
             )
+        found += self._delay_problems()
         seconds = ("--sync-service-interval-seconds", "--sync-service-round-seconds", "--sync-service-patience-seconds")
         for flag in seconds:
             value = self.by_flag()[flag]
             if value is not None and not 0 < value < math.inf:
                 found.append(f"{flag} is {value}; it must be above 0, and finite")
         return found
+
+    def _delay_problems(self) -> list[str]:
+        """Return why rounds cannot be applied so much later."""
+        delay, interval = self.sync_service_delay, self.sync_service_interval
+        if delay < 0:
+            return [f"--sync-service-delay is {delay}; it must be 0 or more"]
+        if delay and self.sync_service_interval_seconds is not None:
+            return [
+                "--sync-service-delay with --sync-service-interval-seconds: a round may be due before the last one is "
+                "applied; use --sync-service-interval"
+            ]
+        if delay and interval is not None and delay >= interval > 0:
+            return [
+                f"--sync-service-delay is {delay} and --sync-service-interval {interval}; the delay must be below the "
+                "interval, so that a round is applied before the next one begins"
+            ]
+        return []
 
 
 def interval_of(options: Any) -> str:
@@ -136,17 +160,48 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems.append(
             "--sync-service needs the packages grpcio and protobuf; install them with: pip install 'megatron-ext[spes]'"
         )
-    if args.use_local_sgd:
-        problems.append(
-            f"--use-local-sgd (--local-sgd-workers {args.local_sgd_workers}) and --sync-service cannot be combined "
-            "yet: a job has workers inside it or is a peer; drop one of them"
-        )
-    if config.sync_service_codec != "fp32" and args.save:
-        problems.append(
-            f"--sync-service-codec {config.sync_service_codec} with --save: what the codec still owes the other peers "
-            "has no place in checkpoints yet; use fp32, or do not save"
-        )
+    if args.use_local_sgd and args.local_sgd_workers != 1:
+        problems += _worker_problems(args, config)
     return problems + refusals(args, feature)
+
+
+def _worker_problems(args: Any, config: SyncServiceConfig) -> list[str]:
+    """Return why the peer's rounds would find workers inside the job that differ."""
+    problems = []
+    if config.sync_service_delay:
+        problems.append(
+            "--sync-service-delay with --use-local-sgd: a round would be applied where the workers inside the job "
+            "stand apart; drop one of them"
+        )
+    if config.sync_service_interval_seconds is not None:
+        problems.append(
+            "--sync-service-interval-seconds with --use-local-sgd: the peer's rounds have to fall on rounds of its "
+            "workers, which are counted in steps; use --sync-service-interval"
+        )
+    streaming = StreamingConfig.from_args(args)
+    # 0 and None are reported elsewhere.
+    inside = args.local_sgd_sync_interval or 1
+    for flag, steps in (
+        ("--sync-service-interval", config.sync_service_interval or 0),
+        ("--local-sgd-warmup-steps", args.local_sgd_warmup_steps),
+    ):
+        if inside > 0 and steps % inside:
+            problems.append(
+                f"{flag} is {steps}, which is no multiple of --local-sgd-sync-interval {inside}: the peer's rounds "
+                "have to fall on rounds of its workers; change one of them"
+            )
+    differ = {
+        "streaming (the --local-sgd-fragment options)": streaming.active and not streaming.eager,
+        "--local-sgd-eager-updates": streaming.eager,
+        "--local-sgd-sync-in-forward": args.local_sgd_sync_in_forward,
+        "--local-sgd-pseudo-grad-reducer pairwise": GTAConfig.from_args(args).reducer == "pairwise",
+    }
+    return problems + [
+        f"{option} leaves workers with different weights after a round, which a peer cannot have; drop it, or "
+        "--sync-service"
+        for option, given in differ.items()
+        if given
+    ]
 
 
 def notices(args: Any) -> list[str]:
@@ -159,6 +214,11 @@ def notices(args: Any) -> list[str]:
         f"one of {config.sync_service_peers}, a round every {interval_of(config)}{unit}, "
         f"codec {config.sync_service_codec}"
     ]
+    if config.sync_service_delay:
+        lines.append(
+            f"sync service: training goes on while a round is made, which is applied {config.sync_service_delay} steps "
+            "after the end of its interval"
+        )
     if args.train_iters is not None and not by_time and args.train_iters % interval:
         lines.append(
             f"sync service: --train-iters {args.train_iters} ends {args.train_iters % interval} steps after a round; "

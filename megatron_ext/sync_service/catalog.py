@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -61,7 +62,7 @@ class Catalog:
         if not 0 < len(self.specs) <= MAX_TENSORS:
             raise Refusal("invalid", f"the catalog has {len(self.specs)} tensors; 1 to {MAX_TENSORS} are possible")
         if len(self._by_name) != len(self.specs):
-            twice = next(s.name for i, s in enumerate(self.specs) if s.name in {t.name for t in self.specs[:i]})
+            twice = next(name for name, times in Counter(spec.name for spec in self.specs).items() if times > 1)
             raise Refusal("invalid", f"tensor {twice!r} is twice in the catalog; give every tensor a name of its own")
         for spec in self.specs:
             if not spec.name or spec.name == "__metadata__" or spec.name.startswith(RESERVED):

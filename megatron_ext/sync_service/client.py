@@ -77,7 +77,7 @@ class RoundOutcome:
 
 
 class SyncClient:
-    """A peer, or one process of it. Not for several threads at once."""
+    """A peer, or one process of it. Not for several threads at once, but for `abandon`."""
 
     def __init__(
         self,
@@ -134,6 +134,10 @@ class SyncClient:
     def rest(self) -> None:
         """Close the connections until the next call."""
         self._route.close()
+
+    def abandon(self) -> None:
+        """Let what another thread does with this client end soon, with a UserError; there is no way back."""
+        self._route.abandon()
 
     def register(self) -> int:
         """Become a member of the run.

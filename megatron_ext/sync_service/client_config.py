@@ -60,6 +60,15 @@ class ClientConfig:
         """
         if not NAME.fullmatch(self.peer):
             raise UserError(f"peer is {self.peer!r}; use up to 64 letters, digits, '.', '_' and '-'")
+        if self.index is not None and self.index < 0:
+            raise UserError(f"index is {self.index}; it must be 0 or more")
+        if self.peers is not None and self.peers < 1:
+            raise UserError(f"peers is {self.peers}; it must be 1 or more")
+        for name, value in self.agreed.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise UserError(f"agreed has {name!r}: {value!r}; both must be strings")
+        if not self.round_seconds > 0:
+            raise UserError(f"round_seconds is {self.round_seconds}; it must be above 0")
         if self.codec not in CODECS:
             raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
         if "codec" in self.agreed:

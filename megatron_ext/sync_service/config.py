@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.run_config import RunConfig
+from megatron_ext.yaml_file import load_yaml
 
 __all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
 
@@ -160,7 +161,7 @@ def read_config(path: Path) -> dict[str, Any]:
             "--config needs the package PyYAML; install it with: pip install 'megatron-ext[spes]'"
         ) from error
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

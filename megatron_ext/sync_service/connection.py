@@ -7,14 +7,14 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import is_loopback
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
-from megatron_ext.sync_service.security import TOKEN_KEY, read_file, read_token
+from megatron_ext.sync_service.security import TOKEN_KEY, read_pem, read_token
 
 __all__ = ["Connection", "ConnectionConfig", "DamagedOnTheWay"]
 
@@ -39,6 +39,10 @@ _DAMAGED = (grpc.StatusCode.DATA_LOSS,)
 
 class DamagedOnTheWay(Exception):
     """What was received is not what was sent."""
+
+
+class _Stalled(Exception):
+    """Nothing has come for too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,7 @@ class ConnectionConfig:
     """How long a call is tried again while the server is away or its disk is full."""
 
     call_seconds: float = 120.0
-    """Deadline of one try of a call."""
+    """Deadline of one try of a call; of a download, how long nothing may come."""
 
 
 class Connection:
@@ -80,8 +84,8 @@ class Connection:
             UserError: a file cannot be read, or the server would be talked to in the open.
         """
         self.config = config
-        host = config.server.rpartition(":")[0]
-        if not host:
+        host, _, port = config.server.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
             raise UserError(f"server is {config.server!r}; give ADDRESS:PORT")
         if config.tls_ca is None and not is_loopback(host) and not config.insecure:
             raise UserError(
@@ -93,6 +97,7 @@ class Connection:
         token = read_token(config.token_file)
         self._metadata = () if token is None else ((TOKEN_KEY, f"Bearer {token}"),)
         self._lock = threading.Lock()
+        self._abandoned = threading.Event()
         self._sent = self._received = 0
         self._channel: Any = None
         self._stub: Any = None
@@ -106,6 +111,11 @@ class Connection:
             if self._channel is not None:
                 self._channel.close()
             self._channel = self._stub = None
+
+    def abandon(self) -> None:
+        """End all calls, those of other threads too, and let there be no further one."""
+        self._abandoned.set()
+        self.close()
 
     def call(self, method: str, request: Any, *, seconds: float | None = None) -> Any:
         """Return the answer to a call.
@@ -127,9 +137,32 @@ class Connection:
 
         return self.again(method, once)
 
-    def stream(self, method: str, request: Any) -> Any:
-        """Return an iterator over the messages of one try of a call."""
-        return getattr(self._methods(), method)(request, timeout=self.config.call_seconds, metadata=self._metadata)
+    def stream(self, method: str, request: Any) -> Iterator[Any]:
+        """Yield the messages of one try of a call, which may take as long as it likes while messages come."""
+        call = getattr(self._methods(), method)(request, metadata=self._metadata)
+        limit, heard, ended, stalled = self.config.call_seconds, time.monotonic(), threading.Event(), False
+
+        def watch() -> None:
+            nonlocal stalled
+            while not ended.wait(max(heard + limit - time.monotonic(), 0.01)):
+                if time.monotonic() > heard + limit:
+                    stalled = True
+                    call.cancel()
+                    return
+
+        threading.Thread(target=watch, name=f"{method} watch", daemon=True).start()
+        try:
+            for message in call:
+                heard = time.monotonic()
+                yield message
+                heard = time.monotonic()  # what the caller took to work on it does not count
+        except grpc.RpcError as error:
+            if stalled:
+                raise _Stalled(f"nothing has come for {limit:g} s") from error
+            raise
+        finally:
+            ended.set()
+            call.cancel()
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
         """Add to the bytes of values that went through this connection; what is sent again counts again."""
@@ -144,8 +177,14 @@ class Connection:
             self._sent = self._received = 0
         return traffic
 
-    def again(self, what: str, once: Callable[[], _T]) -> _T:
+    def again(self, what: str, once: Callable[[], _T], advanced: Callable[[], bool] = lambda: False) -> _T:
         """Return what a function returns, calling it again while the server is away.
+
+        Args:
+            what: the name of the call.
+            once: makes it.
+            advanced: says whether calls since it was last asked have brought something for good: then patience begins
+                anew.
 
         Raises:
             UserError: the server refuses, or is away for longer than the patience.
@@ -155,6 +194,9 @@ class Connection:
         while True:
             try:
                 return once()
+            except _Stalled as error:
+                code, text, is_damage = grpc.StatusCode.DEADLINE_EXCEEDED, str(error), False
+                problem: Exception = error
             except grpc.RpcError as error:
                 code, text = error.code(), error.details() or ""
                 is_damage = code in _DAMAGED
@@ -162,6 +204,9 @@ class Connection:
             except DamagedOnTheWay as error:
                 code, text, is_damage = grpc.StatusCode.DATA_LOSS, str(error), True
                 problem = error
+            if advanced():
+                end = time.monotonic() + self.config.patience_seconds
+                pause, damaged = _FIRST_PAUSE, 0
             damaged += is_damage
             if code not in _RETRIED and not (is_damage and damaged <= _DAMAGE_RETRIES):
                 raise UserError(f"server {self.config.server} refuses {what}: {text}") from problem
@@ -174,11 +219,13 @@ class Connection:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)
                 said = True
             # Peers that lost the server at the same moment shall not come back at the same moment.
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            self._abandoned.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _methods(self) -> Any:
         with self._lock:
+            if self._abandoned.is_set():
+                raise UserError(f"server {self.config.server}: the call was given up, because this job ends")
             if self._stub is None:
                 self._channel = self._open()
                 self._stub = pb2_grpc.SyncServiceStub(self._channel)
@@ -199,8 +246,8 @@ class Connection:
         if config.tls_ca is None:
             return grpc.insecure_channel(config.server, options)
         credentials = grpc.ssl_channel_credentials(
-            read_file(config.tls_ca, "tls_ca"),
-            None if config.tls_key is None else read_file(config.tls_key, "tls_key"),
-            None if config.tls_cert is None else read_file(config.tls_cert, "tls_cert"),
+            read_pem(config.tls_ca, "tls_ca"),
+            None if config.tls_key is None else read_pem(config.tls_key, "tls_key"),
+            None if config.tls_cert is None else read_pem(config.tls_cert, "tls_cert"),
         )
         return grpc.secure_channel(config.server, credentials, options)

@@ -23,7 +23,7 @@ class Measured:
     values."""
 
     broken: str | None = None
-    """The first tensor that is not finite."""
+    """The first tensor that is not finite, or beyond `LARGEST_NORM`."""
 
     nbytes: int = 0
     """Bytes on the disk."""
@@ -78,7 +78,7 @@ def decide(
     sound: dict[int, dict[Judged, float]] = {}
     for (peer, index), found in zip(contributors, measured, strict=True):
         if found.broken is not None:
-            decision.rejected[peer] = f"tensor {found.broken!r} holds values that are not finite"
+            decision.rejected[peer] = f"tensor {found.broken!r} holds values that are not finite, or far too large"
             continue
         # Exact, so that it does not matter in which order the units come.
         norm = decision.norms[peer] = math.sqrt(math.fsum(found.squares.values()))

@@ -55,14 +55,25 @@ def download(
     known = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
 
     def take(connection: Connection, share: list[_Place]) -> None:
-        slices = [
-            pb2.Slice(name=name, start=box.start, shape=box.shape, expected=_digest(known.get((name, box))))
-            for name, box in share
-        ]
+        slices = {}
+        for name, box in share:
+            expected = _digest(known.get((name, box)))
+            slices[name, box] = pb2.Slice(name=name, start=box.start, shape=box.shape, expected=expected)
         since = number - 1 if base else None
-        request = pb2.DownloadRequest(caller=caller, round=number, slices=slices, since=since)
         wanted = {place: values[place] for place in share}
-        connection.again("Download", lambda: _receive(connection, request, wanted, known, base))
+        left = len(wanted)
+
+        def once() -> None:
+            rest = [slices[place] for place in wanted]
+            request = pb2.DownloadRequest(caller=caller, round=number, slices=rest, since=since)
+            _receive(connection, request, wanted, known, base)
+
+        def advanced() -> bool:
+            nonlocal left
+            before, left = left, len(wanted)
+            return left < before
+
+        connection.again("Download", once, advanced)
 
     by_server = [
         [(connection, share) for share in _shares([place for place in values if route.leads(at, place[0])], streams)]
@@ -92,15 +103,18 @@ def _receive(
     known: Mapping[_Place, torch.Tensor],
     base: Mapping[_Place, torch.Tensor],
 ) -> None:
-    """Fill boxes with what one stream brings, adds to values of the round before, or says to be as expected."""
+    """Fill boxes with what one stream brings, adds to values of the round before, or says to be as expected.
+
+    A box that is whole is taken out of `values`: it is not asked for again when the stream fails later.
+    """
     arrived = dict.fromkeys(values, 0)
     places = list(values)
     for batch in connection.stream("Download", request):
         for index in batch.unchanged:
             if index >= len(places) or places[index] not in known:
                 raise DamagedOnTheWay(f"slice {index} is said to be as expected, and was not")
-            values[places[index]].copy_(known[places[index]].view(places[index][1].shape))
-            arrived[places[index]] = values[places[index]].numel()
+            if places[index] in values:
+                values.pop(places[index]).copy_(known[places[index]].view(places[index][1].shape))
         for message in batch.frames:
             frame = _checked(message)
             connection.count(received=len(frame.payload))
@@ -115,7 +129,9 @@ def _receive(
             else:
                 raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")
             arrived[place] += frame.count
-    if any(count != values[place].numel() for place, count in arrived.items()):
+            if arrived[place] == values[place].numel():
+                del values[place]
+    if values:
         raise DamagedOnTheWay("the download ended too early")
 
 

@@ -11,7 +11,10 @@ from megatron_ext.sync_service.refusal import Refusal
 __all__ = ["Draining"]
 
 LINGER_SECONDS = 30.0
-"""How long a drained server waits for peers to fetch the last round."""
+"""How long a drained server waits for peers to begin to fetch the last round, when nobody is fetching anything."""
+
+QUIET_SECONDS = 1.0
+"""How long nobody must have been fetching when all have begun: a peer has several streams."""
 
 
 class Draining:
@@ -22,6 +25,8 @@ class Draining:
         """No round is made after this one; None while there is no end."""
         self._since: float | None = None
         self._fetched: dict[str, int] = {}
+        self._running = 0
+        self._last = 0.0
 
     def begin(self, last_round: int) -> None:
         """Make no round after this one."""
@@ -36,15 +41,26 @@ class Draining:
         if self.last_round is not None and number > self.last_round:
             raise Refusal("later", "the server is being drained; try again when it is back")
 
-    def fetched(self, peer: str, number: int) -> None:
-        """Say that a peer takes the values of a round."""
+    def begin_fetching(self, peer: str, number: int) -> None:
+        """Say that a stream begins to take the values of a round to a peer."""
         self._fetched[peer] = number
+        self._running += 1
+
+    def end_fetching(self) -> None:
+        """Say that a stream has ended."""
+        self._running -= 1
+        self._last = time.monotonic()
 
     def is_over(self, open_round: int, members: Iterable[str]) -> bool:
-        """Return whether the last round is made and everybody has it, or has had the time."""
+        """Return whether the last round is made and everybody has it, or has had the time.
+
+        A stream that has begun is waited for, however long it takes: gRPC ends those whose peers are gone.
+        """
         if self.last_round is None or open_round <= self.last_round:
             return False
         if self._since is None:
             self._since = time.monotonic()
-        has_fetched = [self._fetched.get(peer) == self.last_round for peer in members]
-        return all(has_fetched) or time.monotonic() - self._since > LINGER_SECONDS
+        if self._running:
+            return False
+        have_all = all(self._fetched.get(peer) == self.last_round for peer in members)
+        return time.monotonic() - max(self._since, self._last) > (QUIET_SECONDS if have_all else LINGER_SECONDS)

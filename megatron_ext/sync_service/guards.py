@@ -71,7 +71,6 @@ class Guards:
         for index, by_judged in squares.items():
             norms[index] = torch.tensor([by_judged.get(key, 0.0) for key in self.judged], dtype=torch.float64).sqrt()
         took_part = [int(index in squares) for index in range(self._peers)]
-        self._norms = norms
         decided = self._penalty.decide(norms, took_part)
         self._verdicts = dict(zip(self.judged, decided, strict=True))
 
@@ -92,8 +91,7 @@ class Guards:
 
     def reason(self, spec: TensorSpec, index: int) -> str:
         """Return why a peer whose contribution is sound does not count in a tensor."""
-        unit = self.judged.index(judged_as(spec))
-        return self._penalty.reason(index, unit, float(self._norms[index, unit]))
+        return self._verdicts[judged_as(spec)].reasons[index]
 
     @property
     def clips(self) -> bool:

@@ -37,7 +37,7 @@ class Journal:
         A last line that is not whole is cut off: the server died while it wrote it, so nobody was told of it.
 
         Raises:
-            UserError: a line in the middle is damaged.
+            UserError: a whole line is damaged.
         """
         self.path = path
         self._copy = copy
@@ -48,10 +48,12 @@ class Journal:
         lines = self._file.read().splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             event = _parse(line)
-            if event is None and number < len(lines):
+            # What a crash cuts off has no end, or holes of zeros: any other damaged line has happened.
+            is_torn = number == len(lines) and (not line.endswith(b"\n") or b"\0" in line)
+            if event is None and not is_torn:
                 raise UserError(
-                    f"{path}: line {number} is damaged, and there are lines after it; restore the file from a copy, "
-                    "or move the run's folder away to start it anew"
+                    f"{path}: line {number} is damaged (of {len(lines)}); restore the file from a copy, or move the "
+                    "run's folder away to start it anew"
                 )
             if event is not None:
                 self.events.append(event)

@@ -9,7 +9,6 @@ bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,11 @@ from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_n
 from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
-__all__ = ["Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
+__all__ = ["LARGEST_NORM", "Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
+
+LARGEST_NORM = 1e15
+"""Of a tensor's pseudo-gradient: more is broken, though finite. Sums, momentum and the squares that Adam keeps of what
+is below stay far from the end of fp32, so that a round's values are always finite."""
 
 _ADD = Linear(normalize=False)
 
@@ -220,7 +223,7 @@ class Reduction:
             if self._before is not None and not spec.is_trained_by(contributor.index):
                 continue
             square = _square(self._gradient(spec, contributor, scratch))
-            if not math.isfinite(square):
+            if not square <= LARGEST_NORM**2:
                 return Measured(squares={}, broken=spec.name, nbytes=nbytes)
             squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + square
         return Measured(squares=squares, nbytes=nbytes)

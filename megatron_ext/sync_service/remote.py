@@ -22,15 +22,23 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.snapshot import snapshot_name
 
 __all__ = ["LINES", "RemoteState"]
 
 log = logging.getLogger(__name__)
+
+_FILE_LIKE = frozenset({"file", "local", "sftp", "ssh"})
+"""fsspec's stores of files: who writes one anew empties it first, and who renames one replaces what has that name."""
+
+_PARTIAL = "partial-"
+
+_UNKNOWN: dict[str, Any] = {"token": None, "host": "an unknown host", "process": "unknown", "since": 0.0}
 
 LINES = 500
 """Of the journal in a part: object stores cannot append, so that the last part is written anew with every line."""
@@ -83,6 +91,7 @@ class RemoteState:
         here = here[: here.rfind(b"\n") + 1]
         # Who has no business here must not drive away who has.
         self._compare(here, folder)
+        self._check_snapshots(here)
         self._own()
         self._parts = self._read_parts()
         self._compare(here, folder)
@@ -117,6 +126,24 @@ class RemoteState:
                 "that name; give another URL, or move that folder away to go on from the URL"
             )
 
+    def _check_snapshots(self, here: bytes) -> None:
+        """Refuse a copy whose journal has lost rounds that it has snapshots of, which would be deleted as unknown."""
+        committed = [-1]
+        for line in max(here, b"".join(self._parts), key=len).splitlines():
+            with suppress(ValueError, TypeError, KeyError):
+                event = json.loads(line)
+                if event["event"] == "committed":
+                    committed.append(event["round"])
+        # A snapshot is there before its round is committed.
+        unknown = [name for name in self._snapshot_sizes() if name > snapshot_name(committed[-1] + 1)]
+        if unknown:
+            newest = "none" if committed[-1] < 0 else committed[-1]
+            raise UserError(
+                f"state {self._url}: has the snapshot {max(unknown)}, but the newest round of its journal is {newest}: "
+                "the journal there has lost lines; restore it from a copy, start the server with the folder that has "
+                "them, or give another URL"
+            )
+
     def _own(self) -> None:
         """Become the one that writes."""
         with self._reading():
@@ -125,14 +152,19 @@ class RemoteState:
             log.info("state %s was %s's; it writes nothing there any more", self._url, _described(before))
         mine = {"token": self._token, "host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
         with self._writing():
-            self._files.pipe_file(f"{self._root}/owner.json", json.dumps(mine).encode())
+            self._put_whole(f"{self._root}/owner.json", json.dumps(mine).encode())
 
     def _owner(self) -> dict[str, Any] | None:
         """Return what the server that writes says of itself."""
         path = f"{self._root}/owner.json"
         self._files.invalidate_cache()
-        found: dict[str, Any] | None = json.loads(self._files.cat_file(path)) if self._files.exists(path) else None
-        return found
+        if not self._files.exists(path):
+            return None
+        try:
+            return {**_UNKNOWN, **json.loads(self._files.cat_file(path))}
+        except (ValueError, TypeError):
+            log.warning("state %s: owner.json there is damaged, and says nothing", self._url)
+            return _UNKNOWN
 
     def _require_ownership(self) -> None:
         with self._writing():
@@ -178,9 +210,23 @@ class RemoteState:
     def _put_part(self, number: int, content: bytes) -> None:
         self._require_ownership()
         with self._writing():
-            self._files.pipe_file(f"{self._root}/journal/part-{number:08d}.jsonl", content)
+            self._put_whole(f"{self._root}/journal/part-{number:08d}.jsonl", content)
         # Another server that has become the owner meanwhile may have read the copy without this.
         self._require_ownership()
+
+    def _put_whole(self, path: str, content: bytes) -> None:
+        """Write a small file: readers find what was there before or all of this, whatever happens meanwhile."""
+        if _FILE_LIKE.isdisjoint(_protocols(self._files)):
+            self._files.pipe_file(path, content)  # an object appears when all of it is there
+            return
+        folder, _, name = path.rpartition("/")
+        beside = f"{folder}/{_PARTIAL}{name}"
+        with self._files.open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            if "file" in _protocols(self._files):
+                os.fsync(file.fileno())
+        self._files.mv(beside, path)
 
     def _read_parts(self) -> list[bytes]:
         with self._reading():
@@ -192,7 +238,8 @@ class RemoteState:
 
     def _listed(self, folder: str) -> list[str]:
         self._files.invalidate_cache()
-        return sorted(str(path) for path in self._files.ls(f"{self._root}/{folder}", detail=False))
+        found = sorted(str(path) for path in self._files.ls(f"{self._root}/{folder}", detail=False))
+        return [path for path in found if not path.rpartition("/")[2].startswith(_PARTIAL)]
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -207,6 +254,10 @@ class RemoteState:
             yield
         except Exception as error:
             raise OSError(f"state {self._url} cannot be written: {type(error).__name__}: {error}") from error
+
+
+def _protocols(files: Any) -> frozenset[str]:
+    return frozenset([files.protocol] if isinstance(files.protocol, str) else files.protocol)
 
 
 def _described(owner: dict[str, Any]) -> str:

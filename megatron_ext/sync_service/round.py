@@ -35,6 +35,7 @@ class RunState:
         self.catalog: list[dict[str, Any]] = []
         self.places = policy.peers
         self.rounds = ""
+        self.kept_states: dict[str, str | int] | None = None
         self.sharding: dict[str, Any] | None = None
         self.members: dict[str, Member] = {}
         self.publisher: str | None = None
@@ -184,18 +185,35 @@ class RunState:
         gone, reason = self.evicted.get(peer, ("", ""))
         if gone == instance:
             raise Refusal("denied", f"peer {peer!r} was evicted: {reason}")
-        return {"event": "joined", "peer": peer, "index": self._place(index), "instance": instance}
+        return {"event": "joined", "peer": peer, "index": self._place(peer, index), "instance": instance}
 
-    def _place(self, index: int | None) -> int:
+    def _place(self, peer: str, index: int | None) -> int:
         taken = {member.index: member.name for member in self.members.values()}
+        # Of two contributions with one index, the open round would count both, and judge them as one.
+        left = {place: name for name, place in self.uploaded.items() if name not in self.members and name != peer}
         count = self.policy.peers
+        if index is None and peer in self.uploaded:
+            index = self.uploaded[peer]
+        if index in left:
+            raise Refusal(
+                "later",
+                f"index {index} is asked for, but what peer {left[index]!r} has contributed with it before it left "
+                f"counts in round {self.open_round}; it is free after that",
+            )
         if index is not None:
             if index >= count:
                 raise Refusal("state", f"index {index} is asked for, but the run has places 0 to {count - 1}")
             if index in taken:
                 raise Refusal("state", f"index {index} is asked for, but peer {taken[index]!r} has it")
             return index
-        free = [place for place in range(count) if place not in taken]
+        free = [place for place in range(count) if place not in taken and place not in left]
+        if not free and left:
+            names = ", ".join(left.values())
+            raise Refusal(
+                "later",
+                f"what {names} contributed before leaving still counts in round {self.open_round}; a place is free "
+                "after that",
+            )
         if not free:
             names = ", ".join(taken[place] for place in sorted(taken))
             raise Refusal(
@@ -254,6 +272,7 @@ class RunState:
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
         self.rounds, self.sharding = event.get("rounds", "synchronous"), event.get("sharding")
+        self.kept_states = event.get("kept_states")
 
     def _joined(self, event: Event) -> None:
         name = event["peer"]
@@ -283,6 +302,8 @@ class RunState:
 
     def _forgotten(self, event: Event) -> None:
         self.uploaded.pop(event["peer"], None)
+        for peer in self.evicted:
+            self.uploaded.pop(peer, None)
         self.closing = None
 
     def _closed(self, event: Event) -> None:

@@ -48,6 +48,11 @@ class Route:
         for connection in self.connections:
             connection.close()
 
+    def abandon(self) -> None:
+        """End all calls, those of other threads too, and let there be no further one."""
+        for connection in self.connections:
+            connection.abandon()
+
     def take_traffic(self) -> tuple[int, int]:
         """Return the bytes that were sent and received since this was asked the last time."""
         traffic = [connection.take_traffic() for connection in self.connections]

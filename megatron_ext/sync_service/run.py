@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -247,8 +248,9 @@ class Run:
         """In which contributions and updates travel."""
         return self._store.agreed["codec"]
 
-    def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
-        """Return the values of a committed round, for a peer that goes on from them.
+    @contextmanager
+    def snapshot(self, peer: str, instance: str, number: int) -> Iterator[tuple[Snapshot, Catalog]]:
+        """Yield the values of a committed round, for a stream to a peer that goes on from them.
 
         Raises:
             Refusal: they are not there (any more), or the caller is refused.
@@ -260,9 +262,14 @@ class Run:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
                 raise Refusal("not_found", f"the values of round {number} are not here; {held}")
             self._state.adopted(peer, number)
-            self._draining.fetched(peer, number)
+            self._draining.begin_fetching(peer, number)
             self._changed.notify_all()
-            return self._store.shard.snapshots[number], self._store.shard.catalog
+            found = self._store.shard.snapshots[number], self._store.shard.catalog
+        try:
+            yield found
+        finally:
+            with self._changed:
+                self._draining.end_fetching()
 
     def leave(self, peer: str, instance: str) -> None:
         """End a membership.

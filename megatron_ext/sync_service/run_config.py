@@ -20,6 +20,7 @@ _PENALTY = (
     "ewma_alpha",
     "ewma_warmup_steps",
     "ewma_threshold",
+    "ewma_relative",
     "pseudo_gradnorm_reduce",
     "weight_softmax_temperature",
     "weight_scale_free",
@@ -104,6 +105,9 @@ class RunConfig:
     ewma_threshold: float = 3.0
     """Standard deviations above the mean at which a norm is anomalous."""
 
+    ewma_relative: bool = False
+    """Let the detector follow norms divided by their median over the peers."""
+
     pseudo_gradnorm_reduce: bool = False
     """Weight the peers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
 
@@ -177,7 +181,11 @@ class RunConfig:
             ("grace_seconds", 0 <= self.grace_seconds < math.inf, "it must be a number of seconds, 0 or more"),
             ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
             ("rounds", self.rounds in _ROUNDS, f"it must be {' or '.join(_ROUNDS)}"),
-            ("contributions_per_step", (self.contributions_per_step or 1) >= 1, "it must be 1 or more"),
+            (
+                "contributions_per_step",
+                self.contributions_per_step is None or self.contributions_per_step >= 1,
+                "it must be 1 or more",
+            ),
             ("max_staleness", (self.max_staleness or 0) >= 0, "it must be 0 or more"),
             ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
         ):

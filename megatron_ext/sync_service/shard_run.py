@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ class ShardRun:
         """In which contributions and updates travel."""
         return self._shard.codec
 
-    def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
+    @contextmanager
+    def snapshot(self, peer: str, instance: str, number: int) -> Iterator[tuple[Snapshot, Catalog]]:
         """See `Run.snapshot`."""
         with self._changed:
             self._hear(peer, instance, lambda open_round: open_round > number)
@@ -98,8 +100,13 @@ class ShardRun:
                 raise Refusal(
                     "not_found", f"the values of round {number} are not on {self._title}; the newest is {newest}"
                 )
-            self._draining.fetched(peer, number)
-            return self._shard.snapshots[number], self._shard.catalog
+            self._draining.begin_fetching(peer, number)
+            found = self._shard.snapshots[number], self._shard.catalog
+        try:
+            yield found
+        finally:
+            with self._changed:
+                self._draining.end_fetching()
 
     # -----------------------------------------------------------------------------------------------------------
     # What the first server asks for

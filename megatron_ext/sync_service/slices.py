@@ -73,14 +73,20 @@ class Slices:
             self.parts.append(part)
             self._views[part.key] = view
 
-    def read(self, *, frozen: bool = True) -> Values:
+    @property
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return next(iter(self._views.values())).device
+
+    def read(self, *, frozen: bool = True, copy: bool = False) -> Values:
         """Return the values as fp32 on the CPU; they share memory with the optimizer's where that is possible.
 
         Args:
             frozen: those of frozen parameters too.
+            copy: share no memory.
         """
         return {
-            key: view.detach().to("cpu", torch.float32).contiguous()
+            key: view.detach().to("cpu", torch.float32, copy=copy).contiguous()
             for key, view in self._views.items()
             if frozen or key not in self._frozen
         }

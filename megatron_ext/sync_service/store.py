@@ -94,6 +94,13 @@ class RunStore:
                 f"run {name}: rounds is {config.rounds}, but the run was started with {self.state.rounds}; give the "
                 "same, or start a new run under another name"
             )
+        kept = _kept_states(config)
+        if self.state.kept_states is not None and self.state.kept_states != kept:
+            name_of, before = next((key, value) for key, value in self.state.kept_states.items() if value != kept[key])
+            raise UserError(
+                f"run {name}: {name_of} is {kept[name_of]}, but the run was started with {before}, on which the states "
+                "that it keeps depend; give the same, or start a new run under another name"
+            )
         begun_with = 1 if self.state.sharding is None else self.state.sharding["shards"]
         if self.state.config is not None and begun_with != shards:
             raise UserError(
@@ -117,6 +124,8 @@ class RunStore:
                 "peers": config.peers,
                 "quorum": config.policy.quorum,
                 "outer_optimizer": config.outer_optimizer,
+                "outer_optimizer_lr": config.outer.learning_rate if config.outer_optimizer != "none" else None,
+                "outer_optimizer_momentum": config.outer.momentum,
             }
         )
 
@@ -177,7 +186,8 @@ class RunStore:
         if self._shards > 1:
             split = {"id": uuid.uuid4().hex, "shards": self._shards, "of": assign(catalog, self._shards)}
             event["sharding"] = split
-        self.record({**event, "peers": self.state.policy.peers, "rounds": self._config.rounds})
+        also = {"rounds": self._config.rounds, "kept_states": _kept_states(self._config)}
+        self.record({**event, "peers": self.state.policy.peers, **also})
         self._open(catalog)
 
     def drop(self, peer: str, event: Event) -> None:
@@ -233,3 +243,11 @@ class RunStore:
         if peer in self.state.uploaded:
             return number == self.state.made_for(peer)
         return peer in self.state.members and 0 < number <= self.state.open_round and self.state.accepts(peer, number)
+
+
+def _kept_states(config: RunConfig) -> dict[str, str | int]:
+    """Return what the states of the outer optimizer depend on."""
+    found: dict[str, str | int] = {"outer_optimizer": config.outer_optimizer}
+    if config.is_asynchronous:
+        found["contributions_per_step"] = config.contributions_per_step or config.peers
+    return found

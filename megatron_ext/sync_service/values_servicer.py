@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from megatron_ext.params import flat_offset
@@ -38,7 +38,7 @@ class HasValues(Protocol):
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """See `Run`."""
 
-    def snapshot(self, peer: str, instance: str, number: int) -> tuple[Snapshot, Catalog]:
+    def snapshot(self, peer: str, instance: str, number: int) -> AbstractContextManager[tuple[Snapshot, Catalog]]:
         """See `Run`."""
 
     @property
@@ -75,24 +75,30 @@ class ValuesServicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # gen
         with refusing(context):
             caller = request.caller
             run = served(self._values, caller.run)
-            snapshot, catalog = run.snapshot(caller.peer, caller.instance, request.round)
-            codec = run.codec if request.HasField("since") and request.since + 1 == request.round else "fp32"
-            batch: list[Any] = []
-            size = 0
-            unchanged: list[int] = []
-            for place, wanted in enumerate(request.slices):
-                where = snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)
-                if wanted.expected and wanted.expected == _digest(*where):
-                    unchanged.append(place)
-                    continue
-                for frame in _frames(*where, codec):
-                    batch.append(frame.to_message())
-                    size += len(frame.payload)
-                    if size >= FRAME_BYTES:
-                        yield pb2.FrameBatch(frames=batch)
-                        batch, size = [], 0
-            if batch or unchanged:
-                yield pb2.FrameBatch(frames=batch, unchanged=unchanged)
+            with run.snapshot(caller.peer, caller.instance, request.round) as (snapshot, catalog):
+                is_update = request.HasField("since") and request.since + 1 == request.round
+                codec = run.codec if is_update else "fp32"
+                yield from _batches(snapshot, catalog, request.slices, codec)
+
+
+def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec: str) -> Iterator[Any]:
+    """Yield messages with the frames of slices, or that they are as expected."""
+    batch: list[Any] = []
+    size = 0
+    unchanged: list[int] = []
+    for place, wanted in enumerate(slices):
+        where = snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)
+        if wanted.expected and wanted.expected == _digest(*where):
+            unchanged.append(place)
+            continue
+        for frame in _frames(*where, codec):
+            batch.append(frame.to_message())
+            size += len(frame.payload)
+            if size >= FRAME_BYTES:
+                yield pb2.FrameBatch(frames=batch)
+                batch, size = [], 0
+    if batch or unchanged:
+        yield pb2.FrameBatch(frames=batch, unchanged=unchanged)
 
 
 def served[T](runs: Mapping[str, T], name: str) -> T:

@@ -33,7 +33,7 @@ FLAGS = {
 
 def parsed(**given: Any) -> SimpleNamespace:
     """Return arguments as Megatron parses them."""
-    options = {**SpesConfig().by_flag(), **SyncServiceConfig().by_flag()}
+    options = {**dict.fromkeys(SpesConfig().by_flag()), **SyncServiceConfig().by_flag()}
     defaults = {flag.removeprefix("--").replace("-", "_"): value for flag, value in options.items()}
     model = {
         "num_experts": 4,
@@ -56,6 +56,11 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "spes.yaml"
     path.write_text(FILE.format(address="127.0.0.1:50051"))
     return str(path)
+
+
+def test_a_flag_replaces_what_the_file_says_also_by_a_default(file: str):
+    args = completed(spes_config=file, spes_expert_assignment="contiguous")
+    assert ownership_of(args).owners == ((0,), (0,), (1,), (1,))
 
 
 def test_the_file_gives_the_options_of_the_sync_service(file: str):
@@ -92,7 +97,9 @@ def test_flags_alone_are_enough():
 
 def test_without_spes_nothing_is_completed():
     args = completed()
-    assert args == parsed() and argument_problems(args) == [] and ownership_of(args) is None
+    assert SpesConfig.from_args(args) == SpesConfig()
+    assert SyncServiceConfig.from_args(args) == SyncServiceConfig()
+    assert argument_problems(args) == [] and ownership_of(args) is None
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tests.sync_service.jobs import (
     SINGLE,
     die_in_step,
     failing_job,
+    has_joined,
     job_arguments,
     model_of,
     run_job,
@@ -97,11 +98,6 @@ def memory_held(model, optimizer, args):
     padding = 4 * (sum(buffer.numel for buffer in buffers) - sum(stop - start for start, stop, *_ in places))
     trained = 4 * sum(value.numel() for chunk in model for value in chunk.parameters() if value.requires_grad)
     return held_bytes(model, optimizer), padding, trained
-
-
-def has_joined(service: Service) -> bool:
-    """Return whether a peer has joined."""
-    return (service.state / "runs/demo/journal.jsonl").exists() and service.events("joined") != []
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,10 @@
 """Several servers that have parts of the values of runs."""
 
 import json
-import socket
 from collections.abc import Mapping
 from typing import Any
 
+from tests.support.ports import free_ports
 from tests.sync_service.service import Process, Service, until
 
 
@@ -57,11 +57,3 @@ class Cluster:
 def started(server: Process) -> Process:
     until(lambda: "listening at" in server.output or server.exit_code is not None, "the server's start")
     return server
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [found.getsockname()[1] for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports

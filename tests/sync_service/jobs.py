@@ -73,6 +73,11 @@ def failing_job(
     return exits[0].stderr
 
 
+def has_joined(service: Service) -> bool:
+    """Return whether a peer has joined: the first one publishes the start."""
+    return (service.state / "runs/demo/journal.jsonl").exists() and service.events("joined") != []
+
+
 def values_held(model, optimizer, args):
     """Probe: return this rank's values in global terms, (name, start, shape, bytes of fp32) per box.
 

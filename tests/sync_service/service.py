@@ -159,7 +159,8 @@ class Service:
         self, name: str, values: Catalog | Values, *, parts: Sequence[Part] | None = None, **options: Any
     ) -> SyncClient:
         """Return a client in this process."""
-        connection = ConnectionConfig(server=self.address, patience_seconds=20, **options.pop("connection", {}))
+        where = {"server": self.address, "patience_seconds": 20, **options.pop("connection", {})}
+        connection = ConnectionConfig(**where)
         options = {
             "run": next(iter(self.runs)),
             "frame_bytes": 4096,

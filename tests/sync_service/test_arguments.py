@@ -14,11 +14,13 @@ GOOD = {
     "sync_service_peers": 2,
     "sync_service_interval": 4,
 }
+BY_TIME = {"sync_service_interval": None, "sync_service_interval_seconds": 9.0}
 
 
 def test_good_options_have_no_problem():
     assert SyncServiceConfig(**GOOD).problems() == []
     assert SyncServiceConfig().problems() == []
+    assert SyncServiceConfig(**GOOD, sync_service_delay=3).problems() == []
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,10 @@ def test_good_options_have_no_problem():
         ({"sync_service_interval_seconds": -1.0}, "--sync-service-interval-seconds is -1.0; it must be above 0"),
         ({"sync_service_interval_seconds": float("nan")}, "--sync-service-interval-seconds is nan; it must be above 0"),
         ({"sync_service_interval": 0}, "--sync-service-interval is 0; it must be 1 or more"),
+        ({"sync_service_delay": -1}, "--sync-service-delay is -1; it must be 0 or more"),
+        ({"sync_service_delay": 4}, "--sync-service-delay is 4 and --sync-service-interval 4; the delay must be below"),
+        ({"sync_service_delay": 1, **BY_TIME}, "--sync-service-delay with --sync-service-interval-seconds: a round"),
+        ({"sync_service": None, "sync_service_delay": 1}, "--sync-service-delay has no effect without --sync-service"),
         ({"sync_service_peers": 0}, "--sync-service-peers is 0; it must be 1 or more"),
         ({"sync_service_peer": "a/b"}, "--sync-service-peer is 'a/b'; use up to 64 letters"),
         ({"sync_service_index": 2}, "--sync-service-index is 2; it must be 0 to --sync-service-peers minus 1"),
@@ -47,11 +53,16 @@ def test_a_run_names_all_that_cannot_be_combined():
     options = {
         "use_local_sgd": True,
         "local_sgd_workers": 2,
-        "sync_service_codec": "int8",
-        "save": "nowhere",
+        "local_sgd_sync_interval": 3,
+        "local_sgd_warmup_steps": 2,
+        "local_sgd_fragments": 2,
+        "sync_service_interval": 4,
+        "sync_service_delay": 2,
         "freeze_all_layers": True,
     }
     said = run_failing_pretrain(toy_gpt(GOOD, options), 1)[0].stderr
-    assert "--use-local-sgd (--local-sgd-workers 2) and --sync-service cannot be combined yet" in said
-    assert "--sync-service-codec int8 with --save" in said
+    assert "--sync-service-interval is 4, which is no multiple of --local-sgd-sync-interval 3" in said
+    assert "--local-sgd-warmup-steps is 2, which is no multiple of --local-sgd-sync-interval 3" in said
+    assert "streaming (the --local-sgd-fragment options) leaves workers with different weights" in said
+    assert "--sync-service-delay with --use-local-sgd: a round would be applied where the workers" in said
     assert "--freeze-all-layers is not supported with the sync service: there would be nothing to train" in said

@@ -40,6 +40,10 @@ RUN = {"r": RunConfig(peers=2)}
         ("runs: {r: {peers: 2, sync_steps: 0}}", "run r: sync_steps is 0; it must be 1 or more"),
         ("runs: {r: {peers: 2, ewma_alpha: 0.1}}", "run r: ewma_alpha has no effect without skip_anomaly"),
         ("runs: {r: {peers: 2, clip_pseudo_grad: -1}}", "run r: clip_pseudo_grad is -1; it must be finite and above 0"),
+        (
+            "runs: {r: {peers: 2, rounds: asynchronous, contributions_per_step: 0}}",
+            "run r: contributions_per_step is 0; it must be 1 or more",
+        ),
         ("runs: {r: {peers: 2, rounds: now}}", "run r: rounds is now; it must be synchronous or asynchronous"),
         ("runs: {r: {peers: 2, step_weights: true}}", "run r: step_weights has no effect without rounds: asynchronous"),
         ("runs: {r: {peers: 2, max_staleness: -1, rounds: asynchronous}}", "run r: max_staleness is -1; it must be 0"),
@@ -72,6 +76,7 @@ RUN = {"r": RunConfig(peers=2)}
         ("status_port: 70000\nruns: {r: {peers: 2}}", "status_port is 70000; it must be 0 to 65535"),
         ("status_host: 0.0.0.0\nruns: {r: {peers: 2}}", "status_host is 0.0.0.0, and there is no status_port; add it"),
         ("{", "is not YAML"),
+        ("runs: {r: {peers: 2, peers: 3}}", "is not YAML: the key 'peers' is there twice; drop one of them"),
         ("- 1", "must be a mapping"),
         ("bind: 127.0.0.1:0", "there is no run; name at least one"),
     ],
@@ -190,3 +195,15 @@ def test_without_grpc_one_error_names_the_extra(tmp_path: Path):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "pip install 'megatron-ext[spes]'" in done.stderr
+
+
+def test_files_that_are_no_pem_are_named_on_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    notes = tmp_path / "notes.pem"
+    notes.write_text("not a certificate\n")
+    assert main(["server", "status", "--server", "127.0.0.1:1", "--tls-ca", str(notes)]) == 2
+    assert f"tls_ca {notes}: is no PEM file" in capsys.readouterr().err
+    flags = ["--dir", str(tmp_path / "state"), "--peers", "1", "--bind", "127.0.0.1:0"]
+    assert main(["server", "start", *flags, "--tls-cert", str(notes), "--tls-key", str(notes)]) == 2
+    assert f"tls_key {notes}: is no PEM file" in capsys.readouterr().err
+    assert main(["server", "status", "--server", "127.0.0.1:port"]) == 2
+    assert "server is '127.0.0.1:port'; give ADDRESS:PORT" in capsys.readouterr().err

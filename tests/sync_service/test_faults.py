@@ -133,7 +133,7 @@ def test_a_slow_peer_past_the_grace_window_loses_its_interval_and_takes_part_aga
     check_history(service, 2)
 
 
-@pytest.mark.parametrize("content", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("content", [float("nan"), float("inf"), 3e38, 1e6])
 def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service: MakeService, content: float):
     service = make_service({"demo": {"peers": 3, "max_norm": 1000.0}})
     service.start()
@@ -147,7 +147,8 @@ def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service:
         for index in range(3)
     ]
     assert [peer.wait() for peer in peers] == [0, 0, 0], [peer.output for peer in peers]
-    reason = "max_norm is 1000" if content == 1e30 else "tensor 'layer.0.bias' holds values that are not finite"
+    broken = "tensor 'layer.0.bias' holds values that are not finite, or far too large"
+    reason = "max_norm is 1000" if content == 1e6 else broken
     seen = service.seen("p1")
     assert not seen[2]["contributed"] and reason in seen[2]["message"] and seen[3]["contributed"]
     event = service.events("committed")[2]
@@ -163,6 +164,21 @@ def test_a_round_whose_contributions_are_all_broken_changes_nothing(make_service
         values = client.start(start)
         outcome = client.sync({name: torch.full_like(value, float("nan")) for name, value in values.items()})
         assert outcome.number == 1 and not outcome.contributed and digest(outcome.values) == digest(start)
+
+
+@pytest.mark.parametrize("outer", [{}, DILOCO, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}], ids=str)
+def test_huge_values_never_become_a_round_that_is_not_finite(make_service: MakeService, outer: dict[str, object]):
+    service = make_service(peers=1, **outer)
+    service.start()
+    start = start_values(1)
+    with service.client("p0", start) as client:
+        values = client.start(start)
+        for huge in (3.4e38, -3.4e38, 1e15):
+            outcome = client.sync({name: torch.full_like(value, huge) for name, value in values.items()})
+            assert not outcome.contributed and "far too large" in outcome.message
+        for large in (1e10, -1e10):
+            outcome = client.sync({name: torch.full_like(value, large) for name, value in values.items()})
+            assert outcome.contributed and all(bool(value.isfinite().all()) for value in outcome.values.values())
 
 
 def test_a_start_that_is_not_finite_is_refused_and_the_next_peer_publishes(make_service: MakeService):
@@ -288,14 +304,14 @@ def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: Make
     options = {"connection": {"token_file": None}}
     with service.client("p0", start, **options) as client:
         with pytest.raises(grpc.RpcError) as caught:
-            client._connection.stream(
-                "Register",
+            client._connection._methods().Register(
                 pb2.RegisterRequest(
                     caller=client._membership.caller,
                     protocol=1,
                     config={"codec": "fp32"},
                     catalog=[pb2.TensorSpec(name="w", shape=[3])],
                 ),
+                timeout=20,
             )
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert journal.read_bytes() == before

@@ -83,8 +83,9 @@ def test_an_anomalous_peer_is_left_out_of_the_unit_alone_and_experience_outlives
     assert torch.equal(again["a"], (peers[0]["a"] + peers[1]["a"] + peers[2]["a"]) / 3)
 
 
-def test_peers_that_are_away_or_broken_teach_the_detector_nothing(tmp_path: Path):
-    rounds = guarded(tmp_path, skip_anomaly=True, ewma_warmup_steps=4)
+@pytest.mark.parametrize("relative", [False, True])
+def test_peers_that_are_away_or_broken_teach_the_detector_nothing(tmp_path: Path, relative: bool):
+    rounds = guarded(tmp_path, skip_anomaly=True, ewma_warmup_steps=4, ewma_threshold=6.0, ewma_relative=relative)
     values = start(rounds)
     for number in range(10):
         peers = [moved(values, index) for index in range(PEERS)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_ext.sync_service.feature import agreed
+from megatron_ext.sync_service.joining import agreed
 from tests.support.pretrain import run_pretrain
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.jobs import (
@@ -243,6 +243,8 @@ def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):
         {"train_iters": 9},
         {"global_batch_size": 8},
         {"padded_vocab_size": 256},
+        {"hot_switch_strategies": ["1,1,1"]},
+        {"hot_switch_strategy_file": "strategies.yaml"},
     ],
     ids=lambda change: next(iter(change)),
 )
@@ -258,6 +260,8 @@ def test_peers_agree_on_the_interval_and_on_the_samples(change):
         "train_samples": None,
         "global_batch_size": 4,
         "padded_vocab_size": 128,
+        "hot_switch_strategies": None,
+        "hot_switch_strategy_file": None,
     }
     one, other = agreed(SimpleNamespace(**options)), agreed(SimpleNamespace(**{**options, **change}))
     assert [field for field in one if one[field] != other[field]] != []

@@ -136,7 +136,7 @@ def test_own_experts_come_back_where_the_round_made_something_else_of_them(make_
 
 def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_damaged():
     class Lying:
-        def again(self, what: str, once: Callable[[], Any]) -> Any:
+        def again(self, what: str, once: Callable[[], Any], advanced: Callable[[], bool]) -> Any:
             return once()
 
         def stream(self, method: str, request: Any) -> Iterator[Any]:

@@ -63,14 +63,26 @@ def test_a_journal_that_ends_in_a_half_line_loses_that_line_and_goes_on(tmp_path
     assert [event["event"] for event in Journal(path).events] == ["uploaded"] * whole + ["started"]
 
 
-def test_a_journal_damaged_in_the_middle_is_refused_with_the_line(tmp_path: Path):
+def test_a_last_line_whose_beginning_never_reached_the_disk_is_dropped(tmp_path: Path):
+    path = tmp_path / "journal.jsonl"
+    events = written_journal(path)
+    *lines, last = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines) + bytes(20) + last[20:])
+    assert Journal(path).events == events[:4]
+    assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("number", [3, 5], ids=["in the middle", "the last one"])
+def test_a_damaged_line_of_a_journal_is_refused_and_nothing_is_dropped(tmp_path: Path, number: int):
     path = tmp_path / "journal.jsonl"
     written_journal(path)
     lines = path.read_text().splitlines(keepends=True)
-    lines[2] = lines[2].replace('"round": 2', '"round": 3')
+    assert len(lines) == 5
+    lines[number - 1] = lines[number - 1].replace('"round": ', '"round": 1')
     path.write_text("".join(lines))
-    with pytest.raises(UserError, match=r"journal.jsonl: line 3 is damaged"):
+    with pytest.raises(UserError, match=rf"journal.jsonl: line {number} is damaged"):
         Journal(path)
+    assert path.read_text() == "".join(lines)
 
 
 @reused_folder

@@ -168,3 +168,78 @@ def test_peers_go_on_at_a_server_on_another_machine(
     assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
     assert [event["digest"] for event in service.events("committed")] == undisturbed
     assert service.seen("p0")[ROUNDS]["digest"] == undisturbed[ROUNDS]
+
+
+def test_a_copy_in_files_is_whole_whenever_a_server_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    url = f"file://{tmp_path}/remote"
+    store = begin(store_at(tmp_path / "one", url))
+    make_round(store)
+    local = fsspec.get_filesystem_class("file")
+    part = tmp_path / "remote/r/journal/part-00000000.jsonl"
+    before = part.read_bytes()
+
+    def die(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "mv", die)
+        with pytest.raises(KeyboardInterrupt):
+            store.record({"event": "joined", "peer": "b", "index": 1, "instance": "y"})
+    assert part.read_bytes() == before
+    assert store_at(tmp_path / "two", url).state.open_round == 1
+    assert part.read_bytes().startswith(before)
+
+
+def test_a_copy_that_has_lost_its_journal_is_refused_and_keeps_its_snapshots(tmp_path: Path):
+    url = f"file://{tmp_path}/remote"
+    store = begin(store_at(tmp_path / "one", url))
+    for _ in range(4):
+        make_round(store)
+    store.close()
+    part = tmp_path / "remote/r/journal/part-00000000.jsonl"
+    content = part.read_bytes()
+    snapshots = sorted((tmp_path / "remote/r/snapshots").iterdir())
+    for lost in (b"", b"".join(content.splitlines(keepends=True)[:5])):
+        part.write_bytes(lost)
+        with pytest.raises(UserError, match=r"has the snapshot round-00000003.safetensors, but the newest .* lost"):
+            store_at(tmp_path / "two", url)
+    assert sorted((tmp_path / "remote/r/snapshots").iterdir()) == snapshots
+    # The folder that has seen everything brings it back.
+    assert store_at(tmp_path / "one", url).state.open_round == 4
+    assert part.read_bytes().startswith(content)
+
+
+def test_an_owner_that_cannot_be_read_keeps_nobody_away(tmp_path: Path):
+    url = f"file://{tmp_path}/remote"
+    begin(store_at(tmp_path / "one", url)).close()
+    (tmp_path / "remote/r/owner.json").write_text('{"tok')
+    make_round(store_at(tmp_path / "one", url))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "said"),
+    [
+        (
+            {"outer_optimizer": "adam", "outer_optimizer_lr": 0.1},
+            {"outer_optimizer": "sgd"},
+            "outer_optimizer is sgd, but the run was started with adam",
+        ),
+        ({"outer_optimizer": "sgd"}, {}, "outer_optimizer is none, but the run was started with sgd"),
+        (
+            {"rounds": "asynchronous"},
+            {"rounds": "asynchronous", "contributions_per_step": 3},
+            "contributions_per_step is 3, but the run was started with 2",
+        ),
+        ({"outer_optimizer": "sgd"}, {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.5}, None),
+    ],
+    ids=["adam to sgd", "sgd to none", "contributions", "another learning rate"],
+)
+def test_what_kept_states_depend_on_cannot_be_changed(
+    tmp_path: Path, first: dict[str, Any], then: dict[str, Any], said: str | None
+):
+    begin(RunStore("r", RunConfig(peers=2, **first), tmp_path, 2)).close()
+    if said is None:
+        RunStore("r", RunConfig(peers=2, **then), tmp_path, 2)
+        return
+    with pytest.raises(UserError, match=said):
+        RunStore("r", RunConfig(peers=2, **then), tmp_path, 2)

@@ -44,6 +44,10 @@ class Machine:
         assert self.state.closing is not None
         return self.state.closing
 
+    def close_and_commit_start(self) -> "Machine":
+        self.close()
+        return self.commit()
+
     def commit(self, **rejected: str) -> "Machine":
         assert self.state.closing is not None
         contributors = [name for name in self.state.closing if name not in rejected]
@@ -232,3 +236,28 @@ def test_whatever_happens_the_promises_hold_and_a_replay_gives_the_same_state(st
     again.await_everybody()
     machine.state.await_everybody()
     assert facts(again) == facts(machine.state)
+
+
+def test_who_has_left_keeps_its_place_while_its_contribution_waits_for_a_round():
+    machine = Machine(peers=2).join("a", "b").upload("a").close_and_commit_start()
+    machine.upload("b")
+    machine.record({"event": "left", "peer": "b"})
+    with pytest.raises(Refusal, match="what b contributed before leaving still counts in round 1") as refused:
+        machine.join("c")
+    assert refused.value.reason == "later"
+    with pytest.raises(Refusal, match="index 1 is asked for, but what peer 'b' has contributed"):
+        machine.state.check_joining("c", "of c", 1)
+    # Its own place it gets back.
+    assert machine.join("b").state.members["b"].index == 1
+    machine.record({"event": "left", "peer": "b"})
+    machine.upload("a").close()
+    assert machine.commit().join("c").state.members["c"].index == 1
+
+
+def test_an_evicted_peers_contribution_is_gone_when_the_round_has_to_be_closed_again():
+    machine = Machine(peers=3).join("a", "b", "c").upload("a").close_and_commit_start()
+    machine.upload("a", "b", "c").close()
+    machine.record({"event": "evicted", "peer": "b", "reason": "broken"})
+    assert machine.state.closing == ("a", "b", "c")  # what is being made is not disturbed
+    machine.record({"event": "forgotten", "round": 1, "peer": "c", "reason": "damaged"})
+    assert list(machine.state.uploaded) == ["a"]

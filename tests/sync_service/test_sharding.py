@@ -269,8 +269,8 @@ def test_what_a_shard_has_made_may_be_committed_after_it_was_killed_and_started_
     # The first server still waits for other shards.
     again.follow(members={"p": "old"}, kept=["p"])
     again.follow(members={"p": "old"}, open_round=1)
-    snapshot, catalog = again.run.snapshot("p", "old", 0)
-    assert all(torch.equal(snapshot.read(spec.name), torch.ones(spec.numel)) for spec in catalog)
+    with again.run.snapshot("p", "old", 0) as (snapshot, catalog):
+        assert all(torch.equal(snapshot.read(spec.name), torch.ones(spec.numel)) for spec in catalog)
 
 
 def test_a_shard_follows_its_own_run_alone(tmp_path: Path):

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a peer is in its run, in Megatron's checkpoints: the round, the interval, and what a lossy codec still owes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import LoadContext, SaveContext
+from megatron_ext.seams.arguments import say
+from megatron_ext.sync_service.arguments import SyncServiceConfig
+from megatron_ext.sync_service.parts import Part
+
+__all__ = ["assemble", "check_residuals", "request", "take_residuals", "take_state"]
+
+_FORMAT = 3
+_STATE = "sync_service"
+_RESIDUALS = "sync_service_residuals"
+
+
+def assemble(
+    context: SaveContext,
+    *,
+    index: int,
+    number: int,
+    steps: int,
+    seconds: float,
+    residuals: dict[str, torch.Tensor],
+) -> None:
+    """Put a peer's state into a checkpoint; all ranks call it.
+
+    Args:
+        context: the checkpoint.
+        index: the peer's part of the samples.
+        number: the round that it went on from.
+        steps: completed since.
+        seconds: gone since.
+        residuals: what this rank's contributions have lost so far, 1-D by part.
+    """
+    config = SyncServiceConfig.from_args(context.args)
+    is_lossy = config.sync_service_codec != "fp32"
+    context.state[_STATE] = {
+        "format": _FORMAT,
+        "run": config.sync_service_run,
+        "peer": config.sync_service_peer,
+        "index": index,
+        "round": number,
+        "steps": steps,
+        "seconds": seconds,
+        "codec": config.sync_service_codec,
+        "residuals_of": _layout(context.args) if is_lossy else None,
+    }
+    if is_lossy:
+        context.state[_RESIDUALS] = _of_this_rank(residuals)
+
+
+def request(context: SaveContext, state: dict[str, Any] | None) -> None:
+    """Ask for this rank's residuals, where the checkpoint that `state` is of has some."""
+    if state is not None and state["residuals_of"] is not None and context.optimizer is not None:
+        context.state[_RESIDUALS] = _of_this_rank(None)
+
+
+def take_state(context: LoadContext) -> dict[str, Any] | None:
+    """Take a peer's state out of what was read; None when the checkpoint is of another run, or of weights alone.
+
+    Raises:
+        UserError: it is another peer's, or what it owes cannot be taken over.
+    """
+    saved, args = context.state.pop(_STATE, None), context.args
+    if saved is None or args.no_load_optim or args.finetune:
+        return None
+    where = f"--load {context.directory}"
+    if saved["format"] != _FORMAT:
+        raise UserError(
+            f"{where}: the state of a sync service's peer of format {saved['format']}, this version reads format "
+            f"{_FORMAT}; use the version of megatron_ext that saved it"
+        )
+    if saved["run"] != args.sync_service_run:
+        say(f"sync service: a checkpoint of run {saved['run']!r}, whose weights begin run {args.sync_service_run!r}")
+        return None
+    if saved["peer"] != args.sync_service_peer:
+        raise UserError(
+            f"{where}: it was saved by peer {saved['peer']!r}, and --sync-service-peer is {args.sync_service_peer!r}; "
+            "give every peer its own checkpoint, or start this one with --no-load-optim"
+        )
+    if args.sync_service_index not in (None, saved["index"]):
+        raise UserError(
+            f"{where}: it was saved by the peer of index {saved['index']}, and --sync-service-index is "
+            f"{args.sync_service_index}; drop the option, or start with --no-load-optim"
+        )
+    if saved["codec"] != args.sync_service_codec:
+        raise UserError(
+            f"{where}: it was saved with --sync-service-codec {saved['codec']}, now it is {args.sync_service_codec}; "
+            f"give --sync-service-codec {saved['codec']}, or start with --no-load-optim"
+        )
+    if saved["residuals_of"] not in (None, _layout(args)):
+        raise UserError(
+            f"{where}: what its codec still owes the other peers was saved by {saved['residuals_of']}, this run has "
+            f"{_layout(args)}; give that layout, or start with --no-load-optim"
+        )
+    taken: dict[str, Any] = saved
+    return taken
+
+
+def take_residuals(context: LoadContext) -> dict[str, torch.Tensor]:
+    """Take this rank's residuals out of what was read, empty where there are none."""
+    residuals: dict[str, torch.Tensor] = context.state.pop(_RESIDUALS, None) or {}
+    return residuals
+
+
+def check_residuals(residuals: Mapping[str, torch.Tensor], parts: Iterable[Part]) -> None:
+    """Check that what is owed is owed for parts of this rank.
+
+    Raises:
+        UserError: it is of a rank that held something else.
+    """
+    sizes = {part.key: part.box.numel for part in parts if part.is_primary}
+    for key, residual in residuals.items():
+        if sizes.get(key) != residual.numel():
+            raise UserError(
+                f"--load: what the codec still owes the other peers for {key} is not this rank's in this run; give the "
+                "parallel options of the run that saved it, or start with --no-load-optim"
+            )
+
+
+def _of_this_rank(residuals: dict[str, torch.Tensor] | None) -> Any:
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    return ShardedObject(_RESIDUALS, residuals, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _layout(args: Any) -> str:
+    """Return in words what decides which rank holds what."""
+    return (
+        f"{args.world_size} ranks, TP {args.tensor_model_parallel_size}, PP {args.pipeline_model_parallel_size}, "
+        f"EP {args.expert_model_parallel_size}, {'a' if args.use_distributed_optimizer else 'no'} distributed optimizer"
+    )

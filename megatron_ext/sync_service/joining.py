@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a Megatron job that is a peer has beside Megatron's own, and how it becomes one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.hooks import ModelContext
+from megatron_ext.params import ParameterView
+from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.seams.process_groups import WorkerGroups
+from megatron_ext.spes.arguments import ownership_of
+from megatron_ext.sync_service.arguments import SyncServiceConfig, interval_of
+from megatron_ext.sync_service.background import BackgroundRound
+from megatron_ext.sync_service.config import INTERVAL
+from megatron_ext.sync_service.report import Report
+
+if TYPE_CHECKING:
+    from megatron_ext.sync_service.client import RoundOutcome, SyncClient
+    from megatron_ext.sync_service.interval import Interval
+    from megatron_ext.sync_service.job import Job
+    from megatron_ext.sync_service.workers import PeerValues
+
+__all__ = ["Peer", "agreed", "join"]
+
+
+@dataclass(kw_only=True)
+class Peer:
+    """What a job that is a peer has beside Megatron's own."""
+
+    client: SyncClient
+    """Talks to the server together with the other ranks' clients."""
+
+    slices: PeerValues
+    """What this rank moves, and its way to the workers inside the job."""
+
+    values: InnerValues
+    """What that is made of."""
+
+    interval: Interval
+    """What there is since the round that the client went on from."""
+
+    job: Job
+    """The ranks."""
+
+    delay: int
+    """How many steps after the end of an interval its round is applied."""
+
+    on_its_way: BackgroundRound | None = None
+    """A round that is not applied yet, which has the client and the job for itself."""
+
+    round: int = -1
+    """The last one that was applied."""
+
+    waited: float = 0.0
+    """Seconds that training stood still for a delayed one."""
+
+    loss: torch.Tensor | None = None
+    """Sum of the losses of steps since that round, where this rank knows them."""
+
+    losses: int = 0
+    """Of how many steps; fewer than the interval's after a resume."""
+
+    last: RoundOutcome | None = None
+    """The last round, without its values; None before the first."""
+
+    def begin_interval(self) -> None:
+        """Count steps and losses anew."""
+        self.interval.restart()
+        self.losses, self.loss = 0, None
+
+    def count_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a step, which stays on its device until the interval ends."""
+        value = loss.detach().float().reshape(())
+        self.loss, self.losses = value if self.loss is None else self.loss + value, self.losses + 1
+
+    def report(self) -> Callable[[], Report]:
+        """Return what tells of the interval as it is now; all ranks call it, in the thread that has the job."""
+        known = None if self.loss is None else (float(self.loss), self.losses)
+        steps = self.interval.steps
+
+        def tell() -> Report:
+            # Known on the last pipeline stage of every worker, and said by the first rank. After a resume it is of the
+            # steps since.
+            means = [entry[0] / entry[1] for entry in self.job.on_all(lambda: known) if entry is not None]
+            return Report(loss=sum(means) / len(means) if means else None, steps=steps)
+
+        return tell
+
+
+def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) -> Peer:
+    """Return the peer that this job is, not yet a member; all ranks call it."""
+    # Imported here because they import gRPC, which other runs can do without.
+    from megatron_ext.sync_service.client import ClientConfig, SyncClient
+    from megatron_ext.sync_service.connection import ConnectionConfig
+    from megatron_ext.sync_service.interval import Interval
+    from megatron_ext.sync_service.job import Ranks
+    from megatron_ext.sync_service.slices import Slices, catalog_of
+    from megatron_ext.sync_service.workers import PeerValues
+
+    config = SyncServiceConfig.from_args(context.args)
+    # `problems` has seen to it.
+    assert config.sync_service and config.sync_service_run and config.sync_service_peer
+    view = ParameterView.from_model(context.model)
+    values = InnerValues(context.optimizer, view)
+    catalog = catalog_of(view, ownership_of(context.args))
+    slices = PeerValues(Slices(values, catalog), groups)
+    longest = config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(longest)))
+    client_config = ClientConfig(
+        connection=ConnectionConfig(
+            server=config.sync_service,
+            token_file=config.sync_service_token_file,
+            tls_ca=config.sync_service_tls_ca,
+            tls_cert=config.sync_service_tls_cert,
+            tls_key=config.sync_service_tls_key,
+            insecure=config.sync_service_insecure,
+            patience_seconds=config.sync_service_patience_seconds,
+        ),
+        run=config.sync_service_run,
+        peer=config.sync_service_peer,
+        index=config.sync_service_index if index is None else index,
+        peers=config.sync_service_peers,
+        codec=config.sync_service_codec,
+        agreed=agreed(context.args),
+        streams=config.sync_service_streams,
+        round_seconds=config.sync_service_round_seconds,
+    )
+    job = Ranks(group)
+    client = SyncClient(client_config, catalog, job=job, parts=slices.parts)
+    interval = Interval(job, steps=config.sync_service_interval, seconds=config.sync_service_interval_seconds)
+    return Peer(
+        client=client, slices=slices, values=values, interval=interval, job=job, delay=config.sync_service_delay
+    )
+
+
+def agreed(args: Any) -> dict[str, str]:
+    """Return what the peers have to agree on beside the tensors: the interval, and the order of the samples."""
+    samples = args.train_samples or args.train_iters * args.global_batch_size
+    # Parts of the one and of the other would have tokens in common.
+    reads_documents = args.hot_switch_strategies is not None or args.hot_switch_strategy_file is not None
+    return {
+        INTERVAL: interval_of(args),
+        "--seed": str(args.seed),
+        "--seq-length": str(args.seq_length),
+        "--split": str(args.split),
+        "--dataloader-type": str(args.dataloader_type),
+        "--train-samples, or --train-iters times --global-batch-size": str(samples),
+        "vocabulary with its padding (--make-vocab-size-divisible-by)": str(args.padded_vocab_size),
+        "data (--hot-switch-strategies reads documents, also with one strategy)": (
+            "documents" if reads_documents else "samples of --seq-length tokens"
+        ),
+    }

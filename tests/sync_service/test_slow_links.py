@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Downloads over links that are slow, break, or fall silent: whatever comes for good brings a peer forward."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+
+from benchmarks.byte_relay import ByteRelay
+from megatron_ext.cli.main import main
+from megatron_ext.errors import UserError
+from tests.sync_service.service import Service
+
+MakeService = Callable[..., Service]
+MIB = 1 << 20
+VALUES = {f"layer.{index}": torch.full((MIB // 4,), float(index)) for index in range(8)}
+
+
+class Link(ByteRelay):
+    """A relay from the server that passes on so many bytes per second, and from a connection no more than a limit."""
+
+    def __init__(self, port: int, *, rate: float, limit: int, then: str) -> None:
+        self._rate, self._limit, self._then = rate, limit, then
+        super().__init__(port)
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
+        if is_up:
+            super()._pass_on(source, target, is_up)
+            return
+        passed = 0
+        with suppress(OSError):  # either side is gone
+            while data := source.recv(1 << 16):
+                if passed + len(data) > self._limit:
+                    if self._then == "silence":
+                        time.sleep(60.0)
+                    source.shutdown(socket.SHUT_RDWR)
+                    target.shutdown(socket.SHUT_RDWR)
+                    return
+                target.sendall(data)
+                passed += len(data)
+                self.down += len(data)
+                time.sleep(len(data) / self._rate)
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(value) for name, value in VALUES.items()}
+
+
+@contextmanager
+def joined_through(make_service: MakeService, **link: object) -> Iterator[tuple[dict[str, torch.Tensor], Link]]:
+    """Yield what a peer has downloaded that joins over a link, and the link."""
+    service = make_service()
+    service.start()
+    relay = Link(int(service.address.rpartition(":")[2]), **{"rate": 1e9, "limit": 1 << 40, "then": "break", **link})
+    impatient = {"server": relay.address, "patience_seconds": 2.0, "call_seconds": 0.7}
+    with relay, service.client("p0", VALUES) as first:
+        first.start(VALUES)
+        with service.client("p1", VALUES, connection=impatient, streams=1) as second:
+            yield second.start(zeros()), relay
+
+
+def test_a_download_may_take_longer_than_any_call(make_service: MakeService):
+    begin = time.monotonic()
+    with joined_through(make_service, rate=2.5 * MIB) as (taken, _):
+        assert time.monotonic() - begin > 3.0  # longer than the patience, too
+        assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
+
+
+def test_what_has_come_before_a_link_broke_is_not_sent_again(make_service: MakeService):
+    with joined_through(make_service, limit=3 * MIB) as (taken, relay):
+        assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
+        # A connection loses what is in flight when it breaks, and brings at least one of three boxes.
+        assert 8 * MIB < relay.down < 24 * MIB
+
+
+def test_a_link_that_falls_silent_is_given_up(make_service: MakeService, caplog: pytest.LogCaptureFixture):
+    with (
+        pytest.raises(UserError, match=r"has not answered .* for 2 s"),
+        joined_through(make_service, limit=MIB // 2, then="silence"),
+    ):
+        pass
+    assert "Download: DEADLINE_EXCEEDED (nothing has come for 0.7 s); trying again" in caplog.text
+
+
+def test_a_drained_server_waits_for_downloads_that_have_begun(make_service: MakeService):
+    service = make_service()
+    server = service.start()
+    relay = Link(int(service.address.rpartition(":")[2]), rate=2 * MIB, limit=1 << 40, then="break")
+
+    def drain() -> None:
+        while relay.down < MIB:
+            time.sleep(0.01)
+        drained.append(main(["server", "drain", "--server", service.address]))
+
+    drained: list[int] = []
+    other = threading.Thread(target=drain)
+    with relay, service.client("p0", VALUES) as first:
+        first.start(VALUES)
+        other.start()
+        with service.client("p1", VALUES, connection={"server": relay.address}, streams=2) as second:
+            # Longer than the grace that a server has which ends.
+            taken = second.start(zeros())
+            assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
+            other.join()
+            assert drained == [0] and server.wait() == 0
