@@ -9,6 +9,7 @@ import importlib.util
 import json
 import platform
 import textwrap
+import traceback
 import warnings
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -165,7 +166,16 @@ def _examine_megatron(report: Report) -> None:
     from megatron_ext.activation import known_patches, registry
     from megatron_ext.backends import cpu
 
-    fused = importlib.import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE
+    try:
+        fused = importlib.import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE
+    except Exception as error:  # whatever is wrong with what Megatron imports is what the report is for
+        place = traceback.extract_tb(error.__traceback__)[-1].filename
+        detail = f"cannot be imported: {type(error).__name__}: {error} ({place}); mend or uninstall that package"
+        report.checks = [
+            Check(name=check.name, works=False, detail=detail) if check.name == "Megatron" else check
+            for check in report.checks
+        ]
+        return
     torch_problem = version_problem("torch", cpu.TORCH_VERSIONS)
     why_not_cpu = (
         torch_problem

@@ -111,12 +111,14 @@ def run_plan(options: argparse.Namespace) -> int:
         UserError: the model, a strategy, a bucket or the machine cannot be as it was given.
     """
     from megatron_ext.hot_switch import Links, measure_plan, plan_switch
+    from megatron_ext.hot_switch.plan import check_nodes
 
     for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
         if not getattr(options, name) > 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; give GB/s above 0")
     shape = read_shape(options)
     chosen = _strategies(options, shape)
+    check_nodes(chosen.home.world_size, options.gpus_per_node)
     links = Links(within_node=options.intra_node_bandwidth * 1e9, between_nodes=options.inter_node_bandwidth * 1e9)
 
     def figures_of(source: Strategy, target: Strategy) -> SwitchFigures:

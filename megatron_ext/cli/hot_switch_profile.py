@@ -94,6 +94,9 @@ def run_profile(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, shape: GptShape) -> None:
+    from megatron_ext.hot_switch.strategy import Strategy
+    from megatron_ext.hot_switch.strategy_checks import model_problems
+
     problems = [
         f"--{name} has {value}; give numbers of at least 1"
         for name in ("tp", "pp", "lengths")
@@ -106,11 +109,18 @@ def _check(options: argparse.Namespace, shape: GptShape) -> None:
         problems.append(f"--repeats is {options.repeats}; it must be at least 1")
     if shape.num_moe_experts:
         problems.append("--num-experts: mixtures of experts cannot be measured yet; drop it")
+    for pp in options.pp:
+        if pp > shape.num_layers:
+            problems.append(f"--pp {pp} is more than the {shape.num_layers} layers; give another one")
     for tp in options.tp:
-        if tp > 1 and shape.num_attention_heads % tp:
-            problems.append(f"--tp {tp} does not divide {shape.num_attention_heads} heads; give another one")
+        if tp > 1:
+            strategy = Strategy(dp=1, tp=tp, pp=1, sequence_parallel=True)
+            found = model_problems(strategy, shape, [strategy])
+            problems += [problem.replace(f"strategy {strategy.label}", f"--tp {tp}") for problem in found]
         if any(tp > 1 and length % tp for length in options.lengths):
             problems.append(f"--lengths cannot all be divided by --tp {tp}; give multiples of it")
+    if options.output.is_dir():
+        problems.append(f"--output {options.output} is a folder; name a file")
     if not options.output.parent.is_dir():
         problems.append(f"--output {options.output}: there is no folder {options.output.parent}; make it first")
     if problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -154,11 +155,17 @@ def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
     wanted = 'give JSON such as {"4,1": [1e-9, 5.6e-5, 0.057]}: by "tp,pp" the numbers a, b, c'
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {
+        for key, numbers in content.items():
+            if not all(math.isfinite(number) and number >= 0 for number in map(float, numbers)) or not any(numbers):
+                raise ValueError(f"{key!r} has {numbers}, which must be finite and 0 or more, and not all 0")
+        found = {
             (int(tp), int(pp)): Coefficients(squared=float(a), linear=float(b), constant=float(c))
             for key, (a, b, c) in content.items()
             for tp, pp in [key.split(",")]
         }
+        if any(min(sizes) < 1 for sizes in found):
+            raise ValueError("TP and PP must be 1 or more")
+        return found
     except OSError as error:
         raise UserError(f"--times {path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError) as error:

@@ -19,7 +19,7 @@ from megatron_ext.hot_switch.strategy_list import StrategyList, check_strategies
 from megatron_ext.params import GptShape, ParamsError
 from megatron_ext.support import refusals
 
-__all__ = ["adjust_arguments", "argument_problems", "strategies_of"]
+__all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -42,9 +42,9 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     per_node = config.hot_switch_gpus_per_node
     if per_node < 1:
         problems.append(f"--hot-switch-gpus-per-node is {per_node}; it must be at least 1")
-    elif args.world_size > per_node and args.world_size % per_node:
+    elif _ranks(args) > per_node and _ranks(args) % per_node:
         problems.append(
-            f"--hot-switch-gpus-per-node is {per_node}, but {args.world_size} ranks do not fill such nodes; set it to "
+            f"--hot-switch-gpus-per-node is {per_node}, but {_ranks(args)} ranks do not fill such nodes; set it to "
             "the number of ranks that share a node"
         )
     if config.hot_switch_algorithm not in ALGORITHMS:
@@ -83,7 +83,8 @@ def strategies_of(args: Any) -> StrategyList:
     return check_strategies(
         strategies,
         config.hot_switch_bucket_sizes or (),
-        world_size=args.world_size,
+        world_size=_ranks(args),
+        whose_ranks=_whose(args),
         seq_length=args.seq_length,
         shape=_shape_of(args, [strategy for strategy in strategies if strategy]),
         problems=problems,
@@ -91,7 +92,8 @@ def strategies_of(args: Any) -> StrategyList:
 
 
 def _from_file(args: Any, path: Path) -> StrategyList:
-    listed = read_strategy_file(path, world_size=args.world_size, seq_length=args.seq_length)
+    sizes = {"world_size": _ranks(args), "whose_ranks": _whose(args), "seq_length": args.seq_length}
+    listed = read_strategy_file(path, **sizes)
     problems = []
     if not listed.buckets:
         problems.append(f"{path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0")
@@ -103,7 +105,21 @@ def _from_file(args: Any, path: Path) -> StrategyList:
     if problems:
         raise combine(problems, "hot-switch strategies")
     shape = _shape_of(args, listed.strategies)
-    return read_strategy_file(path, world_size=args.world_size, seq_length=args.seq_length, shape=shape)
+    return read_strategy_file(path, **sizes, shape=shape)
+
+
+def take_home(args: Any) -> None:
+    """Give Megatron home's sizes before any feature looks at them, unless they contradict what else was asked for.
+
+    Args:
+        args: Megatron's arguments as parsed.
+    """
+    try:
+        home = strategies_of(args).home
+    except UserError:
+        return  # Validation says why.
+    if args.tensor_model_parallel_size in (1, home.tp) and args.pipeline_model_parallel_size in (1, home.pp):
+        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = home.tp, home.pp
 
 
 def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
@@ -116,7 +132,6 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
             for strategy, bucket in zip(strategies.strategies, strategies.buckets, strict=True)
         ).replace(" then ", ", guests " if len(strategies.strategies) > 2 else ", guest ", 1)
     ]
-    args.tensor_model_parallel_size, args.pipeline_model_parallel_size = home.tp, home.pp
     if args.hot_switch_strategy_file is not None:
         lines += _take_from_file(args, home)
     if not args.calculate_per_token_loss:
@@ -184,10 +199,20 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
             "--seq-length down, then 0"
         )
     try:
-        home = strategies_of(args).home
+        listed = strategies_of(args)
     except UserError as error:
+        if args.use_local_sgd and args.local_sgd_workers != _workers(args):
+            return problems  # Local SGD says why; how many ranks strategies are for is not known until then.
         # Without bucket sizes the list has its own complaint about their number.
         return problems or [str(error)]
+    home = listed.home
+    if args.num_experts:
+        problems += [
+            f"strategy {strategy.label}: Megatron trains experts under tensor parallelism only with sequence "
+            "parallelism; add --sequence-parallel, or sequence_parallel: true in --hot-switch-strategy-file"
+            for strategy in listed.strategies
+            if strategy.tp > 1 and not strategy.sequence_parallel
+        ]
     for option, given, wanted in (
         ("--tensor-model-parallel-size", args.tensor_model_parallel_size, home.tp),
         ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, home.pp),
@@ -198,6 +223,21 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
                 f"{option}"
             )
     return problems
+
+
+def _ranks(args: Any) -> int:
+    """Return the ranks that strategies are for: those of a worker, where local SGD cuts the job into some."""
+    return int(args.world_size // _workers(args))
+
+
+def _whose(args: Any) -> str:
+    return "the job" if _workers(args) == 1 else f"each of {_workers(args)} workers"
+
+
+def _workers(args: Any) -> int:
+    """Return the number of workers; 1 also where it cannot be, about which local SGD complains."""
+    workers = args.local_sgd_workers if args.use_local_sgd else None
+    return workers if workers is not None and workers > 0 and args.world_size % workers == 0 else 1
 
 
 def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_ext.hot_switch.documents import Documents
@@ -20,7 +22,7 @@ __all__ = ["BatchReader", "GlobalBatch", "batch_dictionaries"]
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """One global batch, split over the strategies; the same on all ranks."""
+    """A worker's share of a global batch, split over the strategies; the same on all of its ranks."""
 
     sequences: tuple[Sequence, ...]
     """What is trained, in the order in which it was drawn."""
@@ -49,28 +51,35 @@ class GlobalBatch:
 class BatchReader:
     """Reads global batches. Where it reads is a function of the sequences consumed, so it has no state to save."""
 
-    def __init__(self, documents: Documents, strategies: StrategyList, *, seed: int) -> None:
+    def __init__(
+        self, documents: Documents, strategies: StrategyList, *, seed: int, part: tuple[int, int] = (0, 1)
+    ) -> None:
         """Prepare to read.
 
         Args:
             documents: what to read.
             strategies: with buckets.
             seed: of the order.
+            part: (index, count) of the part of the sequences to read.
         """
         self._documents = documents
         self._strategies = strategies
-        self._order = SequenceOrder(documents.lengths, longest=strategies.buckets[0].up_to, seed=seed)
+        self._order = SequenceOrder(documents.lengths, longest=strategies.buckets[0].up_to, seed=seed, part=part)
 
     @property
     def sequences_per_epoch(self) -> int:
-        """Sequences in one epoch."""
+        """Sequences in one epoch of the whole."""
         return self._order.per_epoch
 
     def plan(self, consumed: int, size: int) -> GlobalBatch:
-        """Return the batch of `size` sequences that comes after `consumed` ones. Reads no tokens."""
+        """Return the batch of `size` sequences that comes after `consumed` ones of the part. Reads no tokens."""
         sequences = tuple(self._order.at(place) for place in range(consumed, consumed + size))
         parts = plan_batch([sequence.positions for sequence in sequences], self._strategies)
         return GlobalBatch(sequences=sequences, parts=parts)
+
+    def positions(self, consumed: int, size: int) -> npt.NDArray[np.int64]:
+        """Return the predicted tokens of each of the `size` sequences that come after `consumed` ones."""
+        return self._order.positions(consumed, size)
 
     def read(self, batch: GlobalBatch, strategy: int, replica: int) -> list[PackedBatch]:
         """Return the micro-batches of one data-parallel replica under one strategy that has data."""

@@ -29,7 +29,8 @@ Tensors = Mapping[str, torch.Tensor]
 class SwitchExecutor:
     """Carries out one plan on this rank, again and again.
 
-    The memory of the results and of messages is kept between switches; `release` gives it up.
+    The memory of the results and of messages is kept between switches; `release` gives it up, and `settle` that of
+    messages alone.
 
     Attributes:
         itinerary: what this rank does; made once.
@@ -91,6 +92,11 @@ class SwitchExecutor:
             self._carry_out(bound)
         return dict(bound.results)
 
+    def settle(self) -> None:
+        """Give up the memory of messages until the next switch; results stay."""
+        for staging in self._staging:
+            staging.untyped_storage().resize_(0)
+
     def release(self) -> None:
         """Give up all memory, and every reference to tensors given.
 
@@ -103,6 +109,8 @@ class SwitchExecutor:
 
     def _bind(self, tensors: Tensors, out: Tensors | None) -> BoundSwitch:
         """Return the views that this switch works on: those of the last one, if the tensors lie where they did."""
+        for staging in self._staging:
+            staging.untyped_storage().resize_(self.itinerary.staging_bytes)
         if self._bound is not None and self._bound.fits(tensors, out):
             return self._bound
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import BuilderContext, Feature, LogContext, TrainContext
-from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problems, strategies_of
+from megatron_ext.hooks import BuilderContext, Feature, LoadContext, LogContext, TrainContext, hooks
+from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problems, strategies_of, take_home
 from megatron_ext.hot_switch.batches import BatchReader
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.documents import open_documents
@@ -20,6 +20,8 @@ from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint, logging, model, router, strategies, training
 from megatron_ext.seams.arguments import add_config_group, say
+from megatron_ext.seams.optimizer_format import refuse_bound_format
+from megatron_ext.seams.process_groups import WorkerGroups
 
 __all__ = ["HotSwitchFeature"]
 
@@ -36,6 +38,7 @@ class HotSwitchFeature(Feature):
         self._home: Any = None
         self._guests: list[Any] = []
         self._step: Any = None
+        self._worker: Any = None
         self._profiles = False
 
     # Arguments.
@@ -47,6 +50,11 @@ class HotSwitchFeature(Feature):
     def enabled(self, args: Any) -> bool:
         """Return whether strategies are given; a single one reads the same data and switches nothing."""
         return HotSwitchConfig.from_args(args).active
+
+    def complete_arguments(self, args: Any) -> None:
+        """Take home's sizes from the strategies."""
+        if self.enabled(args):
+            take_home(args)
 
     def validate(self, args: Any) -> list[str]:
         """Check the strategies, and the options that hot switching does not go with."""
@@ -63,8 +71,9 @@ class HotSwitchFeature(Feature):
             *strategies.patches(),
             *model.patches(),
             *training.loop_patches(),
+            *training.length_patches(),
             *logging.patches(),
-            *checkpoint.repairs(),
+            *checkpoint.load_patches(),
             *router.padding_patches(),
         ]
 
@@ -74,21 +83,38 @@ class HotSwitchFeature(Feature):
 
     # The run.
 
+    def on_load(self, context: LoadContext) -> None:
+        """Refuse a checkpoint whose optimizer state is bound to another home."""
+        if context.common_only:
+            refuse_bound_format(context)
+
+    def on_groups_built(self, groups: WorkerGroups) -> None:
+        """Switch inside each worker of local SGD."""
+        from megatron_ext.hot_switch.step import WorkerPlace
+
+        self._worker = WorkerPlace(index=groups.worker, count=groups.num_workers, group=groups.inside)
+
     def on_builder_done(self, context: BuilderContext) -> None:
         """Build the guests as home was built."""
         # Imported here because it imports Megatron, whose import the command line tools can do without.
         from megatron.training import get_args
 
         from megatron_ext.hot_switch.guest import SwitchOptions, build_guest
-        from megatron_ext.hot_switch.placed_model import PlacedModel
+        from megatron_ext.hot_switch.placed_model import PlacedModel, frozen_names
 
         if not context.trains:
             return
         config = HotSwitchConfig.from_args(get_args())
-        options = SwitchOptions(gpus_per_node=config.hot_switch_gpus_per_node, algorithm=config.hot_switch_algorithm)
+        group = self._place().group
         states = strategies.parallel_states()
         listed = self._require_strategies().strategies
         self._home = PlacedModel(listed[0], states[0], context.model)
+        options = SwitchOptions(
+            group=group,
+            gpus_per_node=config.hot_switch_gpus_per_node,
+            algorithm=config.hot_switch_algorithm,
+            frozen=frozen_names(self._home.view, group),
+        )
         self._guests = []
         for strategy, state in zip(listed[1:], states[1:], strict=True):
             guest = build_guest(
@@ -113,13 +139,15 @@ class HotSwitchFeature(Feature):
                 "by a model_provider; give pretrain() the model's config, as Megatron's pretrain_gpt.py does"
             )
         listed = self._require_strategies()
-        reader = BatchReader(open_documents(context.args), listed, seed=context.args.seed)
+        index, count = hooks.data_part(context.args)
+        reader = BatchReader(open_documents(context.args), listed, seed=context.args.seed, part=(index, count))
+        part = f", of which this job reads part {index} of {count}" if count > 1 else ""
         say(
-            f"hot switching: {reader.sequences_per_epoch} sequences per epoch, "
+            f"hot switching: {reader.sequences_per_epoch} sequences per epoch{part}, "
             f"{context.args.global_batch_size} per step, {context.args.consumed_train_samples} read before"
         )
         self._profiles = HotSwitchConfig.from_args(context.args).hot_switch_profile
-        self._step = SwitchingStep(self._home, self._guests, reader, profiles=self._profiles)
+        self._step = SwitchingStep(self._home, self._guests, reader, self._place(), profiles=self._profiles)
         self._step.install(context.config)
 
     def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +160,7 @@ class HotSwitchFeature(Feature):
         if batch is None:
             return
         if context.printing:
-            context.fields.append(("tokens", str(batch.predicted)))
+            context.fields.append(("tokens", str(self._step.lengths.sum())))
             context.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
             if self._guests:
                 context.fields.append(("switching (ms)", f"{1000 * self._step.switches.seconds:.1f}"))
@@ -141,10 +169,22 @@ class HotSwitchFeature(Feature):
                     say(line)
         if context.writing:
             context.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
-            context.scalars["hot-switch/tokens"] = batch.predicted
+            context.scalars["hot-switch/tokens"] = int(self._step.lengths.sum())
             context.scalars["hot-switch/switching-seconds"] = self._step.switches.seconds
             for switch in self._step.switches.done:
                 context.scalars[f"hot-switch/seconds of {switch.title}"] = switch.seconds
+
+    def lengths_of_step(self) -> Sequence[int] | None:
+        """Return the lengths of all workers' documents, which every rank can work out."""
+        return None if self._step is None else [int(length) for length in self._step.lengths]
+
+    def _place(self) -> Any:
+        """Return this rank's worker; the whole job is one where local SGD does not cut it."""
+        import torch.distributed as dist
+
+        from megatron_ext.hot_switch.step import WorkerPlace
+
+        return self._worker or WorkerPlace(index=0, count=1, group=dist.group.WORLD)
 
     def _require_strategies(self) -> StrategyList:
         assert self._strategies is not None, "hot switching: arguments are not validated yet"
@@ -165,7 +205,7 @@ def _ways(guest: Any, after: Any) -> str:
     # Gradients are fp32, plans count in the parameters' type.
     factor = 4 / taken.tensors[0].tensor.dtype.itemsize / _MIB
     if after is not None and after.takes_gradients:
-        target, sent = f"to guest {after.strategy.label}", after.from_before
+        target, sent = f"to guest {after.strategy.label}", after.gradients_from_before
         instead = f" ({guest.to_home.bytes_moved * factor:.1f} MiB to home)"
     return (
         f"hot switching: guest {guest.strategy.label} takes {taken.bytes_moved / _MIB:.1f} MiB of parameters from "

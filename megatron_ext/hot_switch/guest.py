@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import BuilderContext
@@ -30,7 +29,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwitchOptions:
-    """How switches are planned."""
+    """How switches are planned, and among whom."""
+
+    group: Any
+    """The process group of the ranks that switch: the worker's."""
 
     gpus_per_node: int
     """Ranks of a node."""
@@ -38,14 +40,18 @@ class SwitchOptions:
     algorithm: str
     """Key of `ALGORITHMS`."""
 
-    def plan(self, source: ParameterView, target: ParameterView) -> SwitchPlan:
-        """Return the plan that goes from one view's layout to the other's."""
+    frozen: frozenset[str] = frozenset()
+    """Names of the tensors that are not trained: their parameters move, but they have no gradients."""
+
+    def plan(self, source: ParameterView, target: ParameterView, *, gradients: bool = False) -> SwitchPlan:
+        """Return the plan by which parameters, or gradients, go from one view's layout to the other's."""
         return plan_switch(
             source.shape,
             source.layout,
             target.layout,
             gpus_per_node=min(self.gpus_per_node, source.layout.world_size),
             algorithm=self.algorithm,
+            without=self.frozen if gradients else (),
         )
 
 
@@ -65,9 +71,10 @@ class Guest(PlacedModel):
 
     Attributes:
         before: the guest that runs before this one.
-        from_home: plan of a switch here from home.
-        to_home: plan of a switch home.
-        from_before: plan of a switch here from the guest before, None for the first.
+        from_home: plan of parameters' way here from home.
+        to_home: plan of gradients' way home.
+        from_before: plan of parameters' way here from the guest before, None for the first.
+        gradients_from_before: the same of gradients.
     """
 
     def __init__(
@@ -92,19 +99,22 @@ class Guest(PlacedModel):
         """
         super().__init__(strategy, state, chunks)
         self.before = before
-        self.from_home, self.to_home = options.plan(home, self.view), options.plan(self.view, home)
+        self.from_home, self.to_home = options.plan(home, self.view), options.plan(self.view, home, gradients=True)
         self.from_before = None if before is None else options.plan(before.view, self.view)
-        self._from_home = SwitchExecutor(self.from_home, dist.group.WORLD)
-        self._to_home = SwitchExecutor(self.to_home, dist.group.WORLD, gradients=True)
+        self.gradients_from_before = self.from_before
+        if before is not None and options.frozen:
+            self.gradients_from_before = options.plan(before.view, self.view, gradients=True)
+        self._from_home = SwitchExecutor(self.from_home, options.group)
+        self._to_home = SwitchExecutor(self.to_home, options.group, gradients=True)
         self._from_before: SwitchExecutor | None = None
         # Memory for parameters that come from there.
         self._own: FlatTensors | None = None
         self._gradients_from_before: SwitchExecutor | None = None
-        if before is not None and self.from_before is not None:
+        if before is not None and self.from_before is not None and self.gradients_from_before is not None:
             if self.from_before.bytes_moved < self.from_home.bytes_moved:
-                self._from_before = SwitchExecutor(self.from_before, dist.group.WORLD)
-            if self.from_before.bytes_moved < before.to_home.bytes_moved:
-                self._gradients_from_before = SwitchExecutor(self.from_before, dist.group.WORLD, gradients=True)
+                self._from_before = SwitchExecutor(self.from_before, options.group)
+            if self.gradients_from_before.bytes_moved < before.to_home.bytes_moved:
+                self._gradients_from_before = SwitchExecutor(self.gradients_from_before, options.group, gradients=True)
         self._entries = (*self.view.entries, *self.view.buffers)
         self._tokens = torch.zeros((), dtype=torch.int)
         self.config.finalize_model_grads_func = self._finalize
@@ -137,6 +147,7 @@ class Guest(PlacedModel):
         """
         if from_home:
             held = self._from_home.switch(source)
+            self._from_home.settle()
         else:
             assert self._from_before is not None
             if self._own is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,14 +17,16 @@ __all__ = ["GuestLosses"]
 class GuestLosses:
     """Adds up over micro-batches, guests and ranks. One small all-reduce per step."""
 
-    def __init__(self, device: torch.device, routers: RouterReport) -> None:
+    def __init__(self, device: torch.device, group: Any, routers: RouterReport) -> None:
         """Start with nothing.
 
         Args:
             device: of the losses.
+            group: process group of the ranks to add up over.
             routers: what the guests' routers report; its `sums` are added up along.
         """
         self._device = device
+        self._group = group
         self._routers = routers
         self._names: tuple[str, ...] | None = None
         self.start()
@@ -48,14 +51,14 @@ class GuestLosses:
                 self._mine[name] = self._mine[name] + value if name in self._mine else value
 
     def finish(self) -> None:
-        """Add up over all ranks, which must all call it.
+        """Add up over the ranks of the group, which must all call it.
 
         Raises:
             RuntimeError: the names of the losses changed during the run.
         """
         if self._names is None:
-            everyone: list[tuple[str, ...]] = [()] * dist.get_world_size()
-            dist.all_gather_object(everyone, tuple(sorted(self._mine)))
+            everyone: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, tuple(sorted(self._mine)), group=self._group)
             self._names = max(everyone, key=len)
         if self._mine and tuple(sorted(self._mine)) != self._names:
             raise RuntimeError(
@@ -65,7 +68,7 @@ class GuestLosses:
         pairs = [self._mine.get(name, nothing) for name in self._names]
         routers = self._routers.sums
         together = torch.cat([self._tokens.view(1), *pairs, routers.flatten()])
-        dist.all_reduce(together)
+        dist.all_reduce(together, group=self._group)
         self._tokens = together[0]
         self._mine = dict(zip(self._names, together[1 : 1 + 2 * len(pairs)].view(-1, 2), strict=True))
         routers.copy_(together[1 + 2 * len(pairs) :].view_as(routers))

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.itinerary import LocalTensor
@@ -17,7 +18,20 @@ from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.strategies import ParallelState, with_arguments
 
-__all__ = ["PlacedModel"]
+__all__ = ["PlacedModel", "frozen_names"]
+
+
+def frozen_names(view: ParameterView, group: Any) -> frozenset[str]:
+    """Return the names of the model's tensors that are not trained. All ranks of the group must call it.
+
+    Args:
+        view: of the rank's tensors.
+        group: process group whose ranks have all tensors together.
+    """
+    mine = [entry.tensor.name for entry in view.entries if not entry.parameter.requires_grad]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return frozenset(name for names in everyone for name in names)
 
 
 class PlacedModel:
@@ -55,7 +69,8 @@ class PlacedModel:
                 f"strategy {strategy.label}: the model has chunks of {[len(chunk) for chunk in built]} layers"
             )
         self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device)
-        self.replica = int(parallel_state.get_data_parallel_rank())
+        # Home's data-parallel dimension goes over all workers.
+        self.replica = int(parallel_state.get_data_parallel_rank()) % strategy.dp
         self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
         # Losses and tokens are known to all ranks of the last stage; one of each replica speaks for it.
         self.reports = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
@@ -71,11 +86,12 @@ class PlacedModel:
         return self.chunks[0].config
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradient buffers of the parameters by global name, fp32."""
+        """Return the gradient buffers of the parameters by global name, fp32; what is frozen has none."""
         found = {}
         for entry in self.view.entries:
             gradient: Any = entry.parameter
-            found[entry.placed.name] = gradient.main_grad
+            if gradient.requires_grad:
+                found[entry.placed.name] = gradient.main_grad
         return found
 
     def gradient_sums(self) -> FlatTensors:

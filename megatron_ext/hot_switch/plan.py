@@ -9,7 +9,7 @@ the same plan from the same arguments; nothing needs to be exchanged for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,7 +115,7 @@ class SwitchPlan:
         source: the layout before the switch.
         target: the layout after it; of the same number of ranks.
         gpus_per_node: ranks of a node.
-        tensors: one entry per tensor of the model, in the order of their use.
+        tensors: one entry per tensor that is planned for, in the order of their use.
     """
 
     def __init__(
@@ -220,9 +220,15 @@ class SwitchPlan:
 
 
 def plan_switch(
-    shape: GptShape, source: Layout, target: Layout, *, gpus_per_node: int = 8, algorithm: str = "balanced"
+    shape: GptShape,
+    source: Layout,
+    target: Layout,
+    *,
+    gpus_per_node: int = 8,
+    algorithm: str = "balanced",
+    without: Collection[str] = (),
 ) -> SwitchPlan:
-    """Plan how all parameters and persistent buffers of a GPT go from one layout to another.
+    """Plan how the parameters and persistent buffers of a GPT go from one layout to another.
 
     Args:
         shape: the model; its dtype is that of what moves.
@@ -230,6 +236,7 @@ def plan_switch(
         target: the layout after it.
         gpus_per_node: ranks of a node; node i has the ranks from i * gpus_per_node.
         algorithm: a key of `ALGORITHMS`; who sends a slice that several ranks hold.
+        without: names of tensors to leave out, such as frozen ones of a plan for gradients.
 
     Raises:
         UserError: the layouts have different numbers of ranks, the ranks do not fill their nodes, or the algorithm is
@@ -242,6 +249,8 @@ def plan_switch(
     routes: dict[tuple[Holding, Holding], Route] = {}
     tensors = []
     for tensor in _in_order_of_use(before.placement.tensors):
+        if tensor.name in without:
+            continue
         holdings = before.holding(tensor), after.holding(tensor)
         if holdings not in routes:
             routes[holdings] = make_route(before.ranks(holdings[0]), after.ranks(holdings[1]), gpus_per_node)
@@ -272,15 +281,23 @@ def _in_order_of_use(tensors: Sequence[GlobalTensor]) -> list[GlobalTensor]:
     return ordered + held_back
 
 
+def check_nodes(ranks: int, gpus_per_node: int) -> None:
+    """Check that ranks fill nodes.
+
+    Raises:
+        UserError: they do not.
+    """
+    if gpus_per_node < 1 or (ranks > gpus_per_node and ranks % gpus_per_node):
+        raise UserError(
+            f"{ranks} ranks do not fill nodes of {gpus_per_node} GPUs; set --gpus-per-node to a divisor of {ranks}"
+        )
+
+
 def _check(source_ranks: int, target_ranks: int, gpus_per_node: int, algorithm: str) -> None:
     if source_ranks != target_ranks:
         raise UserError(
             f"a switch needs the same ranks before and after, but the layouts have {source_ranks} and {target_ranks}"
         )
-    if gpus_per_node < 1 or (source_ranks > gpus_per_node and source_ranks % gpus_per_node):
-        raise UserError(
-            f"{source_ranks} ranks do not fill nodes of {gpus_per_node} GPUs; set --gpus-per-node to a divisor of "
-            f"{source_ranks}"
-        )
+    check_nodes(source_ranks, gpus_per_node)
     if algorithm not in ALGORITHMS:
         raise UserError(f"algorithm '{algorithm}' is not known; use one of {', '.join(ALGORITHMS)}")

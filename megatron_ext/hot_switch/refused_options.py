@@ -70,14 +70,9 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "--hot-switch-strategy-file",
     ),
     (
-        "--use-local-sgd",
-        lambda args: getattr(args, "use_local_sgd", False),
-        "strategies inside workers are not there yet",
-    ),
-    (
-        "--sync-service",
-        lambda args: getattr(args, "sync_service", None) is not None,
-        "each peer would read all documents; drop one of them",
+        "--local-sgd-sync-in-forward",
+        lambda args: getattr(args, "local_sgd_sync_in_forward", False),
+        "guests need the synced weights before home's forward pass; drop it",
     ),
     (
         "--dataloader-type",

@@ -7,11 +7,13 @@ home trained the whole global batch: summed over its tokens, and divided by thei
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_ext.errors import UserError
@@ -24,21 +26,45 @@ from megatron_ext.hot_switch.router_losses import RouterReport
 from megatron_ext.hot_switch.switch_log import SwitchLog
 from megatron_ext.seams.router import metrics_apart
 
-__all__ = ["SwitchingStep"]
+__all__ = ["SwitchingStep", "WorkerPlace"]
+
+_APART = 10_007
+"""Between the seeds of two guests: Megatron adds small numbers of its own for every rank and stage."""
 
 Losses = list[dict[str, torch.Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkerPlace:
+    """The worker that this rank belongs to, in a run whose job is one worker unless local SGD cuts it."""
+
+    index: int
+    """Its number, from 0."""
+
+    count: int
+    """Number of workers. Each trains its own share of every global batch."""
+
+    group: Any
+    """Process group of its ranks."""
 
 
 class SwitchingStep:
     """Runs the forward and backward passes of training steps.
 
     Attributes:
-        last_batch: the global batch of the last step, None before there was one.
+        last_batch: this worker's share of the last step's global batch, None before there was one.
+        lengths: predicted tokens of each sequence of that global batch.
         switches: those of the last step.
     """
 
     def __init__(
-        self, home: PlacedModel, guests: Sequence[Guest], reader: BatchReader, *, profiles: bool = False
+        self,
+        home: PlacedModel,
+        guests: Sequence[Guest],
+        reader: BatchReader,
+        worker: WorkerPlace,
+        *,
+        profiles: bool = False,
     ) -> None:
         """Prepare the steps.
 
@@ -46,18 +72,21 @@ class SwitchingStep:
             home: the model that Megatron trains.
             guests: in the order in which they run.
             reader: of the global batches.
+            worker: this rank's.
             profiles: whether to wait for the device around each switch, so that times are those of moving.
         """
         self._home = home
         self._guests = guests
         self._reader = reader
         self._routers = RouterReport(home.config, home.device)
-        self._losses = GuestLosses(home.device, self._routers)
+        self._worker = worker
+        self._losses = GuestLosses(home.device, worker.group, self._routers)
         self._guests_ran = False
         # Memory for them is there from the first that arrive until home has added them.
         self._sums = home.gradient_sums() if guests else FlatTensors({}, home.device)
         self._has_sums = False
         self.last_batch: GlobalBatch | None = None
+        self.lengths: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.switches = SwitchLog(home.device, waits=profiles)
 
     def install(self, config: Any) -> None:
@@ -97,7 +126,9 @@ class SwitchingStep:
         from megatron.training import get_args
 
         args = get_args()
-        batch = self.last_batch = self._reader.plan(args.consumed_train_samples, args.global_batch_size)
+        consumed, share = args.consumed_train_samples, args.global_batch_size // self._worker.count
+        batch = self.last_batch = self._reader.plan(consumed + self._worker.index * share, share)
+        self.lengths = self._reader.positions(consumed, args.global_batch_size)
         self._run_guests(batch, call["forward_step_func"], args.seed + 1_000_003 * (args.curr_iteration + 1))
         part = batch.parts[0]
         assert part is not None
@@ -109,7 +140,6 @@ class SwitchingStep:
             losses: Losses = original(**call)
         if self._routers.names:
             self._routers.finish(batch.trained_micro_batches, self._home.strategy.dp)
-        _count_positions(batch, of_this_rank=self._home.replica == 0)
         if self._guests_ran and self._home.is_last_stage:
             losses.append(self._losses.for_home(losses[0], counts=self._home.replica == 0))
         return losses
@@ -142,7 +172,7 @@ class SwitchingStep:
                 _give_back(before)
             before = number, guest
             micro_batches = self._reader.read(batch, number, guest.replica)
-            turn = guest.training(part.row_length, micro_batches, self._home.config, seed + number)
+            turn = guest.training(part.row_length, micro_batches, self._home.config, seed + _APART * number)
             with turn, metrics_apart() as of_routers:
                 losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
             self._routers.add(of_routers, guest.strategy.tp)
@@ -157,8 +187,8 @@ class SwitchingStep:
         title = f"gradients {guest.strategy.label} -> "
         if number < len(self._guests) and batch.parts[number + 1] is not None:
             after = self._guests[number]
-            if after.takes_gradients and after.from_before is not None:
-                with self.switches.timed(title + after.strategy.label, after.from_before, gradients=True):
+            if after.takes_gradients and after.gradients_from_before is not None:
+                with self.switches.timed(title + after.strategy.label, after.gradients_from_before, gradients=True):
                     guest.pass_gradients_on(after)
                 return
         if not self._has_sums:
@@ -176,19 +206,6 @@ class SwitchingStep:
         torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
         self._sums.give_up()
         self._has_sums = False
-
-
-def _count_positions(batch: GlobalBatch, *, of_this_rank: bool) -> None:
-    """Have Megatron's FLOP/s count documents as they are, as it does for packed rows, not --seq-length for each.
-
-    Args:
-        batch: the global batch.
-        of_this_rank: whether this rank counts them; all ranks of one of home's replicas do.
-    """
-    from megatron.training.training import update_seqlen_stats_from_cu_seqlens
-
-    lengths = [sequence.positions for sequence in batch.sequences] if of_this_rank else [0]
-    update_seqlen_stats_from_cu_seqlens(torch.tensor([0, *accumulate(lengths)]))
 
 
 def _give_back(guest: tuple[int, Guest] | None) -> None:

@@ -25,6 +25,7 @@ def read_strategy_file(
     path: Path,
     *,
     world_size: int | None = None,
+    whose_ranks: str = "the job",
     seq_length: int | None = None,
     shape: GptShape | None = None,
 ) -> StrategyList:
@@ -37,6 +38,7 @@ def read_strategy_file(
     Args:
         path: the file.
         world_size: as for `check_strategies`.
+        whose_ranks: as for `check_strategies`.
         seq_length: as for `check_strategies`.
         shape: as for `check_strategies`.
 
@@ -62,7 +64,13 @@ def read_strategy_file(
         problems.append(f"{path}: bucket_sizes must be a list of whole numbers such as [16384, 4096, 0]")
         sizes = None
     return check_strategies(
-        strategies, sizes, world_size=world_size, seq_length=seq_length, shape=shape, problems=problems
+        strategies,
+        sizes,
+        world_size=world_size,
+        whose_ranks=whose_ranks,
+        seq_length=seq_length,
+        shape=shape,
+        problems=problems,
     )
 
 

@@ -98,6 +98,7 @@ def check_strategies(
     bucket_sizes: Sequence[int] | None = None,
     *,
     world_size: int | None = None,
+    whose_ranks: str = "the job",
     seq_length: int | None = None,
     shape: GptShape | None = None,
     problems: Sequence[str] = (),
@@ -108,7 +109,8 @@ def check_strategies(
         strategies: home first; None for one that could not be read, about which `problems` tells.
         bucket_sizes: bounds in tokens, descending from the longest sequence to 0; one more than strategies. None
             when there are no buckets.
-        world_size: ranks of the job; None for those of the first strategy.
+        world_size: ranks that every strategy is for; None for those of the first strategy.
+        whose_ranks: who has that many, for messages.
         seq_length: the run's --seq-length; None when it is not known.
         shape: the model; None when it is not known.
         problems: found by the caller before.
@@ -129,10 +131,10 @@ def check_strategies(
     ranks = world_size if world_size is not None else (usable[0].world_size if usable else None)
     for strategy in usable:
         if strategy.world_size != ranks:
-            whose = "the job has" if world_size is not None else f"the first strategy, {usable[0].label}, has"
+            whose = f"{whose_ranks} has" if world_size is not None else f"the first strategy, {usable[0].label}, has"
             found.append(
                 f"strategy {strategy.label} is for {strategy.world_size} ranks, but {whose} {ranks}; every strategy "
-                f"uses all ranks, so choose sizes whose product dp*tp*pp*cp is {ranks}"
+                f"uses all of them, so choose sizes whose product dp*tp*pp*cp is {ranks}"
             )
         if shape is not None:
             found += model_problems(strategy, shape, usable)

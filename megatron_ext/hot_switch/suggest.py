@@ -103,6 +103,11 @@ class Suggester:
         bounds = (self.context, 0)
         found = [self.estimate([strategy], bounds) for strategy in self._strategies if self._fits(strategy, strategy)]
         if not found:
+            if all(strategy.sequence_parallel and self.context % strategy.tp for strategy in self._strategies):
+                raise UserError(
+                    f"rows of {self.context} positions cannot be cut by any tensor-parallel size that the model needs "
+                    f"on {self.gpus} GPUs; change --context to a multiple of 2, better of 64"
+                )
             least = min(self.times.memory(strategy, self.context, strategy) for strategy in self._strategies)
             raise UserError(
                 f"sequences of {self.context} positions need {least / 2**30:.1f} GiB per GPU at least, and there are "
@@ -193,6 +198,8 @@ class Suggester:
         self, strategy: Strategy, home: Strategy, positions: int | None = None, *, switches: bool = False
     ) -> bool:
         longest = self.context if positions is None else positions
+        if strategy.sequence_parallel and longest % strategy.tp:
+            return False  # its rows could not be cut
         return self.times.memory(strategy, longest, home, switches=switches) <= self.times.times.machine.memory
 
     def _memory(self, listed: StrategyList) -> tuple[float, ...]:

@@ -64,6 +64,17 @@ def test_another_megatron_is_an_error_that_names_both_versions(tmp_path):
     assert "Traceback" not in done.stderr
 
 
+def test_a_broken_package_that_megatron_imports_is_named_instead_of_a_traceback(tmp_path):
+    package = tmp_path / "apex"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
+    done = doctor(path=[tmp_path])
+    assert done.returncode == 1
+    assert "Megatron: cannot be imported: OSError: libcudart.so.12" in " ".join(done.stdout.split())
+    assert str(package / "__init__.py") in done.stdout
+    assert "Traceback" not in done.stderr
+
+
 def test_a_missing_megatron_is_an_error_that_says_what_to_install(tmp_path):
     # A finder in front of all others stands for an environment without Megatron.
     (tmp_path / "sitecustomize.py").write_text(

@@ -138,6 +138,8 @@ def test_strategies_can_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
         (["--model", "llama-3b", "--strategies", "8,1,1", "4,1,1"], "strategy 4,1,1 is for 4 ranks"),
         (["--model", "llama-3b", "--strategies", "8,1,1", "--world-size", "4"], "but the job has 4"),
         (["--model", "llama-3b", "--strategies", "6,1,1", "3,2,1", "--gpus-per-node", "4"], "do not fill nodes of 4"),
+        (["--model", "llama-3b", "--strategies", "8,1,1", "--gpus-per-node", "-3"], "do not fill nodes of -3"),
+        (["--model", "llama-3b", "--strategies", "8,1,1", "--gpus-per-node", "3"], "do not fill nodes of 3"),
         ([*CASE[2:], "--intra-node-bandwidth", "0"], "--intra-node-bandwidth is 0; give GB/s above 0"),
         ([*CASE[2:], "--inter-node-bandwidth", "nan"], "--inter-node-bandwidth is nan; give GB/s above 0"),
         (["--model", "llama-3b", "--num-query-groups", "5", "--strategies", "8,1,1"], "5 query groups"),

@@ -51,8 +51,17 @@ def test_every_mistake_is_named_at_once(tmp_path: Any, capsys: Any) -> None:
         "--tp has 0",
         "--lengths needs three different lengths",
         "--repeats is 0",
-        "--tp 3 does not divide 32 heads",
+        "--tp 3: 32 attention heads cannot be divided over tp = 3",
         "--lengths cannot all be divided by --tp 3",
         "there is no folder",
     ):
+        assert part in said
+
+
+def test_what_no_stage_can_be_is_said_before_anything_is_measured(tmp_path: Any, capsys: Any) -> None:
+    shape = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--padded-vocab-size", "130"]
+    bad = [*shape, "--lengths", "16", "32", "64", "--tp", "4", "--pp", "3", "--output", str(tmp_path)]
+    assert main(["hot-switch", "profile", *bad]) == 2
+    said = capsys.readouterr().err
+    for part in ("--tp 4: a vocabulary of 130 rows", "--pp 3 is more than the 2 layers", "is a folder; name a file"):
         assert part in said

@@ -72,9 +72,27 @@ def test_bad_input_is_refused_by_name(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "times",
+    ['{"8": [1, 2]}', '{"1,1": [NaN, 1, 1]}', '{"1,1": [-1, -1, -1]}', '{"1,1": [0, 0, 0]}', '{"0,1": [1, 1, 1]}'],
+)
 def test_times_of_another_form_are_refused(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], times: str
 ) -> None:
-    (tmp_path / "times").write_text('{"8": [1, 2]}')
+    (tmp_path / "times").write_text(times)
     assert main([*command, "--times", str(tmp_path / "times")]) == 2
     assert 'by "tp,pp" the numbers a, b, c' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("context", [8200, 8195])
+def test_any_context_gets_a_suggestion_whose_rows_can_be_cut(
+    command: list[str], context: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = command.index("--context")
+    changed = [*command[: at + 1], str(context), *command[at + 2 :]]
+    del changed[changed.index("--bounds") : changed.index("--lengths")]
+    changed[changed.index("--memory-gib") + 1] = "70"
+    assert main([*changed, "--json"]) == 0
+    for found in json.loads(capsys.readouterr().out)["static"]:
+        (label,) = found["strategies"]
+        assert context % int(label.split(",")[1]) == 0

@@ -194,7 +194,13 @@ def released() -> list[str]:
     for name, tensor in held(DENSE, source, 3.0).items():
         home[name].copy_(tensor)
     again = executor.switch(home)
+    executor.settle()
+    if any(staging.untyped_storage().nbytes() for staging in executor._staging):
+        wrong.append("the memory of messages is still there")
     wrong += differences(again, held(DENSE, target, 3.0))
+    for name, tensor in held(DENSE, source, 5.0).items():
+        home[name].copy_(tensor)
+    wrong += differences(executor.switch(home), held(DENSE, target, 5.0))
     # Who kept the results, such as a model, finds the new values in them.
     return wrong + differences(first, again)
 

@@ -6,12 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import pytest
+
 from tests.support.presets import Options, toy_gpt
 from tests.support.pretrain import RankOutcome, run_pretrain
 
 __all__ = [
     "COMMON",
     "arguments",
+    "assert_equal_but_for_rounding",
     "full_parameters",
     "hot_run",
     "losses",
@@ -74,6 +78,17 @@ def losses(ranks: list[RankOutcome]) -> list[float]:
     return ranks[-1].losses
 
 
+def assert_equal_but_for_rounding(ours: list[RankOutcome], theirs: list[RankOutcome]) -> None:
+    """Compare two runs in fp32: losses, gradient norms (which tell what clipping and Adam hide) and parameters."""
+    assert len(losses(ours)) == len(losses(theirs)) > 0
+    assert losses(ours) == pytest.approx(losses(theirs), rel=0, abs=1e-5)
+    assert ours[0].grad_norms == pytest.approx(theirs[0].grad_norms, rel=1e-4)
+    mine, others = ours[0].probe, theirs[0].probe
+    assert mine.keys() == others.keys()
+    apart = max((float(np.abs(mine[name] - others[name]).max()), name) for name in mine)
+    assert apart[0] <= 1e-4, apart
+
+
 def feed_documents() -> None:
     """Give Megatron's loop the documents of --mock-data in place of its own samples."""
     from megatron.training import training
@@ -98,8 +113,6 @@ def tell_padding() -> None:
 
 def one_document_per_row() -> None:
     """Let no two documents of --mock-data fit into a row of the buckets 32, 16, 8, 0."""
-    import numpy as np
-
     from megatron_ext.hot_switch.documents import MockDocuments
 
     make = MockDocuments.__init__
@@ -146,16 +159,19 @@ def _rows(length: int, seed: int, first: int, step: int) -> Iterator[dict[str, A
 
 
 def full_parameters(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
-    """Return on rank 0 every parameter as a whole, as numpy arrays; copies must be equal to the last bit."""
+    """Return on a worker's first rank its parameters, each as a whole, as numpy arrays; copies must be equal bits."""
     import torch.distributed as dist
 
     from megatron_ext.params import ParameterView, gather
+    from megatron_ext.seams.process_groups import current_groups
 
+    # Stock Megatron does not know the option.
+    group = current_groups().inside if getattr(args, "use_local_sgd", False) else dist.group.WORLD
     view = ParameterView.from_model(model)
     mine = {entry.placed.name: entry.parameter.detach().float() for entry in view.entries}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    if dist.get_rank() > 0:
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    if dist.get_rank(group) > 0:
         return {}
     held = [
         ([placed for placed in view.placement.on_rank(rank) if placed.name in tensors], tensors)

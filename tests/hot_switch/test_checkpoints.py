@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.hot_switch.runs import arguments, hot_run, losses
-from tests.support.pretrain import run_pretrain
+from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
 STATIC = (["1,2,1"], [32, 0])
@@ -46,6 +46,18 @@ def test_another_home_goes_on_from_a_reshardable_checkpoint(tmp_path):
     through = saved(tmp_path, HOT, **options)
     resumed = hot_run(["2,1,1", "1,2,1"], [32, 8, 0], train_iters=4, load=os.fspath(tmp_path), **options)
     assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
+
+
+def test_another_home_is_refused_by_name_without_one(tmp_path):
+    options = {"use_distributed_optimizer": True}
+    saved(tmp_path, STATIC, **options)
+    for home in (["2,1,1", "1,2,1"], ["1,1,2", "1,2,1"]):
+        run = arguments(home, [32, 8, 0], train_iters=4, load=os.fspath(tmp_path), **options)
+        exits = run_failing_pretrain(run, 2)
+        said = exits[0].stderr
+        assert "saved with --tensor-model-parallel-size 2, this run has 1" in said
+        assert "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim" in said
+        assert "Traceback" not in said and all(rank.exit_code != 0 for rank in exits)
 
 
 def test_options_for_keeping_and_reading_checkpoints(tmp_path):

@@ -88,6 +88,22 @@ def test_sender_and_receiver_see_the_same_moves_in_the_same_order(case: Case, al
     assert all(sender != receiver for sender, receiver in sent)
 
 
+@settings(max_examples=40)
+@given(chains(), st.data())
+def test_tensors_that_are_left_out_neither_move_nor_stay(case: Case, data: st.DataObject) -> None:
+    shape, (source, target), gpus_per_node = case
+    names = [tensor.name for tensor in Placement(shape, source).tensors]
+    without = data.draw(st.sets(st.sampled_from(names)))
+    whole = plan_switch(shape, source, target, gpus_per_node=gpus_per_node)
+    plan = plan_switch(shape, source, target, gpus_per_node=gpus_per_node, without=without)
+    kept = [planned for planned in whole.tensors if planned.tensor.name not in without]
+    assert [planned.tensor for planned in plan.tensors] == [planned.tensor for planned in kept]
+    assert plan.bytes_moved == sum(len(planned.senders) * planned.slice_bytes for planned in kept)
+    for rank in range(plan.world_size):
+        entries = [*plan.stays(rank), *(move for moves in plan.sends(rank).values() for move in moves)]
+        assert without.isdisjoint(entry.tensor.name for entry in entries)
+
+
 def sent_bytes(plan: SwitchPlan) -> tuple[dict[int, int], dict[int, int]]:
     """Bytes that each rank sends within its node, and to other nodes."""
     within: dict[int, int] = defaultdict(int)

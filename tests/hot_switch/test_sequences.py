@@ -30,6 +30,44 @@ def test_an_epoch_predicts_every_token_but_the_first_of_each_document_once(lengt
         )
 
 
+@given(
+    lengths=st.lists(st.integers(0, 25), min_size=1, max_size=12).filter(lambda found: max(found) > 1),
+    longest=st.integers(1, 9),
+    place=st.integers(0, 40),
+    count=st.integers(0, 30),
+)
+def test_positions_are_those_of_the_sequences_one_by_one(lengths, longest, place, count):
+    order = SequenceOrder(np.array(lengths), longest=longest, seed=1)
+    one_by_one = [order.at(each).positions for each in range(place, place + count)]
+    assert order.positions(place, count).tolist() == one_by_one
+
+
+@given(
+    lengths=st.lists(st.integers(2, 25), min_size=1, max_size=12),
+    peers=st.integers(1, 5),
+    seed=st.integers(0, 3),
+    data=st.data(),
+)
+def test_parts_are_disjoint_and_together_the_whole_wherever_a_job_goes_on(lengths, peers, seed, data):
+    whole = SequenceOrder(np.array(lengths), longest=4, seed=seed)
+    rounds = 3 * whole.per_epoch
+    found = [None] * (rounds * peers)
+    for index in range(peers):
+        # Steps of its own size, and a new process at some of them.
+        consumed = 0
+        while consumed < rounds:
+            order = SequenceOrder(np.array(lengths), longest=4, seed=seed, part=(index, peers))
+            until = min(rounds, consumed + data.draw(st.integers(1, rounds)))
+            for place in range(consumed, until):
+                assert found[place * peers + index] is None
+                found[place * peers + index] = order.at(place)
+            consumed = until
+    assert found == [whole.at(place) for place in range(rounds * peers)]
+    for epoch in range(3 * peers):
+        of_epoch = found[epoch * whole.per_epoch : (epoch + 1) * whole.per_epoch]
+        assert len(set(of_epoch)) == whole.per_epoch
+
+
 def test_the_order_depends_on_the_seed_and_the_epoch_and_not_on_what_was_read_before():
     lengths = np.arange(2, 60)
     order, again, other = (SequenceOrder(lengths, longest=16, seed=seed) for seed in (1, 1, 2))

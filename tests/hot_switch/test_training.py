@@ -3,12 +3,12 @@
 
 import re
 
-import numpy as np
 import pytest
 
 from tests.hot_switch.runs import (
     COMMON,
     arguments,
+    assert_equal_but_for_rounding,
     full_parameters,
     hot_run,
     losses,
@@ -35,17 +35,6 @@ LLAMA = {
 def says(ranks, text):
     """Whether the run's first rank printed a text."""
     return text in ranks[0].stdout
-
-
-def assert_equal_but_for_rounding(ours, theirs):
-    """Losses, gradient norms (which tell what clipping and Adam hide) and parameters of two runs in fp32."""
-    assert len(losses(ours)) == len(losses(theirs)) > 0
-    assert losses(ours) == pytest.approx(losses(theirs), rel=0, abs=1e-5)
-    assert ours[0].grad_norms == pytest.approx(theirs[0].grad_norms, rel=1e-4)
-    mine, others = ours[0].probe, theirs[0].probe
-    assert mine.keys() == others.keys()
-    apart = max((float(np.abs(mine[name] - others[name]).max()), name) for name in mine)
-    assert apart[0] <= 1e-4, apart
 
 
 @pytest.mark.parametrize(
