@@ -27,6 +27,10 @@ NODE_RANK="${NODE_RANK:-0}"
 MASTER_ADDR="${MASTER_ADDR:-localhost}"
 MASTER_PORT="${MASTER_PORT:-29500}"
 
+check_counts NUM_NODES MASTER_PORT
+if ! is_number "$NODE_RANK" || ((NODE_RANK >= NUM_NODES)); then
+    launch_error "NODE_RANK is '$NODE_RANK'; give a whole number from 0 to $((NUM_NODES - 1)) (NUM_NODES is $NUM_NODES)"
+fi
 if ((NUM_NODES > 1)) && [[ $BACKEND == gpu && $MASTER_ADDR == localhost ]]; then
     launch_error "MASTER_ADDR is not set: give the address of the node with NODE_RANK=0"
 fi

@@ -51,9 +51,27 @@ trap 'kill "$server" 2>/dev/null || true' EXIT
 status=0
 "${node[@]}" || status=$?
 
-# The others may have steps to go: the server ends when they have left.
-status_of() { python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}"; }
-while ((status == 0)) && kill -0 "$server" 2>/dev/null && status_of | grep -q '"peer"'; do
-    sleep 5
+# The others may have steps to go: the server ends when they have left, which two answers have to say.
+if ((status != 0)); then
+    printf '%s: this peer has failed (exit code %s); the server goes on for the others. %s\n' "$(basename "$0")" \
+        "$status" "On this node: run_single_node.sh $RANK --resume" >&2
+fi
+COUNT='import json, sys
+peers = [peer["peer"] for run in json.load(sys.stdin)["runs"] for peer in run["peers"]]
+print(len([peer for peer in peers if peer != sys.argv[1]]))'
+others() {
+    python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}" |
+        python -c "$COUNT" "$1"
+}
+alone=0
+while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
+    # A server too busy to answer has not said that nobody is there.
+    left="$(others "$( ((status == 0)) || echo "node$RANK")")" || left=unknown
+    if [[ $left == 0 ]]; then
+        alone=$((alone + 1))
+    else
+        alone=0
+    fi
+    ((alone == 2)) || sleep 2
 done
 exit "$status"

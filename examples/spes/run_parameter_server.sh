@@ -14,6 +14,12 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+check_counts TOTAL_PEERS SYNC_STEPS MERGE_DECAY_STEPS
+for name in PORT MERGE_INTERVAL; do
+    if ! is_number "${!name:-0}"; then
+        launch_error "$name is '${!name}'; give a whole number, 0 or more"
+    fi
+done
 find_python
 
 SERVER_ARGS=(

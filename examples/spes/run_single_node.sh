@@ -1,11 +1,15 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Trains one peer of a SPES run: a mixture of 8 experts per layer (9.4B parameters), of which this peer trains two.
+# Trains one peer of a SPES run: a mixture of experts, of which this peer trains a fourth.
 #
 #   run_single_node.sh NODE_ID [--resume]
 #
 # NODE_ID is 0 to TOTAL_PEERS - 1. Start examples/spes/run_parameter_server.sh first. BACKEND=cpu starts it at toy size.
+#
+# MODEL is one of the paper's: 1b (16 experts), 7b (32) or 9b (8; the default). MODE is spes, or one of its baselines: diloco
+# (all peers train all experts and meet every 50 steps; the server's part: SYNC_STEPS=50 MERGE_INTERVAL=0
+# run_parameter_server.sh --outer-optimizer sgd) or centralized (this node alone, without a server).
 #
 # Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), GPUS_PER_NODE (8),
 # OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH with VOCAB_FILE and MERGE_FILE (mock data without), MASTER_PORT,
@@ -23,6 +27,11 @@ if (($# > 2)) || [[ -n $RESUME && $RESUME != --resume ]]; then
     launch_error "takes NODE_ID [--resume], but was given: $*"
 fi
 
+# shellcheck source=examples/spes/lib/models.sh
+source "$ROOT/examples/spes/lib/models.sh"
+MODEL="${MODEL:-9b}" MODE="${MODE:-spes}"
+choose_model
+check_counts TRAIN_ITERS SYNC_STEPS GPUS_PER_NODE MASTER_PORT
 BACKEND="${BACKEND:-gpu}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/spes}"
 CHECKPOINT_PATH="$OUTPUT/node$NODE_ID"
@@ -38,8 +47,22 @@ SPES_ARGS=(
     --spes-config "${SPES_CONFIG:-$ROOT/configs/spes_peer.yaml}"
     --sync-service-index "$NODE_ID"
     ${SERVER_ADDR:+--sync-service "$SERVER_ADDR"}
-    ${SYNC_STEPS:+--sync-service-interval "$SYNC_STEPS"}
 )
+# What is in the repository's file is for four peers and 8 experts, which the toy has, too.
+if [[ -z ${SPES_CONFIG:-} && $BACKEND == gpu ]]; then
+    SPES_ARGS+=(--spes-num-train-experts-per-node "$EXPERTS_PER_PEER")
+elif [[ -z ${SPES_CONFIG:-} && $MODE == diloco ]]; then
+    SPES_ARGS+=(--spes-num-train-experts-per-node 8)
+fi
+case $MODE in
+    spes) SPES_ARGS+=(${SYNC_STEPS:+--sync-service-interval "$SYNC_STEPS"}) ;;
+    diloco) SPES_ARGS+=(--using-dilico --sync-service-interval "${SYNC_STEPS:-$INTERVAL}") ;;
+    centralized)
+        ((NODE_ID == 0)) || launch_error "MODE=centralized trains on one node; NODE_ID is $NODE_ID, give 0"
+        SPES_ARGS=()
+        ;;
+    *) launch_error "MODE=$MODE is unknown; use spes, diloco or centralized" ;;
+esac
 
 case $BACKEND in
     gpu)
@@ -48,38 +71,24 @@ case $BACKEND in
         export CUDA_DEVICE_MAX_CONNECTIONS=1
         GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
         MODEL_ARGS=(
-            --num-layers 28
-            --hidden-size 2048
-            --num-attention-heads 16
-            --group-query-attention
-            --num-query-groups 8
+            "${MODEL_SIZES[@]}"
             --qk-layernorm
-            --seq-length 4096
-            --max-position-embeddings 4096
             --position-embedding-type rope
-            --rotary-base 1000000
             --normalization RMSNorm
             --norm-epsilon 1e-6
             --swiglu
             --disable-bias-linear
             --untie-embeddings-and-output-weights
-            --ffn-hidden-size 6144
-            --num-experts 8
-            --moe-router-topk 2
             --moe-router-load-balancing-type aux_loss
             --moe-aux-loss-coeff 0.01
             --moe-z-loss-coeff 0.001
             --attention-backend auto
         )
         TRAINING_ARGS=(
+            "${RUN_ARGS[@]}"
             --micro-batch-size 1
-            --global-batch-size 256
-            --train-iters "${TRAIN_ITERS:-100000}"
             --bf16
-            --lr 1e-4
-            --min-lr 1e-5
             --lr-decay-style cosine
-            --lr-warmup-iters 1000
             --weight-decay 0.1
             --adam-beta1 0.9
             --adam-beta2 0.95
@@ -111,12 +120,12 @@ case $BACKEND in
         TRAINING_ARGS=(
             --micro-batch-size 2
             --global-batch-size 8
-            --train-iters "${TRAIN_ITERS:-20}"
+            --train-iters "${TRAIN_ITERS:-200}" # two rounds
             --lr 1e-3
             --lr-decay-style constant
             --clip-grad 1.0
         )
-        EVAL_AND_LOGGING_ARGS=(--log-interval 1 --save-interval 10 --eval-interval 1000 --eval-iters 0)
+        EVAL_AND_LOGGING_ARGS=(--log-interval 10 --save-interval 50 --eval-interval 1000 --eval-iters 0)
         ;;
     *) launch_error "BACKEND=$BACKEND is unknown; use gpu or cpu" ;;
 esac
@@ -135,6 +144,6 @@ torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
     "${MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${SPES_ARGS[@]}" \
+    ${SPES_ARGS[@]+"${SPES_ARGS[@]}"} \
     "${EVAL_AND_LOGGING_ARGS[@]}" \
     ${EXTRA[@]+"${EXTRA[@]}"}

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.examples.test_launch_scripts import Desk, desk, validated  # noqa: F401  # a fixture
-from tests.support.distributed import REPOSITORY, free_port, run_ranks
+from tests.examples.desk import Desk, validated
+from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.ports import free_port
 
 FOLDER = REPOSITORY / "examples/hot_switch"
 HOT = FOLDER / "llama_hot_switch.sh"
@@ -51,14 +52,14 @@ def paper_script(dataset: str, model: str, gpus: int) -> Path:
     return FOLDER / "exprs_for_paper" / dataset / f"{dataset}_{model}_{gpus}gpus.sh"
 
 
-def dry_run(desk: Desk, script: Path, arguments: list[str], **environment: str) -> list[list[str]]:  # noqa: F811  # the fixture
+def dry_run(desk: Desk, script: Path, arguments: list[str], **environment: str) -> list[list[str]]:
     """Return the command lines that a script would start on this machine or over ssh, word by word."""
     code, output = desk.run(script, ["--dry-run", *arguments], **environment)
     assert code == 0, output
     return [shlex.split(line) for line in output.splitlines()]
 
 
-def hostfile(desk: Desk, *lines: str) -> str:  # noqa: F811  # the fixture
+def hostfile(desk: Desk, *lines: str) -> str:
     path = desk.folder / "hosts"
     path.write_text("".join(f"{line}\n" for line in lines))
     return str(path)
@@ -86,7 +87,7 @@ def test_bash_can_read_and_run_every_script() -> None:
 # What is started ---------------------------------------------------------------------------------
 
 
-def test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it(desk: Desk) -> None:
     runs = []
     for dataset, model, gpus in CASES:
         hosts = hostfile(desk, *(f"10.0.0.{number} slots=8" for number in range(gpus // 8)))
@@ -146,14 +147,14 @@ def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
     return {"rows": rows, "tp": args.tensor_model_parallel_size, "iterations": args.train_iters}
 
 
-def test_megatron_takes_a_whole_run_with_the_presets_vocabulary(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_megatron_takes_a_whole_run_with_the_presets_vocabulary(desk: Desk) -> None:
     hosts = hostfile(desk, *(f"host{number} slots=8" for number in range(4)))
     lines = dry_run(desk, HOT, ["32b", "32768", "512", hosts, "7", "3"])
     (parsed,) = run_ranks(parse, 1, training_arguments(shlex.split(lines[0][-1])), 32)
     assert parsed == {"rows": 30592, "tp": 16, "iterations": 21}
 
 
-def test_the_small_evaluation_compares_hot_and_static(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_the_small_evaluation_compares_hot_and_static(desk: Desk) -> None:
     runs = [training_arguments(line) for line in dry_run(desk, A100, [])]
     found = [(values(run, "--seq-length")[0], " ".join(values(run, "--hot-switch-strategies"))) for run in runs]
     assert found == [
@@ -164,7 +165,7 @@ def test_the_small_evaluation_compares_hot_and_static(desk: Desk) -> None:  # no
     assert all(values(run, "--train-iters") == ["10"] and "--mock-data" in run for run in runs)
 
 
-def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:
     hosts = hostfile(desk, "# two of four", "", "localhost  slots=4 # this one")
     own = {"BUCKET_SIZES": "512 128 0", "ALL_PARALLEL_STRATEGY": "1,4,1 4,1,1"}
     (line,) = dry_run(
@@ -193,7 +194,7 @@ RECORDING_TORCHRUN = (
 )
 
 
-def test_every_host_gets_its_torchrun_over_ssh(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_every_host_gets_its_torchrun_over_ssh(desk: Desk) -> None:
     desk.command("nvidia-smi", "exit 0")
     desk.command("ssh", FAKE_SSH)
     desk.command("torchrun", RECORDING_TORCHRUN)
@@ -212,7 +213,7 @@ def test_every_host_gets_its_torchrun_over_ssh(desk: Desk) -> None:  # noqa: F81
         assert (desk.folder / f"{host}.ssh").exists()
 
 
-def test_a_host_that_fails_ends_the_others(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_a_host_that_fails_ends_the_others(desk: Desk) -> None:
     desk.command("nvidia-smi", "exit 0")
     waits = "trap 'touch ended; exit 1' TERM; touch started; for _ in {1..600}; do sleep 0.1; done"
     desk.command("ssh", f"if [[ ${{@: -2:1}} == alpha ]]; then {waits}; fi; until [[ -e started ]]; do :; done; exit 3")
@@ -237,7 +238,7 @@ def test_a_host_that_fails_ends_the_others(desk: Desk) -> None:  # noqa: F811  #
         (["# nobody"], "has no host"),
     ],
 )
-def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], message: str) -> None:  # noqa: F811  # the fixture
+def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], message: str) -> None:
     code, output = desk.run(HOT, ["--dry-run", "7b", "4096", "512", hostfile(desk, *lines)])
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
@@ -263,7 +264,7 @@ def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], m
     ],
 )
 def test_bad_input_is_refused_with_the_way_out(
-    desk: Desk,  # noqa: F811  # the fixture
+    desk: Desk,
     script: Path,
     arguments: list[str],
     environment: Mapping[str, str],
@@ -275,7 +276,7 @@ def test_bad_input_is_refused_with_the_way_out(
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
 
-def test_a_corpus_of_other_tokens_needs_its_tokenizer(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_a_corpus_of_other_tokens_needs_its_tokenizer(desk: Desk) -> None:
     desk.command("torchrun", "exit 0")
     (desk.folder / "corpus.idx").touch()
     (desk.folder / "corpus.json").write_text('{"megatron_args": ["--tokenizer-type", "HuggingFaceTokenizer"]}')
@@ -288,7 +289,7 @@ def test_a_corpus_of_other_tokens_needs_its_tokenizer(desk: Desk) -> None:  # no
 # Data, training and the table of speeds ----------------------------------------------------------
 
 
-def test_web_pages_become_a_corpus_once(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_web_pages_become_a_corpus_once(desk: Desk) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
     from pyarrow import parquet
 
@@ -308,7 +309,7 @@ def test_web_pages_become_a_corpus_once(desk: Desk) -> None:  # noqa: F811  # th
     assert code == 2 and "web.parquet: has no column 'text'; --column takes one of content, url" in output
 
 
-def test_toy_runs_have_as_many_strategies_as_the_real_ones(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_toy_runs_have_as_many_strategies_as_the_real_ones(desk: Desk) -> None:
     lines = dry_run(desk, paper_script("github", "32b", 32), [], BACKEND="cpu")
     runs = [training_arguments(line) for line in lines]
     assert [len(values(run, "--hot-switch-strategies")) for run in runs] == [1, 2, 2, 2, 3, 3, 4]
@@ -324,7 +325,7 @@ LOG = """
 """
 
 
-def test_experiments_are_compared_by_what_their_logs_say(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_experiments_are_compared_by_what_their_logs_say(desk: Desk) -> None:
     desk.command("torchrun", f"cat <<'END'\n{LOG}\nEND")
     code, output = desk.run(A100, [], BACKEND="cpu", OUTPUT=str(desk.folder))
     assert code == 0, output
@@ -335,7 +336,7 @@ def test_experiments_are_compared_by_what_their_logs_say(desk: Desk) -> None:  #
 
 
 @pytest.mark.slow
-def test_a_toy_trains_on_cpu(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_a_toy_trains_on_cpu(desk: Desk) -> None:
     environment = {"BACKEND": "cpu", "MASTER_PORT": str(free_port())}
     code, output = desk.run(HOT, ["7b", "32768", "512", "", "1"], **environment)
     assert code == 0, output[-6000:]

@@ -3,20 +3,18 @@
 
 import os
 import re
-import signal
 import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
+from tests.examples.desk import RECORD_ARGUMENTS, Desk, finish_together, split_at_script, validated
 from tests.support.corpus import make
-from tests.support.distributed import REPOSITORY, free_port, run_ranks
+from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.ports import free_port
 
 FOLDER = REPOSITORY / "examples/local_sgd"
 SINGLE_NODE = FOLDER / "train_gpt3_diloco_single_node.sh"
@@ -30,76 +28,6 @@ IN_SLURM_JOB = {
     "SLURM_JOB_NODELIST": "node[0-63]",
     "SLURM_SUBMIT_DIR": str(REPOSITORY),
 }
-RECORD_ARGUMENTS = """printf '%s\\n' "$@" >"$RECORDED_ARGUMENTS"; echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}" """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """A running launch script. Leaving the context ends it, and the training that it started."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-
-    def finish(self, timeout: float = 280.0) -> tuple[int, str]:
-        """Wait for the end; return the exit code and everything that was written."""
-        return self.process.wait(timeout), self.output.read_text()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            # torchrun's processes have sessions of their own: it ends them when it is asked to end.
-            os.killpg(self.process.pid, signal.SIGTERM)
-            try:
-                self.process.wait(30)
-            finally:
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Desk:
-    """A folder to work in, with commands of its own that come first on the PATH."""
-
-    folder: Path
-
-    def command(self, name: str, body: str) -> None:
-        """Put a shell script on the PATH."""
-        path = self.folder / "bin" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(f"#!/usr/bin/env bash\n{body}\n")
-        path.chmod(0o755)
-
-    def start(self, script: Path, arguments: Sequence[str] = (), **environment: str) -> "Started":
-        """Start a launch script with the tests' Python on the PATH."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        search_path = [str(self.folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
-        descriptor, name = tempfile.mkstemp(dir=self.folder, prefix="output-")
-        with open(descriptor, "w") as output:
-            process = subprocess.Popen(
-                [str(script), *arguments],
-                cwd=self.folder,
-                env={**kept, "PATH": os.pathsep.join(search_path), "OMP_NUM_THREADS": "1", **environment},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        return Started(process=process, output=Path(name))
-
-    def run(self, script: Path, arguments: Sequence[str] = (), **environment: str) -> tuple[int, str]:
-        """Run a launch script; return its exit code and everything that it wrote."""
-        with self.start(script, arguments, **environment) as started:
-            return started.finish()
-
-    def outputs(self) -> list[str]:
-        """Return the first two arguments of every script: where checkpoints and TensorBoard files go."""
-        return [str(self.folder / "checkpoints"), str(self.folder / "tensorboard")]
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Desk:
-    return Desk(folder=tmp_path)
 
 
 # Without training --------------------------------------------------------------------------------
@@ -153,29 +81,6 @@ def test_megatron_accepts_what_is_started_on_gpus(
     assert (parsed["save"], parsed["tensorboard_dir"]) == tuple(desk.outputs())
 
 
-def split_at_script(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Split torchrun's command line into its own options and the training script's arguments."""
-    position = words.index(str(REPOSITORY / "examples/pretrain_gpt.py"))
-    options = words[:position]
-    return dict(zip(options[::2], options[1::2], strict=True)), words[position + 1 :]
-
-
-def validated(arguments: list[str], world_size: int) -> Any:
-    """Return a GPU run's command line, parsed and validated in a rank as the training script does it."""
-    import torch
-    from megatron.training import arguments as megatron_arguments
-
-    from megatron_ext import patch_megatron
-
-    if not torch.cuda.is_available():
-        megatron_arguments.get_device_arch_version = lambda: 9
-    os.environ["WORLD_SIZE"] = str(world_size)
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    sys.argv = ["pretrain_gpt.py", *arguments]
-    patch_megatron("cuda")
-    return megatron_arguments.parse_and_validate_args(args_defaults={"tokenizer_type": "GPT2BPETokenizer"})
-
-
 def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
     """Return what of a validated command line the tests here look at."""
     args = validated(arguments, world_size)
@@ -221,6 +126,8 @@ def test_the_slurm_script_starts_without_srun_outside_of_a_job(desk: Desk) -> No
         (SINGLE_NODE, [], {"BACKEND": "cpu", "GPUS_PER_NODE": "3"}, "trains with 2, 4, 8 or 16 processes, not 3"),
         (SINGLE_NODE, [], {"BACKEND": "cpu", "GPUS_PER_NODE": "x"}, "GPUS_PER_NODE is 'x'; give a whole number above"),
         (SINGLE_NODE, [], {"BACKEND": "cpu", "TRAIN_ITERS": "abc"}, "TRAIN_ITERS is 'abc'; give a whole number above"),
+        (MULTI_NODE, [], {"BACKEND": "cpu", "NUM_NODES": "x"}, "NUM_NODES is 'x'; give a whole number above"),
+        (MULTI_NODE, [], {"BACKEND": "cpu", "NODE_RANK": "1"}, "NODE_RANK is '1'; give a whole number from 0 to 0"),
         (SINGLE_NODE, ["a", "b", "no/such"], {"BACKEND": "cpu"}, "DATA_PATH: there is no no/such.idx"),
         (SINGLE_NODE, ["a", "b", "c", "d"], {"BACKEND": "cpu"}, "but 4 arguments were given"),
         (MULTI_NODE, [], {}, "MASTER_ADDR is not set"),
@@ -233,6 +140,8 @@ def test_the_slurm_script_starts_without_srun_outside_of_a_job(desk: Desk) -> No
         "odd",
         "processes",
         "iterations",
+        "nodes",
+        "rank",
         "no data",
         "arguments",
         "no master",
@@ -305,8 +214,8 @@ def test_two_nodes_train_on_cpu_together(desk: Desk) -> None:
             stack.enter_context(desk.start(MULTI_NODE, desk.outputs(), NODE_RANK=str(rank), **common))
             for rank in range(2)
         ]
-        ended = [node.finish() for node in nodes]
-    assert [code for code, _ in ended] == [0, 0], ended[0][1][-6000:]
+        ended = finish_together(nodes)
+    assert [code for code, _ in ended] == [0, 0], "".join(output[-6000:] for _, output in ended)
     assert_trained(desk, "".join(output for _, output in ended), 2)
 
 

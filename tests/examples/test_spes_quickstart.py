@@ -102,7 +102,8 @@ def test_the_peers_train_and_their_logs_and_the_journal_are_understood(
 STAND_IN = """
 import json, subprocess, sys, time
 peer, resume, iterations, interval, journal = json.loads(sys.argv[1])
-writer = subprocess.Popen([sys.executable, "-c", "import time; 'lm loss'; time.sleep(300)"])
+writes = "import time; 'lm loss'; memory = b'1' * 300_000_000; time.sleep(300)"  # so much memory takes time to go
+writer = subprocess.Popen([sys.executable, "-c", writes])
 for number in range(36 if resume else 1, iterations + 1):
     if peer == 1 and number == 45 and not resume:
         time.sleep(200)

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.examples.test_launch_scripts import (  # noqa: F401  # a fixture
-    RECORD_ARGUMENTS,
-    Desk,
-    desk,
-    split_at_script,
-    validated,
-)
-from tests.support.distributed import REPOSITORY, free_port, run_ranks
+from megatron_ext.sync_service.client import ClientConfig, SyncClient
+from megatron_ext.sync_service.connection import ConnectionConfig
+from tests.examples.desk import RECORD_ARGUMENTS, Desk, split_at_script, validated
+from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.ports import free_port
 from tests.sync_service.service import until
 
 FOLDER = REPOSITORY / "examples/spes"
@@ -40,7 +38,7 @@ def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
     return {"owned": owned, **{name: getattr(args, name) for name in names}}
 
 
-def test_megatron_accepts_what_a_node_starts_on_gpus(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_megatron_accepts_what_a_node_starts_on_gpus(desk: Desk) -> None:
     desk.command("nvidia-smi", "exit 0")
     desk.command("torchrun", RECORD_ARGUMENTS)
     recorded = desk.folder / "arguments"
@@ -68,6 +66,34 @@ def test_megatron_accepts_what_a_node_starts_on_gpus(desk: Desk) -> None:  # noq
     assert code == 1 and "has a checkpoint already; add --resume" in output
 
 
+def parse_sizes(arguments: list[str], world_size: int) -> tuple[int, int, int, int | None, int | None]:
+    """Return the sizes of a validated command line: experts, batch, iterations, owned experts, interval."""
+    from megatron_ext.spes.arguments import ownership_of
+
+    args = validated(arguments, world_size)
+    ownership = ownership_of(args)
+    owned = None if ownership is None else len(ownership.owned_by(args.sync_service_index))
+    return args.num_experts, args.global_batch_size, args.train_iters, owned, args.sync_service_interval
+
+
+def test_the_papers_runs_and_baselines_are_what_megatron_gets(desk: Desk) -> None:
+    desk.command("nvidia-smi", "exit 0")
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    recorded = desk.folder / "arguments"
+    for model, mode, wanted in (
+        ("1b", "spes", (16, 1024, 50_000, 4, 100)),
+        ("1b", "diloco", (16, 256, 50_000, 16, 50)),
+        ("1b", "centralized", (16, 1024, 50_000, None, None)),
+        ("7b", "spes", (32, 1024, 500_000, 8, 100)),
+        ("9b", "diloco", (8, 256, 100_000, 8, 50)),
+    ):
+        environment = {"RECORDED_ARGUMENTS": str(recorded), "OUTPUT": str(desk.folder), "MODEL": model, "MODE": mode}
+        code, output = desk.run(NODE, ["0"], **environment)
+        assert code == 0, output
+        _, training = split_at_script(recorded.read_text().splitlines())
+        assert run_ranks(parse_sizes, 1, training, 8) == [wanted]
+
+
 @pytest.mark.parametrize(
     ("arguments", "environment", "message"),
     [
@@ -76,11 +102,14 @@ def test_megatron_accepts_what_a_node_starts_on_gpus(desk: Desk) -> None:  # noq
         (["1", "again"], {}, "takes NODE_ID [--resume], but was given: 1 again"),
         (["1"], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
         (["1"], {}, "no NVIDIA GPU here"),
+        (["1"], {"MODEL": "3b"}, "MODEL=3b is unknown; use 1b, 7b or 9b"),
+        (["1"], {"MODE": "fedavg"}, "MODE=fedavg is unknown; use spes, diloco or centralized"),
+        (["1"], {"MODE": "centralized"}, "MODE=centralized trains on one node; NODE_ID is 1, give 0"),
         (["1", "--resume"], {"BACKEND": "cpu"}, "--resume: there is no checkpoint in"),
     ],
 )
 def test_bad_input_of_a_node_is_refused_with_the_way_out(
-    desk: Desk,  # noqa: F811  # the fixture
+    desk: Desk,
     arguments: list[str],
     environment: dict[str, str],
     message: str,
@@ -91,7 +120,7 @@ def test_bad_input_of_a_node_is_refused_with_the_way_out(
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
 
-def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:
     state = desk.folder / "state"
     with desk.start(SERVER, PORT="0", STATE_DIR=str(state), TOTAL_PEERS="2", MERGE_INTERVAL="200") as started:
         until(lambda: "listening at" in started.output.read_text() or started.process.poll() is not None, "the start")
@@ -101,7 +130,7 @@ def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:  # no
     assert '"peers":2' in (state / "runs/spes/journal.jsonl").read_text().replace(" ", "")
 
 
-def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk) -> None:  # noqa: F811  # the fixture
+def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk) -> None:
     state, port = desk.folder / "state", free_port()
     # Training takes until the server is there.
     waits = 'if [[ -n ${WAITS:-} ]]; then until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done; fi'
@@ -134,3 +163,42 @@ def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk)
     ):
         code, output = desk.run(CLUSTER, **{**environment, "RANK": "1", missing: ""})
         assert code == 1 and sentence in output
+
+
+def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None:
+    state, port = desk.folder / "state", free_port()
+    desk.command("torchrun", 'until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done; exit 3')
+    environment = {
+        "BACKEND": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "PORT": str(port),
+        "INSECURE": "1",
+        "STATE_DIR": str(state),
+        "OUTPUT": str(desk.folder),
+        "RANK": "0",
+        "TOTAL_PEERS": "1",
+        "MERGE_INTERVAL": "0",
+    }
+    values = {"w": torch.zeros(4)}
+    with desk.start(CLUSTER, **environment) as cluster:
+        until(lambda: "listening at" in cluster.output.read_text(), "the server")
+        config = ClientConfig(
+            connection=ConnectionConfig(server=f"127.0.0.1:{port}"),
+            run="spes",
+            peer="node1",
+            agreed={"--sync-service-interval": "100"},
+        )
+        with SyncClient(config, values) as other:
+            other.start(values)
+            until(lambda: "the server goes on for the others" in cluster.output.read_text(), "the peer's end")
+            for _ in range(3):
+                other.sync(values)
+            other.leave()
+        code, output = cluster.finish()
+    assert code == 3 and "this peer has failed (exit code 3)" in output
+
+
+def test_numbers_of_the_server_that_are_none_are_refused(desk: Desk) -> None:
+    for name, value in (("MERGE_INTERVAL", "abc"), ("TOTAL_PEERS", "0"), ("PORT", "-1")):
+        code, output = desk.run(SERVER, STATE_DIR=str(desk.folder / "state"), **{name: value})
+        assert code == 1 and f"{name} is '{value}'" in output

@@ -65,11 +65,14 @@ find_python() {
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
+# Whether $1 is a whole number, 0 or more, with no more digits than shell arithmetic can take.
+is_number() { [[ $1 =~ ^(0|[1-9][0-9]{0,17})$ ]]; }
+
 # Checks that the variables of these names, where they are set, are whole numbers above 0.
 check_counts() {
     local name
     for name in "$@"; do
-        if [[ -n ${!name:-} && ! ${!name} =~ ^[1-9][0-9]*$ ]]; then
+        if [[ -n ${!name:-} ]] && { [[ ${!name} == 0 ]] || ! is_number "${!name}"; }; then
             launch_error "$name is '${!name}'; give a whole number above 0"
         fi
     done

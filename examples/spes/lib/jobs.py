@@ -5,12 +5,16 @@ import contextlib
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from stages import PATIENCE_SECONDS, StageError, end_with_parent, log_tail  # of the other quickstart
 
 __all__ = ["Job"]
+
+VANISH_SECONDS = 2.0
+"""How long killed processes may be ending; they need milliseconds, and more on a busy machine."""
 
 
 class Job:
@@ -72,8 +76,7 @@ class Job:
     def kill(self) -> None:
         """Kill the process with SIGKILL, as a power cut would."""
         assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._kill_group()
 
     def stop(self) -> None:
         """End the process, if need be by force, and what it has started, such as Megatron's writers of checkpoints."""
@@ -82,6 +85,18 @@ class Job:
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(PATIENCE_SECONDS)
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        """End the process and what it has started; returns when they are gone."""
+        assert self._process is not None
+        group = self._process.pid
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(group, signal.SIGKILL)
         self._process.wait()
+        # Nobody here can wait for its children. Where process 1 does not either, they stay in the group as zombies.
+        deadline = time.monotonic() + VANISH_SECONDS
+        with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(0.01)
