@@ -19,8 +19,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
-from benchmarks.step_overhead import FAR_AWAY, WORKERS, Plan, compare_rank, free_ports, quartiles
+from benchmarks.step_overhead import FAR_AWAY, WORKERS, Plan, compare_rank, quartiles
 from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.ports import free_ports
 from tests.support.presets import toy_gpt
 
 STREAMING, APART = 0, 1
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks_per_worker=1,
         blocks=1 + options.intervals,
         block=options.interval,
-        ports=free_ports(2 * WORKERS),
+        ports=tuple(free_ports(2 * WORKERS)),
         script=str(REPOSITORY / "examples" / "pretrain_gpt.py"),
         stock_only=False,
         streaming=tuple(word for flag, value in streaming.items() for word in (flag, str(value))),

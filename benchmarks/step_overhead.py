@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import statistics
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
 from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.ports import free_ports
 from tests.support.presets import toy_gpt
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ranks_per_worker=options.ranks_per_worker,
         blocks=options.warmup_blocks + measured,
         block=options.block,
-        ports=free_ports(2 * WORKERS),
+        ports=tuple(free_ports(2 * WORKERS)),
         script=options.script,
         stock_only=options.stock_on_both_sides,
     )
@@ -294,15 +293,6 @@ def _become(rank: int, world_size: int, port: int) -> None:
         LOCAL_WORLD_SIZE=str(world_size),
         MASTER_PORT=str(port),
     )
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """Return ports that were free a moment ago."""
-    with ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return tuple(probe.getsockname()[1] for probe in sockets)
 
 
 def quartiles(values: Sequence[float], digits: int = 2) -> str:

@@ -20,14 +20,14 @@ from benchmarks.common import add_report_option, report
 from benchmarks.convergence.figures import draw_convergence, draw_noise
 from benchmarks.convergence.results import compare, noise_cases, write
 from benchmarks.convergence.runs import finished_runs, make, make_missing_of
-from benchmarks.convergence.settings import METHODS, Run, Study
+from benchmarks.convergence.settings import METHODS, WARMUP, Run, Study
 from tests.support.distributed import REPOSITORY
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are asked for and missing, and report on all that there are."""
     options = parser().parse_args(arguments)
-    study = Study(output=options.output.resolve())
+    study = Study(output=options.output.resolve(), iterations=options.iterations)
     prepare_corpus(study)
     make_missing(study, options.methods, options.seeds, options.noise_seeds)
     report_on(study, options.seeds, options.noise_seeds, options.json)
@@ -88,6 +88,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="of every method (1 2 3)")
     found.add_argument("--noise-seeds", type=int, nargs="*", default=[1], help="of the runs with noise (1)")
     found.add_argument(
+        "--iterations",
+        type=_iterations,
+        default=Study.iterations,
+        help=f"of every run ({Study.iterations}); give another --output with another number",
+    )
+    found.add_argument(
         "--output",
         type=Path,
         default=REPOSITORY / "outputs" / "convergence",
@@ -95,6 +101,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add_report_option(found)
     return found
+
+
+def _iterations(text: str) -> int:
+    """Return a number of iterations at which the intervals of all methods end."""
+    longest = max(int(str(method.options.get("local_sgd_sync_interval", 1))) for method in METHODS)
+    if not text.isdecimal() or int(text) <= WARMUP or (int(text) - WARMUP) % longest:
+        raise argparse.ArgumentTypeError(f"{text!r}: give {WARMUP} and a multiple of {longest}, such as 2048")
+    return int(text)
 
 
 if __name__ == "__main__":

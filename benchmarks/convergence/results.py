@@ -78,7 +78,7 @@ def noise_cases(study: Study, results: Results, seeds: Sequence[int]) -> list[Ca
                 )
             )
         if spikes:
-            withstands = method is noise.methods[-1]
+            withstands = "local_sgd_skip_anomaly" in method.options
             for name, values, goal in (("meanwhile", spikes, None), ("after_an_interval", after, RECOVERED)):
                 cases.append(
                     Case(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.presets import Options, toy_gpt
 
-__all__ = ["METHODS", "WORKERS", "Method", "Noise", "Run", "Study"]
+__all__ = ["METHODS", "WARMUP", "WORKERS", "Method", "Noise", "Run", "Study"]
 
 WORKERS = 4
 """One process each."""
@@ -28,8 +28,8 @@ MODEL: Options = {
 
 # The same for all methods: every run sees the same samples at the same iterations as the others of its seed.
 TRAINING: Options = {
-    "micro_batch_size": 2,
-    "global_batch_size": 2 * WORKERS,
+    "micro_batch_size": 8,
+    "global_batch_size": 8 * WORKERS,
     "lr": 2e-3,
     "min_lr": 2e-4,
     "lr_decay_style": "cosine",
@@ -37,7 +37,7 @@ TRAINING: Options = {
     "weight_decay": 0.1,
     "adam_beta2": 0.95,
     "clip_grad": 1.0,
-    "eval_iters": 16,
+    "eval_iters": 8,
 }
 
 WARMUP = 128
@@ -104,7 +104,14 @@ STREAMING = Method(
     goal=1.01,
 )
 
-METHODS = (SYNCHRONOUS, DILOCO, EDIT, EDIT_LONG, STREAMING)
+RELATIVE = Method(
+    name="edit_relative_h16",
+    title="EDiT, H = 16, relative norms",
+    options={**EDIT.options, "local_sgd_ewma_relative": True},
+    goal=1.02,
+)
+
+METHODS = (SYNCHRONOUS, DILOCO, EDIT, EDIT_LONG, STREAMING, RELATIVE)
 """All of them; another one is one more entry."""
 
 
@@ -121,8 +128,8 @@ class Noise:
     steps: int = 50
     """How many of them; the last is also the last of an interval. There must be an evaluation meanwhile."""
 
-    methods: tuple[Method, ...] = (DILOCO, EDIT)
-    """Who suffers it: the plain mean, and, last, the one that should withstand."""
+    methods: tuple[Method, ...] = (DILOCO, EDIT, RELATIVE)
+    """Who suffers it: the plain mean, and those that should withstand."""
 
     interval: int = SHORT_INTERVAL
     """Of these methods."""

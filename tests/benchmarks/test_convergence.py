@@ -148,3 +148,11 @@ def test_the_defaults_are_as_long_and_as_noisy_as_the_page_says():
     assert (noise.steps, detecting < noise.first, noise.end % noise.interval) == (50, True, 0)
     assert noise.recovered % made.evaluation == 0
     assert any(noise.first < at <= noise.end for at in range(0, made.iterations, made.evaluation))
+
+
+@pytest.mark.parametrize("number", ["128", "2000", "-64", "many"])
+def test_a_length_at_which_intervals_do_not_end_is_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        study_main.main(["--iterations", number])
+    assert f"argument --iterations: {number!r}: give 128 and a multiple of 64" in capsys.readouterr().err
+    assert study_main.parser().parse_args(["--iterations", "2048"]).iterations == 2048
