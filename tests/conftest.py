@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from tests.support.processes import SESSION_MARK, session_processes
 
-VANISH_SECONDS = 3.0
+VANISH_SECONDS = 15.0
 """How long processes may still be ending after the last test."""
 
 _empty_collectors: list[str] = []

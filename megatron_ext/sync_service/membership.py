@@ -18,6 +18,10 @@ from megatron_ext.sync_service.report import Report
 __all__ = ["Answer", "Membership", "Registered"]
 
 _POLL_SECONDS = 10.0
+"""How long the server may keep a call that awaits a round."""
+
+_ANSWER_SECONDS = 30.0
+"""How much later its answer may come."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,11 +181,12 @@ class Membership:
         self._job.on_first(lambda: bool(self._connection.call("Leave", request)))
 
     def _ask(self, number: int, uploaded: bool, end: float, again: bool) -> Answer:
-        request = pb2.AwaitRequest(
-            caller=self.caller, round=number, uploaded=uploaded, seconds=_POLL_SECONDS, again=again
-        )
+        call_seconds = self._connection.config.call_seconds
+        poll = min(_POLL_SECONDS, call_seconds)
+        deadline = poll + min(_ANSWER_SECONDS, call_seconds)
+        request = pb2.AwaitRequest(caller=self.caller, round=number, uploaded=uploaded, seconds=poll, again=again)
         while True:
-            reply = self._connection.call("Await", request, seconds=_POLL_SECONDS + 30)
+            reply = self._connection.call("Await", request, seconds=deadline)
             if reply.state != pb2.AwaitReply.WAITING:
                 return Answer(
                     state=reply.state,

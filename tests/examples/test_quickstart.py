@@ -162,6 +162,6 @@ def test_bad_options_get_one_line(checkout: Path, arguments: list[str], complain
 
 def test_help_needs_no_environment(checkout: Path) -> None:
     process = start(checkout, "--iterations", "5", "--help")
-    text, _ = process.communicate(timeout=10)
+    text, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "--iterations N" in text and "--output DIR" in text and "--backend" in text
