@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,6 +36,8 @@ from megatron_ext.sync_service.store import RunStore
 
 __all__ = ["Run"]
 
+log = logging.getLogger(__name__)
+
 
 class Run:
     """A run that is being served. Its methods may be called from several threads."""
@@ -61,7 +64,7 @@ class Run:
             remote: a copy of its state elsewhere.
             shards: where the values are when several servers have them, this one first.
             failpoints: where to die in tests.
-            on_fatal: called with what ended the thread that makes the rounds.
+            on_fatal: called with what has ended one of the run's threads, after which it makes no round any more.
 
         Raises:
             UserError: the state is damaged or was made with another configuration.
@@ -69,6 +72,8 @@ class Run:
         self.name = name
         self.config = config
         self._failpoints = failpoints
+        self._on_fatal = on_fatal
+        self._stopped_by = ""
         self._changed = threading.Condition()
         self._stopping = False
         self._draining = Draining()
@@ -78,12 +83,12 @@ class Run:
         self._shards = Shards(
             self._store.shard,
             [
-                RemoteShard(number, name, shard, self._changed, self._word, self._catalog_of, on_fatal)
+                RemoteShard(number, name, shard, self._changed, self._word, self._catalog_of, self._fail)
                 for number, shard in enumerate(shards)
                 if number > 0
             ],
         )
-        self._maker = RoundMaker(config, self._store, self._shards, self._changed, failpoints, on_fatal)
+        self._maker = RoundMaker(config, self._store, self._shards, self._changed, failpoints, self._fail)
 
     # -----------------------------------------------------------------------------------------------------------
     # What peers ask for
@@ -303,12 +308,12 @@ class Run:
     def status(self) -> dict[str, Any]:
         """Return what people want to know, as plain data."""
         with self._changed:
-            return status_of(self.name, self.config, self._store, self._shards, self._maker.problem)
+            return status_of(self.name, self.config, self._store, self._shards, self._problem)
 
     def overview(self) -> dict[str, Any]:
         """Return the status with the history and the health of the run, as plain data."""
         with self._changed:
-            return overview_of(self.name, self.config, self._store, self._shards, self._maker.problem)
+            return overview_of(self.name, self.config, self._store, self._shards, self._problem)
 
     def drain(self) -> None:
         """Take no new members, and begin no round after the one for which contributions are there."""
@@ -318,9 +323,9 @@ class Run:
 
     @property
     def is_drained(self) -> bool:
-        """Whether nothing is lost for anyone when the server ends now."""
+        """Whether nothing is lost for anyone when the server ends now, or nothing comes any more."""
         with self._changed:
-            return self._draining.is_over(self._state.open_round, self._state.members)
+            return bool(self._stopped_by) or self._draining.is_over(self._state.open_round, self._state.members)
 
     def stop(self) -> None:
         """End the thread, and let everybody who waits go."""
@@ -330,6 +335,17 @@ class Run:
         self._maker.stop()
         self._shards.stop()
         self._store.close()
+
+    def _fail(self, error: BaseException) -> None:
+        """Make no round any more. Peers wait, are told why, and go on when the server has been started again."""
+        log.critical("run %s has stopped", self.name, exc_info=error)
+        with self._changed:
+            self._stopped_by = (
+                f"the run has stopped at round {self._state.open_round} ({type(error).__name__}: {error}); when its "
+                "cause is mended (the server's log has more), start the server again"
+            )
+            self._changed.notify_all()
+        self._on_fatal(error)
 
     # -----------------------------------------------------------------------------------------------------------
     # Helpers, to be called with the lock held
@@ -367,7 +383,12 @@ class Run:
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
         self._caller(peer, instance)
         answer, reason = self._state.answer(peer, number, uploaded)
-        return answer, self._maker.problem or self._shards.problem or reason if answer == "waiting" else reason
+        return answer, self._problem or self._shards.problem or reason if answer == "waiting" else reason
+
+    @property
+    def _problem(self) -> str:
+        """Why the open round cannot be made; empty when it can."""
+        return self._stopped_by or self._maker.problem
 
     def _word(self) -> dict[str, Any]:
         """Return what other servers have to know of the run that have parts of its values."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ class Server:
         config.check()
         self._ended = threading.Event()
         self._draining = False
-        self._fatal: BaseException | None = None
+        self._failed: dict[str, BaseException] = {}
         self._config = config
         token = read_token(config.token_file)
         folder = config.folder
@@ -104,7 +105,7 @@ class Server:
         """Serve until `stop` is called or the server is drained.
 
         Raises:
-            RuntimeError: the rounds of a run cannot go on.
+            RuntimeError: the rounds of a run could not go on; the others' went on as long as there were any.
         """
         while not self._ended.wait(_POLL_SECONDS):
             runs: list[Run | ShardRun] = [*self._runs.values(), *self._shard_runs.values()]
@@ -120,8 +121,8 @@ class Server:
         # gRPC never finishes some of the calls whose messages it could not read. Everything that counts is on the disk.
         if not stopped.wait(2 * _STOP_SECONDS):
             log.warning("calls that were under way are left alone")
-        if self._fatal is not None:
-            raise RuntimeError("a round could not be made") from self._fatal
+        for name, error in self._failed.items():
+            raise RuntimeError(f"run {name} has stopped") from error
 
     @property
     def status_address(self) -> str | None:
@@ -142,7 +143,7 @@ class Server:
             remote=None if config.state is None else RemoteState(config.state, name),
             shards=[self._to_shard(address) for address in config.shards],
             failpoints=self._failpoints,
-            on_fatal=self._fail,
+            on_fatal=partial(self._fail, name),
         )
 
     def _to_shard(self, address: str) -> ConnectionConfig:
@@ -163,9 +164,11 @@ class Server:
     def _drain(self) -> None:
         self._draining = True
 
-    def _fail(self, error: BaseException) -> None:
-        self._fatal = error
-        self._ended.set()
+    def _fail(self, name: str, error: BaseException) -> None:
+        """Go on for the other runs, if there are any: what ends one may be its own, such as an outer optimizer."""
+        self._failed[name] = error
+        if len(self._failed) == len(self._runs):
+            self._ended.set()
 
     def _listen(self) -> str:
         config = self._config

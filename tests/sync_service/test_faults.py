@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What happens when something breaks: nothing committed is lost, the survivors agree, and the journal says what was."""
 
+import json
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.failpoints import FAILPOINTS
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.parts import Part, whole_parts
@@ -317,6 +321,49 @@ def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: Make
         assert journal.read_bytes() == before
         server.limit_files(-1)
         assert digest(client.start(start)) == digest(start)
+
+
+FRAGILE = {"peers": 1, "outer_optimizer": "tests.sync_service.optimizers.Fragile", "outer_optimizer_lr": 0.5}
+LARGE = {"1": {"scale": 100.0}}
+
+
+def test_a_run_that_stops_takes_no_other_with_it_and_goes_on_after_a_new_start(make_service: MakeService):
+    service = make_service({"stopped": FRAGILE, "other": {"peers": 1}})
+    server = service.start()
+    peer = service.peer("p0", ROUNDS, values=LARGE)
+    until(lambda: "run stopped has stopped" in service.output, "the end of the run")
+    assert service.peer("p1", ROUNDS, run="other").wait() == 0
+    stopped, other = status_of(service)
+    assert stopped["problem"] == (
+        "the run has stopped at round 1 (ZeroDivisionError: one half); when its cause is mended (the server's log has "
+        "more), start the server again"
+    )
+    assert (stopped["newest_round"], other["newest_round"], other["problem"]) == (0, ROUNDS, "")
+    # There is nothing to wait for.
+    assert main(["server", "drain", "--server", service.address]) == 0
+    assert server.wait() == 1
+    assert "RuntimeError: run stopped has stopped" in service.output
+    assert peer.exit_code is None, peer.output
+    service.runs["stopped"] = {**FRAGILE, "outer_optimizer_lr": 0.7}
+    service.start()
+    assert peer.wait() == 0, peer.output
+    assert service.seen("p0").keys() == set(range(ROUNDS + 1))
+
+
+def test_a_server_whose_runs_have_all_stopped_ends(make_service: MakeService):
+    service = make_service(**FRAGILE)
+    server = service.start()
+    service.peer("p0", ROUNDS, values=LARGE)
+    assert server.wait() == 1
+    assert "ZeroDivisionError: one half" in service.output
+
+
+def status_of(service: Service) -> list[dict[str, Any]]:
+    """Return what the server says of its runs."""
+    connection = Connection(ConnectionConfig(server=service.address, patience_seconds=20))
+    reply = connection.call("Status", pb2.StatusRequest())
+    connection.close()
+    return json.loads(reply.json)["runs"]
 
 
 def test_a_clock_that_jumps_changes_nothing(make_service: MakeService):
