@@ -25,14 +25,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long each test marked fuzz goes on (1)")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Mark this session's environment, and ask nothing of the clock: machines that run tests are busy."""
     os.environ[SESSION_MARK] = uuid.uuid4().hex
     # A shell ignores interrupts for what it starts in the background, and all processes from there would, too.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.register_profile("untimed", deadline=None)
-    settings.load_profile("untimed")
+    # The same examples every time: a change is judged by what it changes. The other profile looks for new ones.
+    settings.register_profile("same", deadline=None, derandomize=True)
+    settings.register_profile("search", deadline=None, max_examples=1000)
+    settings.load_profile(config.getoption("--hypothesis-profile") or "same")
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

@@ -29,8 +29,9 @@ for arg in "$@"; do
     fi
 done
 if [[ -z $chosen ]]; then
-    # Tests of several processes wait for each other most of their time, so two at once take less than twice as long.
-    pytest_args+=(-n 2 --dist loadfile --durations=25)
+    # Tests of several processes wait for each other, for ports and for disks: with two at once, two processors had
+    # nothing to do for a quarter of the time, with three for a twentieth.
+    pytest_args+=(-n 3 --dist loadfile --durations=25)
 fi
 
 use_python_env || exit 1

@@ -24,6 +24,10 @@ __all__ = ["AnomalyDetector"]
 _TENSORS = ("mean", "spread", "weight", "weight_of_squares", "count", "window")
 
 
+_RESOLUTION = 1e-6
+"""Of norms, relative: they are sums in fp32. What has differed by less was constant, and does not say what is far."""
+
+
 class AnomalyDetector:
     """Detects outliers among norms, for every worker and unit by itself. All arithmetic is in fp64."""
 
@@ -174,7 +178,7 @@ class AnomalyDetector:
         else:
             variance = self.spread
         std = variance.clamp(min=0).sqrt()
-        known = (self.count >= max(self.warmup, 2)) & (std > 0)
+        known = (self.count >= max(self.warmup, 2)) & (std > _RESOLUTION * self.mean.abs())
         return torch.where(known, (norms - self.mean) / std, torch.zeros_like(norms))
 
     def _scatter(self) -> torch.Tensor:

@@ -144,6 +144,16 @@ def test_relative_norms_do_not_know_what_all_workers_have_in_common(factor, valu
     assert second.mean.flatten().tolist() == pytest.approx(first.mean.flatten().tolist())
 
 
+@pytest.mark.parametrize("relative", [False, True])
+def test_norms_that_differ_by_rounding_alone_are_no_anomaly(relative):
+    ours = AnomalyDetector(3, 1, alpha=0.1, warmup=3, threshold=3.0, relative=relative)
+    for rounding in (*[0, 2**-52] * 10, 2**-40):
+        column = norms([0.5 * (1 + rounding)], [1.0], [2.0 * (1 + rounding)])
+        verdicts = ours.verdicts(column)
+        assert not verdicts.any()
+        ours.learn(column, ~verdicts)
+
+
 def test_who_brings_nothing_or_nothing_finite_is_no_measure_for_the_others():
     ours = AnomalyDetector(5, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True)
     verdicts = ours.verdicts(norms([0.0], [2.0], [math.inf], [4.0], [math.nan]))
