@@ -134,9 +134,6 @@ class ServerConfig:
             found.append("state cannot be combined with shards yet; drop one of them")
         if self.tls_cert is not None and self.tls_ca is None:
             found.append("shards with tls_cert need tls_ca, by which the first one knows the others; add it")
-        for name, run in self.runs.items():
-            if run.is_asynchronous:
-                found.append(f"run {name}: rounds: asynchronous cannot be combined with shards yet; drop one of them")
         return found
 
 

@@ -399,8 +399,10 @@ class Run:
             "id": self._store.run_id,
             "open_round": state.open_round,
             "members": {member.name: member.instance for member in state.members.values()},
-            # Whose contributions count, whoever speaks for their peers by now.
-            "kept": sorted({*state.uploaded, *(state.closing or ())}),
+            # Contributions that count, whoever speaks for their peers by now, by the rounds that they were made for.
+            "kept": {peer: state.made_for(peer) for peer in {*state.uploaded, *(state.closing or ())}},
+            # For which rounds members have contributed before, where rounds are asynchronous.
+            "used": {peer: state.contributed(peer) for peer in state.members} if self.config.is_asynchronous else {},
             "last_round": self._draining.last_round,
         }
 

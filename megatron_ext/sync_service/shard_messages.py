@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.guards import Judged
+from megatron_ext.sync_service.reduction import Alone
 from megatron_ext.sync_service.shard import RoundJob, Uploader
 
 __all__ = [
@@ -40,15 +41,17 @@ def by_judged_from_json(entries: list[list[Any]]) -> dict[Judged, Any]:
 
 
 def job_to_json(job: RoundJob) -> Json:
-    """Return a synchronous round that is to be made."""
+    """Return a round that is to be made."""
     uploaders = [asdict(uploader) for uploader in job.uploaders]
-    return {"round": job.number, "uploaders": uploaders, "outer_scalars": job.outer_scalars}
+    alone = None if job.alone is None else asdict(job.alone)
+    return {"round": job.number, "uploaders": uploaders, "outer_scalars": job.outer_scalars, "alone": alone}
 
 
 def job_from_json(content: Json) -> RoundJob:
     """Return what `job_to_json` was given."""
     uploaders = tuple(Uploader(**entry) for entry in content["uploaders"])
-    return RoundJob(number=content["round"], uploaders=uploaders, outer_scalars=content["outer_scalars"])
+    alone = None if content["alone"] is None else Alone(**content["alone"])
+    return RoundJob(number=content["round"], uploaders=uploaders, outer_scalars=content["outer_scalars"], alone=alone)
 
 
 def measured_to_json(measured: Measured) -> Json:

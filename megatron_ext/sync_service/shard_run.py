@@ -73,7 +73,7 @@ class ShardRun:
         self._changed = threading.Condition()
         self._working = threading.Lock()
         self._tickets = 0
-        self._word: Json = {"id": "", "open_round": 0, "members": {}, "kept": []}
+        self._word: Json = {"id": "", "open_round": 0, "members": {}, "kept": {}, "used": {}}
         self._heard = 0
         self._draining = Draining()
 
@@ -185,21 +185,19 @@ class ShardRun:
         """
         open_round, members, kept = word["open_round"], word["members"], word["kept"]
         self._check_newest(self._word["open_round"] - 1, open_round - 1)
+        spool = self._shard.spool
         if not self._shard.is_open:
             self._open(word)
-            spool = self._shard.spool
+            # What is not whole for sure may be cut off.
             spool.keep(
-                lambda peer, number: (
-                    number == open_round
-                    and (peer in kept or spool.sealed_by(peer, number) == members.get(peer, object()))
-                )
+                lambda peer, number: peer in kept or spool.sealed_by(peer, number) == members.get(peer, object())
             )
         elif open_round > self._word["open_round"]:
             self._shard.committed(open_round - 1)
         for peer, instance in self._word["members"].items():
             if members.get(peer) != instance and peer not in kept:
-                self._shard.spool.discard(peer)
-        self._shard.spool.open_round(open_round)
+                spool.discard(peer)
+        spool.keep(lambda peer, number: self._counts(word, peer, number) is True)
         if word["last_round"] is not None:
             self._draining.begin(word["last_round"])
 
@@ -283,10 +281,24 @@ class ShardRun:
             open_round = self._word["open_round"]
             if number > open_round:
                 raise Refusal("state", f"round {number} is not open yet; the open one is {open_round}")
-            if number < open_round:
+            counts = self._counts(self._word, peer, number)
+            if counts is None:
+                raise Refusal("later", f"what peer {peer!r} has contributed before is not used yet; try again")
+            if not counts:
                 return None
             self._draining.check(open_round)
             return self._shard.contribution(peer, number)
+
+    def _counts(self, word: Json, peer: str, number: int) -> bool | None:
+        """Return whether a member's contribution counts, or may still; None when another one's turn comes first."""
+        open_round = word["open_round"]
+        if open_round == 0 or not self.config.is_asynchronous:
+            return bool(number == open_round)
+        if peer in word["kept"]:
+            return True if word["kept"][peer] == number else None
+        limit = self.config.max_staleness
+        is_stale = limit is not None and open_round - number > limit
+        return number > (word["used"].get(peer) or 0) and not is_stale
 
     def _hear(self, peer: str, instance: str, fits: Callable[[int], bool]) -> None:
         """Wait until the first server's word says that a process speaks for a peer, in a round that fits.

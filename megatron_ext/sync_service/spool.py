@@ -238,12 +238,19 @@ class Spool:
             sync_folder(self._folder)
 
     def keep(self, is_wanted: Callable[[str, int], bool]) -> None:
-        """Remove what a former server has left unless it is wanted, given the peer and the round."""
+        """Remove contributions, those that a former server has left too, unless they are wanted.
+
+        Args:
+            is_wanted: says so of a contribution, given its peer and its round.
+        """
         with self._lock:
-            for path in list(self._folder.glob("round-*/*.frames")):
-                if not is_wanted(path.stem, int(path.parent.name.removeprefix("round-"))):
-                    path.with_suffix(".sealed").unlink(missing_ok=True)
-                    path.unlink()
+            for path in list(self._folder.glob("round-*/*")):
+                peer, number = path.stem, int(path.parent.name.removeprefix("round-"))
+                if is_wanted(peer, number):
+                    continue
+                if peer in self._found and self._found[peer][0] == number:
+                    self._found.pop(peer)[1].discard()
+                path.unlink(missing_ok=True)
             self._remove_empty()
 
     def contribution(self, peer: str, number: int, catalog: Catalog, codec: str) -> Contribution:

@@ -3,7 +3,7 @@
 
 import json
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -20,6 +20,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import Report, SyncClient
 from megatron_ext.sync_service.members import Policy
 from megatron_ext.sync_service.refusal import Refusal
+from tests.sync_service.cluster import Cluster
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
 from tests.sync_service.service import Service, until
 
@@ -226,15 +227,25 @@ def expected(turns: str, *, per_step: int, lr: float, momentum: float, weighted:
     return [digest(values) for values in rounds]
 
 
+def begin(service: Service, shards: int, failpoints: Mapping[int, str] | None = None) -> Cluster:
+    """Start one server, or several that have parts of the values."""
+    cluster = Cluster(service, shards, **service.extra)
+    cluster.start_all(failpoints)
+    return cluster
+
+
 TURNS = "0120012"
 CATALOG = Catalog.of_tensors(start_values(0))
 
 
+@pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9], ids=["average", "delayed-nesterov"])
-def test_the_values_are_where_the_formula_says_for_the_order_of_arrival(make_service: MakeService, momentum: float):
+def test_the_values_are_where_the_formula_says_for_the_order_of_arrival(
+    make_service: MakeService, momentum: float, shards: int
+):
     outer = {**DELAYED, "step_weights": True} if momentum else ASYNC
     service = make_service(peers=3, **outer)
-    service.start()
+    begin(service, shards)
     with ExitStack() as stack:
         clients = [stack.enter_context(service.client(f"p{index}", CATALOG, index=index)) for index in range(3)]
         seen = script(clients, TURNS)
@@ -245,16 +256,29 @@ def test_the_values_are_where_the_formula_says_for_the_order_of_arrival(make_ser
 
 
 @pytest.mark.parametrize(
-    "failpoint", ["upload_journaled:4", "round_closed:5", "tensor_reduced:12", "snapshot_renamed:4"]
+    ("failpoint", "shards", "victim"),
+    [
+        ("upload_journaled:4", 1, 0),
+        ("round_closed:5", 1, 0),
+        ("tensor_reduced:12", 1, 0),
+        ("snapshot_renamed:4", 1, 0),
+        ("round_committed:4", 3, 0),
+        ("snapshot_renamed:4", 3, 0),
+        ("frame_spooled:4", 3, 1),
+        ("upload_synced:4", 3, 1),
+        ("snapshot_written:4", 3, 2),
+    ],
 )
-def test_a_server_killed_at_any_step_goes_on_bit_for_bit(make_service: MakeService, failpoint: str):
+def test_a_server_killed_at_any_step_goes_on_bit_for_bit(
+    make_service: MakeService, failpoint: str, shards: int, victim: int
+):
     service = make_service(peers=3, **DELAYED)
-    server = service.start(failpoint)
+    cluster = begin(service, shards, {victim: failpoint})
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         clients = [stack.enter_context(service.client(f"p{index}", CATALOG, index=index)) for index in range(3)]
         seen = pool.submit(script, clients, TURNS)
-        assert server.wait() == -signal.SIGKILL
-        service.start()
+        assert cluster.servers[victim].wait() == -signal.SIGKILL
+        cluster.start(victim)
         assert seen.result() == expected(TURNS, per_step=2, lr=0.7, momentum=0.9, weighted=False)
     uploads = [(event["peer"], event["round"]) for event in service.events("uploaded")]
     assert len(set(uploads)) == len(uploads) == 1 + len(TURNS)
@@ -276,9 +300,10 @@ def test_a_fast_peer_does_not_wait_for_a_slow_one(make_service: MakeService):
         assert all(line["digest"] == digests[number] for number, line in service.seen(name).items())
 
 
-def test_a_peer_goes_on_from_what_its_own_contribution_gave(make_service: MakeService):
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_peer_goes_on_from_what_its_own_contribution_gave(make_service: MakeService, shards: int):
     service = make_service(peers=2, **ASYNC)
-    service.start()
+    begin(service, shards)
     start = start_values(7)
     with service.client("p0", start) as first, service.client("p1", start) as other:
         first.start(start)
@@ -305,10 +330,11 @@ def test_lossy_contributions_lose_nothing_for_good(make_service: MakeService, co
     torch.testing.assert_close(values[1], 4 * target, rtol=0, atol=0.02)
 
 
-def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_service: MakeService):
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_service: MakeService, shards: int):
     service = make_service(peers=2, **ASYNC)
     service.extra = {"keep_snapshots": 3}
-    service.start()
+    begin(service, shards)
     start = start_values(7)
     with ExitStack() as stack:
         first, other = (stack.enter_context(service.client(name, start)) for name in ("p0", "p1"))
@@ -333,10 +359,13 @@ def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_servi
     assert contributed == [(["p1"], 1), (["p1"], 2), (["p0"], 1), (["p1"], 3), (["p1"], 5), (["p1"], 6)]
 
 
-def test_what_is_too_old_or_broken_does_not_count_and_a_late_peer_begins_with_the_newest(make_service: MakeService):
+@pytest.mark.parametrize("shards", [1, 3])
+def test_what_is_too_old_or_broken_does_not_count_and_a_late_peer_begins_with_the_newest(
+    make_service: MakeService, shards: int
+):
     service = make_service(peers=3, max_staleness=1, **ASYNC)
     service.extra = {"keep_snapshots": 5}
-    service.start()
+    begin(service, shards)
     start = start_values(7)
     with ExitStack() as stack:
         fast, slow, late = (stack.enter_context(service.client(name, start)) for name in ("fast", "slow", "late"))

@@ -24,8 +24,10 @@ from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.decision import Decision
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame, whole_box
+from megatron_ext.sync_service.reduction import Alone
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.shard_messages import decision_to_json
+from megatron_ext.sync_service.shard import RoundJob, Uploader
+from megatron_ext.sync_service.shard_messages import decision_to_json, job_to_json
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.sharding import assign
 from megatron_ext.sync_service.store import RunStore
@@ -195,33 +197,36 @@ def test_a_shard_that_is_missing_or_has_another_list_is_named_to_everybody(
 class Shard1:
     """Shard 1 of 2 in this process, and what the first server tells it."""
 
-    def __init__(self, folder: Path, **run: Any) -> None:
+    def __init__(self, folder: Path, catalog: Catalog = CATALOG, **run: Any) -> None:
         self.folder = folder
-        config = RunConfig(peers=2, **run)
-        server = ServerConfig(dir=str(folder), shards=("a:1", "b:1"), shard=1, runs={"demo": config})
+        self.catalog = catalog
+        self.config = RunConfig(peers=2, **run)
+        server = ServerConfig(dir=str(folder), shards=("a:1", "b:1"), shard=1, runs={"demo": self.config})
         self.run = ShardRun("demo", server, folder, Failpoints())
 
     def follow(self, **changes: Any) -> dict[str, Any]:
         word = {
             "shards": ["a:1", "b:1"],
             "shard": 1,
-            "config": asdict(RunConfig(peers=2)),
+            "config": asdict(self.config),
             "id": "one",
             "open_round": 0,
             "members": {},
-            "kept": [],
+            "kept": {},
+            "used": {},
             "last_round": None,
             "codec": "fp32",
-            "catalog": CATALOG.as_json(),
+            "catalog": self.catalog.as_json(),
         }
         return self.run.answer("follow", {**word, **changes})
 
-    def upload(self, peer: str, instance: str) -> None:
-        """Upload everything of the start."""
+    def upload(self, peer: str, instance: str, number: int = 0, *, closed: bool = False) -> None:
+        """Upload everything, by default of the start."""
         frames = [
-            Frame.make(spec.name, spec.shape, whole_box(spec.shape), 0, torch.ones(spec.numel)) for spec in CATALOG
+            Frame.make(spec.name, spec.shape, whole_box(spec.shape), 0, torch.ones(spec.numel))
+            for spec in self.catalog
         ]
-        assert self.run.upload(peer, instance, 0, frames) == (False, len(frames), 0)
+        assert self.run.upload(peer, instance, number, frames) == (closed, 0 if closed else len(frames), 0)
 
     def lacks(self, instance: str) -> str | None:
         """Return what the contribution of peer p lacks for a process."""
@@ -243,7 +248,7 @@ def test_what_a_shard_was_asked_to_keep_outlives_it_and_is_no_other_process_s(tm
     third.follow(members={"p": "old"})
     assert third.lacks("old") is None
     # The first server counts it: it stays, whoever speaks for the peer by now.
-    third.follow(members={"p": "new"}, kept=["p"])
+    third.follow(members={"p": "new"}, kept={"p": 0})
     assert third.lacks("new") is None
     third.follow(members={"p": "other"})
     assert "0 of the 240 elements" in (third.lacks("other") or "")
@@ -262,20 +267,54 @@ def test_what_a_shard_has_made_may_be_committed_after_it_was_killed_and_started_
     shard.follow(members={"p": "old"})
     shard.upload("p", "old")
     assert shard.lacks("old") is None
-    uploader = {"peer": "p", "index": 0, "made_for": 0}
-    job = {"round": 0, "uploaders": [uploader], "outer_scalars": {}}
+    job = job_to_json(RoundJob(number=0, uploaders=(Uploader(peer="p", index=0, made_for=0),), outer_scalars={}))
     shard.run.answer("write", {"job": job, "decision": decision_to_json(Decision())})
     again = Shard1(tmp_path)
     # The first server still waits for other shards.
-    again.follow(members={"p": "old"}, kept=["p"])
+    again.follow(members={"p": "old"}, kept={"p": 0})
     again.follow(members={"p": "old"}, open_round=1)
     with again.run.snapshot("p", "old", 0) as (snapshot, catalog):
         assert all(torch.equal(snapshot.read(spec.name), torch.ones(spec.numel)) for spec in catalog)
 
 
+def test_a_shard_takes_what_was_used_or_has_become_too_old_no_second_time(tmp_path: Path):
+    catalog = Catalog([TensorSpec(name="norm", shape=(8,))])
+    shard = Shard1(tmp_path, catalog, rounds="asynchronous", max_staleness=1)
+    members = {"p": "a", "q": "b"}
+
+    def make(number: int, peer: str, made_for: int, **told: Any) -> None:
+        alone = Alone(weight=1.0, per_step=2) if number else None
+        uploaders = (Uploader(peer=peer, index=0, made_for=made_for),)
+        job = job_to_json(RoundJob(number=number, uploaders=uploaders, outer_scalars={}, alone=alone))
+        shard.run.answer("write", {"job": job, "decision": decision_to_json(Decision())})
+        shard.follow(members=members, open_round=number + 1, **told)
+
+    shard.follow(members=members)
+    shard.upload("p", "a")
+    make(0, "p", 0)
+    for peer, instance in members.items():
+        shard.upload(peer, instance, 1)
+    shard.follow(members=members, open_round=1, kept={"p": 1})
+    # The one is to be used next, whoever comes with it again; its process may not be ahead of it.
+    assert sorted(shard.run._shard.spool.nbytes) == ["p", "q"]
+    make(1, "p", 1, used={"p": 1})
+    assert list(shard.run._shard.spool.nbytes) == ["q"]
+    shard.upload("p", "a", 1, closed=True)
+    shard.upload("p", "a", 2)
+    shard.follow(members=members, open_round=2, used={"p": 1}, kept={"p": 2})
+    with pytest.raises(Refusal, match="what peer 'p' has contributed before is not used yet") as refused:
+        shard.upload("p", "a", 1)
+    assert refused.value.reason == "later"
+    make(2, "p", 2, used={"p": 2})
+    # Two rounds were made since the values that the other one started from.
+    assert not shard.run._shard.spool.nbytes and not list((tmp_path / "spool").iterdir())
+    shard.upload("q", "b", 1, closed=True)
+    shard.upload("q", "b", 2)
+
+
 def test_a_shard_follows_its_own_run_alone(tmp_path: Path):
     with pytest.raises(Refusal, match="run 'demo': outer_optimizer is 'sgd' there, and 'none' at the first server"):
-        Shard1(tmp_path, outer_optimizer="sgd").follow()
+        Shard1(tmp_path, outer_optimizer="sgd").follow(config=asdict(RunConfig(peers=2)))
     shard = Shard1(tmp_path)
     with pytest.raises(Refusal, match="it was started with --shard 1"):
         shard.follow(shard=0)
@@ -345,10 +384,6 @@ def test_another_number_of_shards_than_the_run_began_with_is_refused(tmp_path: P
         ({"shards": ["a:1", "b:1"], "shard": 2}, "shard is 2; it must be 0 to 1"),
         ({"shard": 1}, "shard is 1, and there are no shards"),
         ({"shards": ["a:1", "b:1"], "state": "s3://x/y"}, "state cannot be combined with shards yet"),
-        (
-            {"shards": ["a:1", "b:1"], "runs": {"r": RunConfig(peers=2, rounds="asynchronous")}},
-            "run r: rounds: asynchronous cannot be combined with shards yet",
-        ),
     ],
 )
 def test_shards_that_cannot_be_are_refused(changes: dict[str, Any], problem: str):
