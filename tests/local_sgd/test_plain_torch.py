@@ -176,6 +176,22 @@ def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_which_is_writt
     assert not nothing
 
 
+def train_under_ddp(hooked):
+    """Return what is said while four steps are made, with a round every two."""
+    dist.init_process_group("gloo")
+    module, said = ddp(0) if hooked else torch.nn.parallel.DistributedDataParallel(model()), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train(module, wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=2), 4, dist.get_rank())
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_ddp_without_a_hook_is_told_once_that_rounds_save_nothing(hooked):
+    first, other = run_ranks(train_under_ddp, 2, hooked)
+    assert first.count("DDP averages the gradients of all workers in every step") == (0 if hooked else 1)
+    assert "DDP averages" not in other
+
+
 def scaled(unscale):
     """Return the weights and loss scales of a run under GradScaler in which worker 1 overflows in the third step."""
     dist.init_process_group("gloo")

@@ -19,6 +19,7 @@ from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_dev
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks, layers_of
 from megatron_ext.local_sgd.plain_torch.parameters import (
+    averages_gradients,
     in_model_order,
     is_first_copy,
     local_part,
@@ -94,6 +95,7 @@ class OuterOptimPeriodicModelAverager:
         self._engine: LocalSGD | None = None
         self._parameters: tuple[torch.Tensor, ...] = ()
         self._hooks: ForwardHooks | None = None
+        self._unchecked: torch.nn.Module | None = None
         self._launched_at = 0
         self._schedule = AsyncSchedule(
             self.config,
@@ -151,6 +153,7 @@ class OuterOptimPeriodicModelAverager:
             counted = self._inside is None or is_first_copy(parameter, self._inside)
             synced.append(SyncedTensor(tensor=local_part(parameter), name=name, unit=unit_of(name), counted=counted))
         self._parameters = tuple(named.values())
+        self._unchecked = model
         units = list(dict.fromkeys(entry.unit for entry in synced))
         layers: dict[str, torch.nn.Module] = {}
         if self.config.sync_in_forward:
@@ -214,6 +217,7 @@ class OuterOptimPeriodicModelAverager:
             if self._schedule.is_over(self.step):
                 return self._meet()
         elif engine.count_step() and not self._alone:
+            self._check_gradients()
             require_same_memory(self._parameters, engine.synced_tensors)
             progress = engine.advance()
             if self._hooks is not None:
@@ -221,6 +225,15 @@ class OuterOptimPeriodicModelAverager:
                 self._launched_at = self.step
             return self._take(progress) or ended
         return ended
+
+    def _check_gradients(self) -> None:
+        """Say once that rounds save nothing, if so: a module's hook may be registered after it was attached."""
+        if self._unchecked is not None and averages_gradients(self._unchecked, self._across):
+            _say(
+                "DDP averages the gradients of all workers in every step, so rounds save nothing; register "
+                "post_localSGD_hook (docs/local-sgd.md, 'Without Megatron'), or give DDP the worker's own process_group"
+            )
+        self._unchecked = None
 
     @torch.no_grad()
     def land(self) -> None:

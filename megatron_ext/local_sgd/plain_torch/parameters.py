@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.outer_state import SyncedTensor
 
 __all__ = [
+    "averages_gradients",
     "in_model_order",
     "is_first_copy",
     "local_part",
@@ -26,6 +28,23 @@ __all__ = [
 
 # The first number in a parameter's name is that of its layer.
 _LAYER = re.compile(r"^(.*?\.)?\d+(?=\.)")
+
+
+def averages_gradients(model: torch.nn.Module, across: dist.ProcessGroup | None) -> bool:
+    """Return whether DDP averages a module's gradients over workers, and no hook could see to it that it does not.
+
+    Args:
+        model: the module.
+        across: the group with one rank of every worker.
+    """
+    workers = set(dist.get_process_group_ranks(across))
+    return any(
+        len(workers.intersection(dist.get_process_group_ranks(module.process_group))) > 1
+        # Where torch keeps them has no other name; without it nothing is said.
+        and not getattr(module, "_comm_hooks", True)
+        for module in model.modules()
+        if isinstance(module, DistributedDataParallel)
+    )
 
 
 def unit_of(name: str) -> str:
