@@ -178,6 +178,9 @@ class SyncClient:
     def resume(self, number: int) -> dict[str, torch.Tensor] | None:
         """Register, and go on in the middle of the interval after a round whose values this peer has taken before.
 
+        `residuals` are to be set before, as they were after that round. They are dropped when an earlier process of
+        this peer has sent them already, in a contribution that counts and that this one does not make again.
+
         Args:
             number: the round.
 
@@ -201,13 +204,21 @@ class SyncClient:
             return self._resume_alone(number)
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
-            return self._adopt(self._await(number + 1, {}))
+            answer = self._await(number + 1, {})
+            # A round that the server has forgotten has no contributors: this peer has rather gone on since.
+            if answer.contributed or not answer.contributors:
+                self.residuals = {}
+            return self._adopt(answer)
         was_uploaded, lossy = self.uploaded, self.config.codec != "fp32"
         if lossy:
             taken = self._adopt(self._await(number, {}))
             if self.round != number:
+                self.residuals = {} if was_uploaded else self.residuals
                 return taken
         self.round, self.uploaded = number, was_uploaded
+        if was_uploaded:
+            # What was sent is made again now, from the same state: what it has lost can be worked out.
+            self._sent = number + 1
         return None
 
     def _resume_alone(self, number: int) -> dict[str, torch.Tensor] | None:
@@ -216,6 +227,7 @@ class SyncClient:
             # What an earlier process has made of the interval counts; it is not made twice.
             self.uploaded = self._contributed == number + 1
             log.warning("what this peer has contributed after round %d counts already; it goes on from there", number)
+            self.residuals = {}
             return self._adopt(self._await(number + 1, {}))
         self.uploaded = False
         taken = self._adopt(self._await(number + 1, {}, again=True))

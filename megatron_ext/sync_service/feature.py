@@ -109,9 +109,9 @@ class SyncServiceFeature(Feature):
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
     def _resume(self, peer: Peer, saved: dict[str, Any]) -> Any:
-        adopted = peer.client.resume(saved["round"])
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
         peer.client.residuals = self._residuals
+        adopted = peer.client.resume(saved["round"])
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
