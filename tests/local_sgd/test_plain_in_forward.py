@@ -286,6 +286,30 @@ def test_a_layer_may_be_left_out_but_not_used_without_being_called():
         assert "the backward pass has reached layers.2.linear1.weight, but its module was not called" in said
 
 
+def switched_over():
+    """Return what is said of taking over a state of rounds that ended elsewhere, with a guard and without one."""
+    dist.init_process_group("gloo")
+    said = []
+    for fields in (GUARD, {}):
+        module = Network()
+        module.after_the_layers = torch.nn.Linear(2, 2)
+        averagers = [
+            wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, sync_in_forward=way, **fields).averager
+            for way in (False, True)
+        ]
+        try:
+            averagers[1].load_state_dict(averagers[0].state_dict())
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_guards_experience_is_not_taken_for_that_of_other_layers():
+    for said in run_ranks(switched_over, 2):
+        (refused,) = said
+        assert "is in the order of a run without sync_in_forward; go on like that, or start without it" in refused
+
+
 def layers_before_the_rest():
     """Return the rounds of two steps, the second of which makes a forward pass by hand that begins with the layers."""
     dist.init_process_group("gloo")

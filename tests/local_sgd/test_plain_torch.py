@@ -291,6 +291,26 @@ def taken_over_otherwise():
     return said
 
 
+def taken_over_in_another_order():
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    averager = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module).averager
+    state = averager.state_dict()
+    state["parameters"] = dict(reversed(state["parameters"].items()))
+    try:
+        averager.load_state_dict(state)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_in_another_order_is_refused():
+    for said in run_ranks(taken_over_in_another_order, 2):
+        assert said == "local SGD's saved state: its parameters are in another order than the model's; start without it"
+
+
 def test_the_state_of_another_method_or_model_is_refused_by_name():
     for said in run_ranks(taken_over_otherwise, 2):
         for what, (_, expected) in OTHERWISE.items():

@@ -96,6 +96,7 @@ class OuterOptimPeriodicModelAverager:
         self._parameters: tuple[torch.Tensor, ...] = ()
         self._hooks: ForwardHooks | None = None
         self._unchecked: torch.nn.Module | None = None
+        self._units: list[str] = []
         self._launched_at = 0
         self._schedule = AsyncSchedule(
             self.config,
@@ -165,6 +166,7 @@ class OuterOptimPeriodicModelAverager:
             require_all_within(named, model)
             layers = layers_of(model)
             units.sort(key=lambda unit: unit in layers)
+        self._units = units
         problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
         if problem is not None:
             raise UserError(problem)
@@ -343,6 +345,7 @@ class OuterOptimPeriodicModelAverager:
             "schedule": self._schedule.state(),
             "method": self._method(),
             "parameters": self._shapes(),
+            "units": list(self._units),
         }
 
     @torch.no_grad()
@@ -355,6 +358,15 @@ class OuterOptimPeriodicModelAverager:
         self.end_round()
         where = "local SGD's saved state"
         refuse_other_model(state["parameters"], self._shapes(), where)
+        # What follows is in their order, which was the optimizer's in earlier releases.
+        if list(state["parameters"]) != list(self._shapes()):
+            raise UserError(f"{where}: its parameters are in another order than the model's; start without it")
+        if self.config.skip_anomaly and state.get("units", self._units) != self._units:
+            raise UserError(
+                f"{where}: what it knows of the norms of layers is in the order of a run "
+                f"{'without' if self.config.sync_in_forward else 'with'} sync_in_forward; go on like that, or start "
+                "without it"
+            )
         refuse_other_method(state["method"], self._method(), where, "go on with what it was, or start without it")
         self.engine.load(state["common"], state["scalars"], state["own"])
         self._schedule.load(state["schedule"])
