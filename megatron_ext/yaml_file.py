@@ -10,6 +10,9 @@ from megatron_ext.errors import UserError
 
 __all__ = ["load_yaml", "read_yaml"]
 
+_MERGE = "tag:yaml.org,2002:merge"
+"""Of the key `<<`."""
+
 
 def read_yaml(path: Path, extra: str) -> Any:
     """Return the content of a YAML file.
@@ -47,8 +50,10 @@ def load_yaml(text: str) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen: list[Any] = []
             for key_node, _ in node.value:
+                if key_node.tag == _MERGE:
+                    continue
                 key = self.construct_object(key_node, deep=True)
-                if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                if key in seen:
                     problem = f"the key {key!r} is there twice; drop one of them"
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
                 seen.append(key)

@@ -20,6 +20,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = {"r": RunConfig(peers=2)}
 
 
+def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
+    config = tmp_path / "server.yaml"
+    config.write_text("runs:\n  one: &own {peers: 2, quorum: 1}\n  two:\n    <<: *own\n    peers: 3\n")
+    runs = read_config(config)["runs"]
+    assert [(run.peers, run.quorum) for run in runs.values()] == [(2, 1), (3, 1)]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
