@@ -190,7 +190,8 @@ class RunState:
     def _place(self, peer: str, index: int | None) -> int:
         taken = {member.index: member.name for member in self.members.values()}
         # Of two contributions with one index, the open round would count both, and judge them as one.
-        left = {place: name for name, place in self.uploaded.items() if name not in self.members and name != peer}
+        here = {member.name: member.index for member in self.members.values()}
+        left = {place: name for name, place in self.uploaded.items() if here.get(name) != place and name != peer}
         count = self.policy.peers
         if index is None and peer in self.uploaded:
             index = self.uploaded[peer]

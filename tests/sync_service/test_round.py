@@ -254,6 +254,15 @@ def test_who_has_left_keeps_its_place_while_its_contribution_waits_for_a_round()
     assert machine.commit().join("c").state.members["c"].index == 1
 
 
+def test_nobody_gets_the_place_with_which_a_peer_contributed_that_has_another_one_now():
+    machine = Machine(peers=3).join("a", "b").upload("a").close_and_commit_start()
+    machine.upload("b")
+    machine.record({"event": "left", "peer": "b"})
+    machine.record(machine.state.check_joining("b", "of b", 2))
+    with pytest.raises(Refusal, match="what b contributed before leaving still counts in round 1"):
+        machine.join("c")
+
+
 def test_an_evicted_peers_contribution_is_gone_when_the_round_has_to_be_closed_again():
     machine = Machine(peers=3).join("a", "b", "c").upload("a").close_and_commit_start()
     machine.upload("a", "b", "c").close()
