@@ -15,8 +15,11 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
-[[ ${RANK:-} =~ ^[0-9]+$ ]] || launch_error "RANK is ${RANK:-not set}; set it to 0, 1, ..., another number on every node"
+is_number "${RANK:-}" || launch_error "RANK is ${RANK:-not set}; set it to 0, 1, ..., another number on every node"
 [[ -n ${MASTER_ADDR:-} ]] || launch_error "MASTER_ADDR is not set; set it to the address of the node of RANK 0"
+if [[ ${MODE:-} == centralized ]]; then
+    launch_error "MODE=centralized needs no server: one node trains alone (run_single_node.sh 0)"
+fi
 PORT="${PORT:-50051}"
 if [[ -n ${NPROC_PER_NODE:-} ]]; then
     export GPUS_PER_NODE="$NPROC_PER_NODE"

@@ -7,13 +7,24 @@
 #
 # Environment: TOTAL_PEERS (4), SYNC_STEPS (100), PORT (50051), MERGE_INTERVAL (500; 0 never merges), MERGE_ALPHA_START (0.01),
 # MERGE_DECAY_STEPS (10000), BIND (127.0.0.1; another address needs --token-file, --tls-cert and --tls-key, or --insecure),
-# RUN (spes), STATE_DIR (outputs/spes/server). Which experts a peer trains, the peers say.
+# RUN (spes), STATE_DIR (outputs/spes/server). Which experts a peer trains, the peers say. MODE=diloco is for peers that train all:
+# an outer optimizer (Nesterov), SYNC_STEPS 50, and no merging.
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+MODE="${MODE:-spes}"
+case $MODE in
+    spes) OUTER=() ;;
+    diloco)
+        SYNC_STEPS="${SYNC_STEPS:-50}" MERGE_INTERVAL="${MERGE_INTERVAL:-0}"
+        OUTER=(--outer-optimizer sgd)
+        ;;
+    centralized) launch_error "MODE=centralized needs no server: one node trains alone (run_single_node.sh 0)" ;;
+    *) launch_error "MODE=$MODE is unknown; use spes, diloco or centralized" ;;
+esac
 check_counts TOTAL_PEERS SYNC_STEPS MERGE_DECAY_STEPS
 for name in PORT MERGE_INTERVAL; do
     if ! is_number "${!name:-0}"; then
@@ -28,6 +39,7 @@ SERVER_ARGS=(
     --run "${RUN:-spes}"
     --peers "${TOTAL_PEERS:-4}"
     --sync-steps "${SYNC_STEPS:-100}"
+    ${OUTER[@]+"${OUTER[@]}"}
 )
 if ((${MERGE_INTERVAL:-500} > 0)); then
     SERVER_ARGS+=(

@@ -8,8 +8,8 @@
 # NODE_ID is 0 to TOTAL_PEERS - 1. Start examples/spes/run_parameter_server.sh first. BACKEND=cpu starts it at toy size.
 #
 # MODEL is one of the paper's: 1b (16 experts), 7b (32) or 9b (8; the default). MODE is spes, or one of its baselines: diloco
-# (all peers train all experts and meet every 50 steps; the server's part: SYNC_STEPS=50 MERGE_INTERVAL=0
-# run_parameter_server.sh --outer-optimizer sgd) or centralized (this node alone, without a server).
+# (all peers train all experts and meet every 50 steps; run_parameter_server.sh needs MODE=diloco, too) or centralized (this node
+# alone, without a server).
 #
 # Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), GPUS_PER_NODE (8),
 # OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH with VOCAB_FILE and MERGE_FILE (mock data without), MASTER_PORT,
@@ -21,7 +21,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 NODE_ID="${1:-}"
-[[ $NODE_ID =~ ^[0-9]+$ ]] || launch_error "takes NODE_ID [--resume], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
+is_number "$NODE_ID" || launch_error "takes NODE_ID [--resume], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
 RESUME="${2:-}"
 if (($# > 2)) || [[ -n $RESUME && $RESUME != --resume ]]; then
     launch_error "takes NODE_ID [--resume], but was given: $*"

@@ -130,6 +130,25 @@ def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:
     assert '"peers":2' in (state / "runs/spes/journal.jsonl").read_text().replace(" ", "")
 
 
+def test_the_server_of_peers_that_train_everything_has_an_outer_optimizer_and_merges_nothing(desk: Desk) -> None:
+    desk.command("python", RECORD_ARGUMENTS)
+    code, output = desk.run(SERVER, RECORDED_ARGUMENTS=str(desk.folder / "arguments"), MODE="diloco")
+    assert code == 0, output
+    given = (desk.folder / "arguments").read_text().splitlines()
+    assert given[given.index("--sync-steps") :] == ["--sync-steps", "50", "--outer-optimizer", "sgd"]
+    for script, own in ((SERVER, {}), (CLUSTER, {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1"})):
+        code, output = desk.run(script, MODE="centralized", **own)
+        assert code == 1 and "MODE=centralized needs no server" in output
+
+
+@pytest.mark.parametrize("number", ["08", "-1", "1.5"])
+def test_numbers_that_shells_misread_are_refused(desk: Desk, number: str) -> None:
+    code, output = desk.run(CLUSTER, RANK=number, MASTER_ADDR="127.0.0.1", INSECURE="1")
+    assert code == 1 and f"RANK is {number}; set it to 0, 1, ..." in output
+    code, output = desk.run(NODE, [number])
+    assert code == 1 and f"NODE_ID is {number}; give 0, 1, ..." in output
+
+
 def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk) -> None:
     state, port = desk.folder / "state", free_port()
     # Training takes until the server is there.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lossy codec owes is sent once, wherever a peer is killed that goes on from a checkpoint of the round before."""
+"""What a lossy codec owes is sent once, wherever a peer is killed that goes on from the checkpoint before."""
 
 from collections.abc import Callable
 from typing import Any
