@@ -167,7 +167,7 @@ class Server:
     def _fail(self, name: str, error: BaseException) -> None:
         """Go on for the other runs, if there are any: what ends one may be its own, such as an outer optimizer."""
         self._failed[name] = error
-        if len(self._failed) == len(self._runs):
+        if len(self._failed) == len(self._config.runs):
             self._ended.set()
 
     def _listen(self) -> str:
