@@ -129,8 +129,7 @@ class AsynchronousState(RunState):
         return {"event": "stale", "peer": peer, "round": number, "reason": reason}
 
     def _is_stale(self, number: int) -> bool:
-        limit = self.policy.max_staleness
-        return limit is not None and self.open_round - number > limit
+        return self.policy.is_stale(number, self.open_round)
 
     # What has happened.
 

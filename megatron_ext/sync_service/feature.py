@@ -95,9 +95,7 @@ class SyncServiceFeature(Feature):
         """Become a member, and take the values from which this job goes on: before the data, which it cuts."""
         if context.args.skip_train or context.optimizer is None:
             return
-        self._peer = peer = join(
-            context, None if self._saved is None else self._saved["index"], self._groups
-        )
+        self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
         adopted = peer.client.start(peer.slices.read()) if self._saved is None else self._resume(peer, self._saved)
         if adopted is not None:
             peer.slices.write(adopted)

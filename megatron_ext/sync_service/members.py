@@ -30,6 +30,10 @@ class Policy:
     step_weights: bool = False
     """Whether such a contribution counts in proportion to its peer's steps."""
 
+    def is_stale(self, number: int, open_round: int) -> bool:
+        """Return whether such a contribution, made for a round, is too old to be used in the open one."""
+        return self.max_staleness is not None and open_round - number > self.max_staleness
+
 
 @dataclass(kw_only=True)
 class Member:

@@ -296,9 +296,8 @@ class ShardRun:
             return bool(number == open_round)
         if peer in word["kept"]:
             return True if word["kept"][peer] == number else None
-        limit = self.config.max_staleness
-        is_stale = limit is not None and open_round - number > limit
-        return number > (word["used"].get(peer) or 0) and not is_stale
+        is_used = number <= (word["used"].get(peer) or 0)
+        return not is_used and not self.config.policy.is_stale(number, open_round)
 
     def _hear(self, peer: str, instance: str, fits: Callable[[int], bool]) -> None:
         """Wait until the first server's word says that a process speaks for a peer, in a round that fits.

@@ -232,10 +232,10 @@ class ForwardHooks:
         for name, value in self._parameters:
             if unit_of(name) in self._uncalled and self._has_new_gradient(name, value):
                 raise UserError(
-                        f"the backward pass has reached {name}, but its module was not called in the forward pass, so "
-                        "it was used before the round had brought it; call modules themselves (and compile them after "
-                        "the optimizer was wrapped), or drop sync_in_forward"
-                    )
+                    f"the backward pass has reached {name}, but its module was not called in the forward pass, so it "
+                    "was used before the round had brought it; call modules themselves (and compile them after the "
+                    "optimizer was wrapped), or drop sync_in_forward"
+                )
 
     def _has_new_gradient(self, name: str, value: torch.Tensor) -> bool:
         """Return whether there was a backward pass to a parameter since the round was launched."""
