@@ -59,6 +59,13 @@ def add_profile(actions: Any) -> None:
     parser.add_argument(
         "--recompute", choices=("none", "selective"), default="none", help="of activations (default %(default)s)"
     )
+    parser.add_argument(
+        "--attention",
+        choices=("documents", "rows"),
+        default="documents",
+        help="how it is computed, as --hot-switch-attention says (default %(default)s)",
+    )
+    parser.add_argument("--moe-router-topk", type=int, default=1, metavar="K", help="experts per token (default 1)")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON for `suggest --times`")
     parser.set_defaults(func=run_profile)
 
@@ -107,8 +114,11 @@ def _check(options: argparse.Namespace, shape: GptShape) -> None:
         problems.append("--lengths needs three different lengths or more, because three numbers are fitted")
     if options.repeats < 1:
         problems.append(f"--repeats is {options.repeats}; it must be at least 1")
-    if shape.num_moe_experts:
-        problems.append("--num-experts: mixtures of experts cannot be measured yet; drop it")
+    if not 1 <= options.moe_router_topk <= (shape.num_moe_experts or 1):
+        problems.append(
+            f"--moe-router-topk is {options.moe_router_topk}; it must be from 1 to the number of experts, "
+            f"{shape.num_moe_experts or 'and there are none'}"
+        )
     for pp in options.pp:
         if pp > shape.num_layers:
             problems.append(f"--pp {pp} is more than the {shape.num_layers} layers; give another one")
@@ -134,7 +144,8 @@ def _measure(stage: GptShape, tp: int, options: argparse.Namespace) -> Sequence[
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
         command += ["-m", "megatron_ext.hot_switch.stage_timing", "--shape", stage_arguments(stage)]
         command += ["--lengths", *map(str, options.lengths), "--repeats", str(options.repeats)]
-        command += ["--recompute", options.recompute, "--output", str(output)]
+        command += ["--recompute", options.recompute, "--attention", options.attention]
+        command += ["--moe-router-topk", str(options.moe_router_topk), "--output", str(output)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or not output.exists():
             raise UserError(

@@ -77,9 +77,9 @@ def add_suggest(actions: Any) -> None:
     machine.add_argument(
         "--attention",
         choices=("documents", "rows"),
-        default="rows",
-        help="over what a GPU computes it: each document of a packed row alone, or the whole row, as Megatron's local "
-        "implementation does (default)",
+        default="documents",
+        help="over what a GPU computes it, as --hot-switch-attention says: each document of a packed row alone "
+        "(default), or the whole row",
     )
     machine.add_argument("--times", type=Path, metavar="FILE", help="measured times, see below")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")

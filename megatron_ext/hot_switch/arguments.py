@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError, combine
-from megatron_ext.hot_switch.config import HotSwitchConfig
+from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
 from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategy import Strategy
@@ -50,6 +50,10 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if config.hot_switch_algorithm not in ALGORITHMS:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"
+        )
+    if config.hot_switch_attention not in ATTENTIONS:
+        problems.append(
+            f"--hot-switch-attention {config.hot_switch_attention} is not known; use one of {', '.join(ATTENTIONS)}"
         )
     return problems + refused_options(args) + refusals(args, feature)
 
@@ -137,10 +141,13 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         lines.append("hot switching: --calculate-per-token-loss is set: all tokens of a step count alike")
+    if args.fp16 and not args.accumulate_allreduce_grads_in_fp32:
+        args.accumulate_allreduce_grads_in_fp32 = True
+        lines.append("hot switching: --accumulate-allreduce-grads-in-fp32 is set: guests' gradients are added in fp32")
     if args.rerun_mode != "disabled":
         lines.append(f"hot switching: --rerun-mode {args.rerun_mode} becomes 'disabled'")
         args.rerun_mode = "disabled"
-    if args.masked_softmax_fusion:
+    if args.masked_softmax_fusion and args.hot_switch_attention == "rows":
         args.masked_softmax_fusion = False
         lines.append("hot switching: --no-masked-softmax-fusion is set: the fused kernel ignores documents' masks")
     # Megatron pads the vocabulary to a multiple of this times home's tensor parallel size.

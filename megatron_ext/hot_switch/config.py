@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from megatron_ext.config_options import FromArgs
 
-__all__ = ["HotSwitchConfig"]
+__all__ = ["ATTENTIONS", "HotSwitchConfig"]
+
+ATTENTIONS = ("documents", "rows")
+"""What attention can be computed over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,11 @@ class HotSwitchConfig(FromArgs):
 
     hot_switch_algorithm: str = "balanced"
     """How senders are chosen where several ranks hold the same part: balanced, greedy, round-robin or fcfs."""
+
+    hot_switch_attention: str = "documents"
+    """How attention is computed in packed rows. documents: one document at a time, by torch's scaled dot product
+    attention, which keeps no scores. rows: by Megatron's own unfused attention over whole rows with a mask, whose time
+    and memory grow with the square of a row's length."""
 
     hot_switch_profile: bool = False
     """Print at every --log-interval what each switch of the step moved and took on the first rank. On a GPU this waits

@@ -108,11 +108,12 @@ class HotSwitchFeature(Feature):
         group = self._place().group
         states = strategies.parallel_states()
         listed = self._require_strategies().strategies
-        self._home = PlacedModel(listed[0], states[0], context.model)
+        self._home = PlacedModel(listed[0], states[0], context.model, attention=config.hot_switch_attention)
         options = SwitchOptions(
             group=group,
             gpus_per_node=config.hot_switch_gpus_per_node,
             algorithm=config.hot_switch_algorithm,
+            attention=config.hot_switch_attention,
             frozen=frozen_names(self._home.view, group),
         )
         self._guests = []

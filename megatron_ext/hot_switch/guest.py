@@ -29,7 +29,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwitchOptions:
-    """How switches are planned, and among whom."""
+    """How switches are planned, and among whom; and what guests have in common besides."""
 
     group: Any
     """The process group of the ranks that switch: the worker's."""
@@ -39,6 +39,9 @@ class SwitchOptions:
 
     algorithm: str
     """Key of `ALGORITHMS`."""
+
+    attention: str
+    """Over what guests compute it, see `DocumentMasks`."""
 
     frozen: frozenset[str] = frozenset()
     """Names of the tensors that are not trained: their parameters move, but they have no gradients."""
@@ -97,7 +100,7 @@ class Guest(PlacedModel):
             before: the guest that runs before this one.
             options: of the plans.
         """
-        super().__init__(strategy, state, chunks)
+        super().__init__(strategy, state, chunks, attention=options.attention)
         self.before = before
         self.from_home, self.to_home = options.plan(home, self.view), options.plan(self.view, home, gradients=True)
         self.from_before = None if before is None else options.plan(before.view, self.view)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gives every forward pass the masks of its micro-batch, whatever the user's `get_batch` does about masks.
+"""Tells every forward pass where its micro-batch has documents, whatever the user's `get_batch` does about masks.
 
 Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline. Routers with auxiliary
 losses are told besides which positions are padding.
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.hot_switch.attention import attend_by_document
 from megatron_ext.hot_switch.router_losses import reported_losses
-from megatron_ext.hot_switch.rows import PackedBatch, document_mask
+from megatron_ext.hot_switch.rows import PackedBatch, document_lengths, document_mask
 
 __all__ = ["DocumentMasks"]
 
@@ -26,14 +27,19 @@ _PLACE = 2
 class DocumentMasks:
     """Counts the forward passes of each model chunk; schedules run the micro-batches of a chunk in order."""
 
-    def __init__(self, chunks: Sequence[Any], device: torch.device) -> None:
+    def __init__(self, chunks: Sequence[Any], device: torch.device, *, attention: str) -> None:
         """Hook into the chunks.
 
         Args:
             chunks: this rank's GPTModels, not wrapped.
             device: of the masks.
+            attention: "documents", one at a time, or "rows", with a mask for Megatron's own attention.
         """
         self._device = device
+        self._by_document = attention == "documents"
+        if self._by_document:
+            for chunk in chunks:
+                attend_by_document(chunk)
         self._batches: Sequence[PackedBatch] | None = None
         self._passes = [0] * len(chunks)
         self._has_router_losses = bool(reported_losses(chunks[0].config))
@@ -67,10 +73,11 @@ class DocumentMasks:
         self._passes[chunk] += 1
         if number >= len(self._batches):
             return None
-        segments = self._batches[number].segments.to(self._device)
-        mask = document_mask(segments)
+        segments = self._batches[number].segments
+        # Lengths stay where they can be read without waiting for the device.
+        mask = document_lengths(segments) if self._by_document else document_mask(segments.to(self._device))
         if self._has_router_losses:
-            kwargs = {**kwargs, "padding_mask": _padding_mask(module, segments)}
+            kwargs = {**kwargs, "padding_mask": _padding_mask(module, segments.to(self._device))}
         if len(args) > _PLACE:
             return (*args[:_PLACE], mask, *args[_PLACE + 1 :]), kwargs
         return args, {**kwargs, "attention_mask": mask}

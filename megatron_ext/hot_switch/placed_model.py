@@ -44,13 +44,14 @@ class PlacedModel:
         view: their tensors.
     """
 
-    def __init__(self, strategy: Strategy, state: ParallelState, chunks: Sequence[Any]) -> None:
+    def __init__(self, strategy: Strategy, state: ParallelState, chunks: Sequence[Any], *, attention: str) -> None:
         """Describe the chunks. Collective-free.
 
         Args:
             strategy: the strategy.
             state: its parallel layout, which must be in place.
             chunks: the model chunks, wrapped.
+            attention: over what it is computed, see `DocumentMasks`.
 
         Raises:
             RuntimeError: the model's layers lie elsewhere than the strategy says.
@@ -68,7 +69,7 @@ class PlacedModel:
             raise RuntimeError(
                 f"strategy {strategy.label}: the model has chunks of {[len(chunk) for chunk in built]} layers"
             )
-        self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device)
+        self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device, attention=attention)
         # Home's data-parallel dimension goes over all workers.
         self.replica = int(parallel_state.get_data_parallel_rank()) % strategy.dp
         self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))

@@ -20,7 +20,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "packed rows need a mask that keeps documents apart, which Transformer Engine does not take in this form; use "
         "--transformer-impl local",
     ),
-    ("--fp16", lambda args: args.fp16, "guests have no loss scale of their own yet; use --bf16"),
+    (
+        "--softmax-type",
+        lambda args: args.softmax_type != "vanilla" and args.hot_switch_attention == "documents",
+        "torch's attention has the ordinary softmax only; add --hot-switch-attention rows",
+    ),
     (
         "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
         lambda args: (

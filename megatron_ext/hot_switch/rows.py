@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["PackedBatch", "document_mask", "pack_rows"]
+__all__ = ["PackedBatch", "document_lengths", "document_mask", "pack_rows"]
 
 _PADDING = -1
 
@@ -63,6 +63,19 @@ def pack_rows(rows: Sequence[Sequence[npt.NDArray[np.integer]]], length: int) ->
         position_ids=torch.from_numpy(position_ids),
         segments=torch.from_numpy(segments),
     )
+
+
+def document_lengths(segments: torch.Tensor) -> torch.Tensor:
+    """Return the lengths of the sequences of packed rows, which say as much as their mask.
+
+    Args:
+        segments: `PackedBatch.segments`, shape (rows, positions), on the CPU.
+
+    Returns:
+        int64, shape (rows, sequences of the row that has the most): in order, 0 where a row has no more.
+    """
+    count = int(segments.max()) + 1
+    return torch.stack([torch.bincount(row[row >= 0], minlength=count) for row in segments])
 
 
 def document_mask(segments: torch.Tensor) -> torch.Tensor:

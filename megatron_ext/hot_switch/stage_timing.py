@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 
+from megatron_ext.hot_switch.attention import attend_by_document
+from megatron_ext.hot_switch.config import ATTENTIONS
 from megatron_ext.params import GptShape
 
-__all__ = ["main", "row_seconds"]
+__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,29 +33,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--recompute", choices=("none", "selective"), default="none")
+    parser.add_argument("--attention", choices=ATTENTIONS, default="documents")
+    parser.add_argument("--moe-router-topk", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)
     shape = replace(GptShape(**json.loads(options.shape)), dtype=torch.bfloat16)
-    seconds = row_seconds(shape, options.lengths, repeats=options.repeats, recompute=options.recompute)
+    by_document = options.attention == "documents"
+    model = _build(shape, max(options.lengths), options.recompute, options.moe_router_topk)
+    if by_document:
+        attend_by_document(model)
+    seconds = _row_seconds(model, shape, options.lengths, repeats=options.repeats, by_document=by_document)
     if torch.distributed.get_rank() == 0:
         options.output.write_text(json.dumps(seconds), encoding="utf-8")
     return 0
 
 
-def row_seconds(shape: GptShape, lengths: Sequence[int], *, repeats: int, recompute: str) -> list[float]:
+def _row_seconds(
+    model: Any, shape: GptShape, lengths: Sequence[int], *, repeats: int, by_document: bool
+) -> list[float]:
     """Return how long the forward and backward passes of a row take, the slowest rank's median. All ranks must call it.
 
     Args:
-        shape: of the stage; its layers are those of one stage.
+        model: the stage.
+        shape: its shape.
         lengths: of rows with one document each.
         repeats: measured passes of each, after one that is not counted.
-        recompute: as in `Strategy`.
+        by_document: whether the model takes lengths of documents in place of a mask.
     """
-    model = _build(shape, max(lengths), recompute)
     device = next(model.parameters()).device
     found = []
     for length in lengths:
-        row = _row(length, shape, device)
+        row = _row(length, shape, device, by_document=by_document)
         times = [_pass_seconds(model, row, device) for _ in range(repeats + 1)][1:]
         slowest = torch.tensor(statistics.median(times), device=device)
         torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
@@ -61,7 +71,7 @@ def row_seconds(shape: GptShape, lengths: Sequence[int], *, repeats: int, recomp
     return found
 
 
-def _build(shape: GptShape, longest: int, recompute: str) -> Any:
+def _build(shape: GptShape, longest: int, recompute: str, active_experts: int) -> Any:
     from megatron_ext import patch_megatron
 
     patch_megatron()
@@ -105,6 +115,7 @@ def _build(shape: GptShape, longest: int, recompute: str) -> Any:
         tensor_model_parallel_size=ranks,
         sequence_parallel=ranks > 1,
         recompute_granularity=None if recompute == "none" else recompute,
+        **_experts(shape, active_experts),
     )
     model = GPTModel(
         config,
@@ -118,13 +129,28 @@ def _build(shape: GptShape, longest: int, recompute: str) -> Any:
     return model.cuda().bfloat16() if on_gpu else model.bfloat16()
 
 
-def _row(length: int, shape: GptShape, device: torch.device) -> dict[str, torch.Tensor]:
+def _experts(shape: GptShape, active: int) -> dict[str, Any]:
+    """Return what a `TransformerConfig` says about experts, all of which a rank has its part of."""
+    if not shape.num_moe_experts:
+        return {}
+    return {
+        "num_moe_experts": shape.num_moe_experts,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size or shape.ffn_hidden_size,
+        "moe_shared_expert_intermediate_size": shape.moe_shared_expert_intermediate_size,
+        "moe_router_topk": active,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _row(length: int, shape: GptShape, device: torch.device, *, by_document: bool) -> dict[str, torch.Tensor]:
+    lengths = torch.tensor([[length]])
+    mask = lengths if by_document else torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
     generator = torch.Generator().manual_seed(length)
     tokens = torch.randint(shape.padded_vocab_size, (1, length), generator=generator).to(device)
     return {
         "input_ids": tokens,
         "position_ids": torch.arange(length, device=device)[None],
-        "attention_mask": torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1),
+        "attention_mask": mask,
         "labels": tokens.roll(-1, dims=1),
     }
 

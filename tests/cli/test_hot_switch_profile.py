@@ -30,27 +30,43 @@ def time_stage(arguments: list[str]) -> int:
     return stage_timing.main(arguments)
 
 
-def test_a_stage_runs_on_tensor_parallel_ranks_and_longer_rows_take_longer(tmp_path: Any) -> None:
+EXPERTS = replace(STAGE, num_moe_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=32)
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (STAGE, ["--recompute", "selective"]),
+        (STAGE, ["--attention", "rows"]),
+        (EXPERTS, ["--moe-router-topk", "2"]),
+    ],
+    ids=["by document", "by row", "experts"],
+)
+def test_a_stage_runs_on_tensor_parallel_ranks_and_longer_rows_take_longer(
+    tmp_path: Any, stage: GptShape, options: list[str]
+) -> None:
     output = tmp_path / "seconds.json"
-    arguments = ["--shape", stage_arguments(STAGE), "--lengths", "16", "64", "1024", "--repeats", "2"]
-    assert run_ranks(time_stage, 2, [*arguments, "--recompute", "selective", "--output", str(output)]) == [0, 0]
+    arguments = ["--shape", stage_arguments(stage), "--lengths", "16", "64", "1024", "--repeats", "2"]
+    assert run_ranks(time_stage, 2, [*arguments, *options, "--output", str(output)]) == [0, 0]
     seconds = json.loads(output.read_text())
     assert len(seconds) == 3 and 0 < seconds[0] < seconds[2]
 
 
-@pytest.mark.parametrize("shape", [STAGE, *PRESETS.values()], ids=["other", *PRESETS])
+@pytest.mark.parametrize("shape", [STAGE, EXPERTS, *PRESETS.values()], ids=["other", "experts", *PRESETS])
 def test_a_stage_survives_its_way_to_other_processes(shape: GptShape) -> None:
     assert replace(GptShape(**json.loads(stage_arguments(shape))), dtype=shape.dtype) == shape
 
 
 def test_every_mistake_is_named_at_once(tmp_path: Any, capsys: Any) -> None:
-    bad = ["--lengths", "100", "100", "--tp", "3", "0", "--repeats", "0", "--output", str(tmp_path / "no/such.json")]
+    bad = ["--lengths", "100", "100", "--tp", "3", "0", "--repeats", "0", "--moe-router-topk", "2"]
+    bad += ["--output", str(tmp_path / "no/such.json")]
     assert main(["hot-switch", "profile", "--model", "llama-7b", *bad]) == 2
     said = capsys.readouterr().err
     for part in (
         "--tp has 0",
         "--lengths needs three different lengths",
         "--repeats is 0",
+        "--moe-router-topk is 2",
         "--tp 3: 32 attention heads cannot be divided over tp = 3",
         "--lengths cannot all be divided by --tp 3",
         "there is no folder",

@@ -148,6 +148,35 @@ def test_bf16_stays_as_near_to_stock_as_rounding_allows():
     assert losses(stock)[-1] < losses(stock)[0]  # it learns meanwhile
 
 
+def test_fp16_skips_the_steps_that_stock_skips_and_stays_as_near_as_rounding_allows():
+    # The scale is too large for the first steps, and grows again later.
+    options = {"fp16": True, "initial_loss_scale": 2.0**16, "hysteresis": 1, "loss_scale_window": 4, "train_iters": 15}
+    hot = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options)
+    stock = stock_run("2,1,1", **options, accumulate_allreduce_grads_in_fp32=True)
+    scales = loss_scales(hot)
+    assert scales == loss_scales(stock)
+    assert scales[0] > min(scales) < scales[-1]
+    assert losses(hot) == pytest.approx(losses(stock), abs=1e-3)
+    # Steps that are skipped have no norm.
+    norms = [(ours, theirs) for ours, theirs in zip(hot[0].grad_norms, stock[0].grad_norms, strict=True) if theirs]
+    assert 5 < len(norms) < 15
+    assert [ours for ours, _ in norms] == pytest.approx([theirs for _, theirs in norms], rel=0.01)
+
+
+def loss_scales(ranks):
+    """The scale of the loss in every step."""
+    return [float(scale) for scale in re.findall(r"loss scale: (\S+)", ranks[-1].stdout)]
+
+
+def test_attention_over_whole_rows_changes_nothing():
+    run = (["1,2,1", "2,1,1"], [32, 12, 0])
+    options = {**LLAMA, "train_iters": 5, "recompute_granularity": "selective"}
+    by_document = hot_run(*run, **options)
+    by_row = hot_run(*run, hot_switch_attention="rows", **options)
+    assert_equal_but_for_rounding(by_document, by_row)
+    assert losses(by_document) != losses(by_row)  # it was computed in another way
+
+
 def test_options_that_change_no_result():
     run = (["2,1,1", "1,2,1"], [32, 12, 0])
     # Without clipping: buckets change the order in which the norm is summed up.

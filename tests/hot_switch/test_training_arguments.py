@@ -10,7 +10,7 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOME_AND_GUEST = (["1,2,1", "2,1,1"], [32, 8, 0])
 NOT_WITH_IT = {
-    "fp16": True,
+    "softmax_type": "off-by-one",
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
@@ -73,15 +73,16 @@ CASES = {
         ],
     ),
     "planning": (
-        arguments(*HOME_AND_GUEST, hot_switch_algorithm="best", hot_switch_gpus_per_node=0),
-        ["--hot-switch-algorithm best is not known", "--hot-switch-gpus-per-node is 0"],
+        arguments(*HOME_AND_GUEST, hot_switch_algorithm="best", hot_switch_gpus_per_node=0, hot_switch_attention="all"),
+        ["-algorithm best is not known", "-gpus-per-node is 0", "-attention all is not known"],
     ),
     "what does not go with it": (
         arguments(*HOME_AND_GUEST, **NOT_WITH_IT),
         [
             f"{option} is not supported with hot switching: "
             for option in (
-                *("--fp16", "--grad-reduce-in-bf16", "--context-parallel-size above 1", "--moe-expert-capacity-factor"),
+                *("--softmax-type", "--grad-reduce-in-bf16", "--context-parallel-size above 1"),
+                "--moe-expert-capacity-factor",
                 *(
                     "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
                     "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
