@@ -32,7 +32,7 @@ def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys:
     (case,) = read_cases(tmp_path / "report.json").values()
     assert (case["case"], case["goal"]) == ("hot_loss_ratio", 1.02)
     assert case["value"] == pytest.approx(hot["validation"]["2"] / stock["validation"]["2"])
-    assert "tokens per step" in capsys.readouterr().out
+    assert "at the end" in capsys.readouterr().out
 
 
 def test_both_sides_keep_documents_apart_and_validate_on_as_many_rows(tmp_path: Path):
@@ -40,4 +40,18 @@ def test_both_sides_keep_documents_apart_and_validate_on_as_many_rows(tmp_path: 
     for method in study.methods:
         words = study.arguments(Run(method=method, seed=1))
         assert {"--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"} <= set(words)
-        assert method.options["eval_iters"] * method.options["global_batch_size"] == 144
+        assert method.options["eval_iters"] * rows_of_validation(method.options) == 144
+
+
+def rows_of_validation(options):
+    return options.get("eval_global_batch_size", options["global_batch_size"])
+
+
+def test_both_sides_train_as_many_tokens(tmp_path: Path):
+    study = HotSwitchStudy(output=tmp_path)
+    steps = [arguments_after(study.arguments(Run(method=method, seed=1)), "--train-iters") for method in (STOCK, HOT)]
+    assert steps == ["200", "198"]
+
+
+def arguments_after(words, flag):
+    return words[words.index(flag) + 1]
