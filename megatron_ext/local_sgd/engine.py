@@ -32,7 +32,11 @@ __all__ = ["LocalSGD", "SyncedTensor", "collective_device"]
 
 
 class LocalSGD:
-    """The state of local SGD on one rank, and its rounds."""
+    """The state of local SGD on one rank, and its rounds.
+
+    Attributes:
+        device: where the values are, and what is added up over ranks.
+    """
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class LocalSGD:
         self._apart = self.gta.reducer == "pairwise" or self.streaming.eager
         self._across = across
         self._worker = dist.get_rank(across)
-        self._device = self.values[0].device if self.values else collective_device(across)
+        self.device = self.values[0].device if self.values else collective_device(across)
         self._schedule = RoundSchedule(
             self.streaming.fragments,
             interval=config.local_sgd_sync_interval,
@@ -98,7 +102,7 @@ class LocalSGD:
                 gta=gta,
                 across=across,
                 inside=inside,
-                device=self._device,
+                device=self.device,
                 index=index,
                 guarded=self.streaming.in_background or config.use_async,
                 eager=self.streaming.eager,
@@ -130,7 +134,7 @@ class LocalSGD:
         Raises:
             RuntimeError: they are not equal, so that there is nothing for the workers to agree on.
         """
-        require_equal([(each.name, each.tensor) for each in self.synced_tensors], self._across, self._device)
+        require_equal([(each.name, each.tensor) for each in self.synced_tensors], self._across, self.device)
         self.in_warmup = False
         self._schedule.restart()
         for fragment in self._fragments:
@@ -142,7 +146,7 @@ class LocalSGD:
         Raises:
             RuntimeError: they are not equal.
         """
-        require_equal([(each.name, each.tensor) for each in self.synced_tensors], self._across, self._device)
+        require_equal([(each.name, each.tensor) for each in self.synced_tensors], self._across, self.device)
         self._equal = True
         self._schedule.restart()
         for fragment in self._fragments:

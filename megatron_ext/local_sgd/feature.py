@@ -61,6 +61,8 @@ class LocalSGDFeature(Feature):
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
         self._arrivals: Arrivals | None = None
+        self._model: Sequence[Any] = ()
+        self._will_wait = False
         self._launched_at = 0
         self._plan: checkpoint.LoadPlan | None = None
 
@@ -126,6 +128,7 @@ class LocalSGDFeature(Feature):
         if config.sync_in_forward:
             self._arrivals = Arrivals(engine, self._require_values())
             forward.wait_before_use(context.model, self._arrivals.require)
+            self._model = context.model
         if context.args.iteration < config.local_sgd_warmup_steps:
             gradients.install_synchronous_warmup(
                 context.config, self._require_groups(), lambda: self._in_warmup
@@ -178,6 +181,16 @@ class LocalSGDFeature(Feature):
             self._launched_at = context.iteration
         timer.stop()
         self._account(progress, context.iteration)
+        if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
+            self._conclude()
+
+    def _all_will_wait(self) -> bool:
+        """Return whether the next forward pass of every worker can end a round; they get ready once and for all."""
+        if not self._will_wait:
+            ready = torch.tensor(float(forward.will_wait(self._model)), device=self._require_engine().device)
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._require_groups().across)
+            self._will_wait = bool(ready)
+        return self._will_wait
 
     def before_weights_shared(self, context: StepContext) -> None:
         """Let workers that stand apart meet before their time: after a resume their rounds may have moved."""

@@ -38,6 +38,14 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
         found["--local-sgd-ewma-alpha"] = config.ewma_alpha
         found["--local-sgd-ewma-threshold"] = config.ewma_threshold
         found["--local-sgd-ewma-official-start"] = config.ewma_official_start
+    if config.clip_pseudo_grad:
+        found["--local-sgd-clip-pseudo-grad"] = config.clip_pseudo_grad
+    if config.pseudo_gradnorm_reduce:
+        found["--local-sgd-pseudo-gradnorm-reduce"] = True
+        found["--local-sgd-weight-softmax-temperature"] = config.weight_softmax_temperature
+        found["--local-sgd-weight-scale-free"] = config.weight_scale_free
+    if config.codec == "topk":
+        found["--local-sgd-codec-density"] = config.codec_density
     if outer.outer_optim_class is not None:
         return {**found, "--outer-optim-kwargs": dict(outer.outer_optim_kwargs)}
     if outer.outer_optimizer != "none":

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["wait_before_use"]
+__all__ = ["wait_before_use", "will_wait"]
 
 Await = Callable[[Iterable[torch.Tensor]], None]
 """Return once these parameters may be used: on this rank, or gathered from the ranks that share them."""
@@ -35,6 +35,17 @@ def wait_before_use(model: Sequence[Any], await_parameters: Await) -> None:
                     module.register_forward_pre_hook(_before(await_parameters))
         # A module that this pass has left out (an expert without tokens) must not miss the optimizer's next step.
         chunk.register_forward_hook(_after(await_parameters))
+
+
+def will_wait(model: Sequence[Any]) -> bool:
+    """Return whether the next forward pass calls what `wait_before_use` was given before parameters are used.
+
+    Megatron gathers parameters in the forward pass only after the first step that was not skipped.
+
+    Args:
+        model: as there.
+    """
+    return all(chunk.remove_forward_pre_hook_handles or not chunk.ddp_config.overlap_param_gather for chunk in model)
 
 
 def _wait_before_gathering(bucket_group: Any, await_parameters: Await) -> None:

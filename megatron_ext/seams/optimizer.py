@@ -86,12 +86,13 @@ class InnerValues:
                 member._copy_main_params_to_model_params()
             if not is_distributed(member):
                 continue
-            if now:
-                for chunk in member.model_chunks:
-                    chunk.start_param_sync(force_sync=True)
-            elif not member.ddp_config.overlap_param_gather:
+            if not member.ddp_config.overlap_param_gather and not now:
                 member.start_param_sync_for_bucket_group_subset()
-
+                continue
+            for chunk in member.model_chunks:
+                # Megatron puts the hooks of the forward pass in place after the first step that was not skipped.
+                if now or not chunk.remove_forward_pre_hook_handles:
+                    chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def refresh_units(self, units: Collection[str]) -> None:
@@ -129,7 +130,8 @@ def fill_empty_states(optimizer: Any) -> bool:
         if isinstance(inner, torch.optim.Adam):  # AdamW as well; it takes a state for complete once there is any
             for state in inner.state.values():
                 state["step"] = torch.tensor(0.0)
-        filled |= not is_distributed(member)
+            # Others, as Apex' and Transformer Engine's, count steps elsewhere.
+            filled |= not is_distributed(member)
     return filled
 
 

@@ -198,6 +198,7 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
         from megatron.core.utils import get_attr_wrapped_model
+        from megatron.training import get_args
 
         model = signature.bind(*args, **kwargs).arguments["model"]
         collection = get_attr_wrapped_model(model[0], "pg_collection")
@@ -206,9 +207,14 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         # The validation samples are split over all workers, so the loss is averaged over all of them.
         inside = collection.dp_cp
         collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        # An evaluation that a time limit ends leaves the model in evaluation mode, as the run is about to end. Here it
+        # may go on to the next round; the vote right after the evaluation decides.
+        run = get_args()
+        limit, run.exit_duration_in_mins = run.exit_duration_in_mins, None
         try:
             return original(*args, **kwargs)
         finally:
+            run.exit_duration_in_mins = limit
             collection.dp_cp = inside
             hooks.fire("after_evaluation", context)
 

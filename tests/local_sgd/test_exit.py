@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that is told to end does so where all workers meet, and leaves a checkpoint of a sync point."""
 
+import pytest
+
 from tests.local_sgd.runs import arguments, local_run
 from tests.support.pretrain import run_pretrain
 
@@ -60,7 +62,8 @@ def let_an_hour_pass_on_rank_one():
     training.train_step = train_step
 
 
-def test_a_time_limit_ends_all_workers_at_the_next_round(tmp_path):
+@pytest.mark.parametrize("evaluation", [{}, {"eval_interval": 1, "eval_iters": 1}], ids=["plain", "evaluating"])
+def test_a_time_limit_ends_all_workers_at_the_next_round(tmp_path, evaluation):
     ranks = run_pretrain(
         arguments(
             "single",
@@ -71,6 +74,7 @@ def test_a_time_limit_ends_all_workers_at_the_next_round(tmp_path):
             save_interval=100,
             train_iters=9,
             local_sgd_sync_interval=4,
+            **evaluation,
         ),
         2,
         before=let_an_hour_pass_on_rank_one,

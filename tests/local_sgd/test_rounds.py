@@ -2,6 +2,7 @@
 """Invariants 4 and 5: what an outer round does to the weights in the real loop."""
 
 import re
+from functools import partial
 
 import pytest
 
@@ -257,19 +258,46 @@ def test_a_skipped_fp16_step_on_one_worker_does_not_break_lockstep():
             local_sgd_sync_interval=4,
         ),
         2,
-        before=overflow_on_worker_one,
+        before=partial(overflow, ranks=[1], iterations=[2]),
     )
     skipped = [[step.skipped for step in rank.record.steps] for rank in ranks]
     assert skipped[0] != skipped[1]
     assert ranks[0].optimizer == ranks[1].optimizer
 
 
-def overflow_on_worker_one():
-    """Make the third step of rank 1 overflow."""
+def test_a_round_after_skipped_steps_alone_reaches_all_ranks_of_the_worker():
+    # Megatron gathers parameters in the forward pass only after the first step that was not skipped.
+    options = {"initial_loss_scale": 2.0**10, "hysteresis": 1, "train_iters": 2, "local_sgd_sync_interval": 2}
+    ranks = run_pretrain(
+        arguments("dp2", "bf16-distopt-overlap", workers=2, **{**options, "bf16": False, "fp16": True}),
+        4,
+        before=partial(overflow, ranks=[0, 1], iterations=[0, 1]),
+    )
+    assert [[step.skipped for step in rank.record.steps] for rank in ranks] == 2 * [[1, 1]] + 2 * [[0, 0]]
+    assert all(rank.parameters == ranks[-1].parameters for rank in ranks)
+
+
+def test_a_round_in_the_forward_pass_after_skipped_steps_alone_has_the_bits_of_one_after_the_step():
+    options = {"initial_loss_scale": 2.0**10, "hysteresis": 1, "train_iters": 3, "local_sgd_sync_interval": 2}
+    options |= {"bf16": False, "fp16": True}
+    at_once, in_forward = (
+        run_pretrain(
+            arguments("dp2", "bf16-distopt-overlap", workers=2, local_sgd_sync_in_forward=when, **options),
+            4,
+            before=partial(overflow, ranks=[0, 1], iterations=[0, 1]),
+        )
+        for when in (False, True)
+    )
+    assert [rank.losses for rank in in_forward] == [rank.losses for rank in at_once]
+    assert [rank.parameters for rank in in_forward] == [rank.parameters for rank in at_once]
+
+
+def overflow(ranks, iterations):
+    """Make steps of some ranks overflow; iterations count from 0."""
     import functools
     import os
 
-    if os.environ["RANK"] != "1":
+    if int(os.environ["RANK"]) not in ranks:
         return
     import megatron.training.training as training
 
@@ -277,7 +305,7 @@ def overflow_on_worker_one():
 
     @functools.wraps(original)
     def train_step(forward_step_func, data_iterator, model, *args, **kwargs):
-        if kwargs.get("iteration") == 2:
+        if kwargs["iteration"] in iterations:
             parameter = next(model[0].parameters())
             handle = parameter.register_hook(lambda gradient: gradient * float("inf"))
             try:

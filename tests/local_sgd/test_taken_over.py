@@ -45,3 +45,18 @@ def test_another_detector_or_none_is_a_change():
     of = [tuning_of(config, OuterOptimizerConfig()) for config in (without, first, second)]
     assert changes(of[1], of[2]) == {"--local-sgd-ewma-threshold": (3.0, 5.0)}
     assert changes(of[1], of[0])["--local-sgd-skip-anomaly"] == (True, "not given")
+
+
+def test_another_penalty_or_none_is_a_change():
+    fields = {"use_local_sgd": True, "local_sgd_workers": 4, "codec": "topk"}
+    without = LocalSGDConfig(**fields, codec_density=0.5)
+    first = LocalSGDConfig(**fields, clip_pseudo_grad=10.0, pseudo_gradnorm_reduce=True)
+    second = LocalSGDConfig(**fields, clip_pseudo_grad=1.0, pseudo_gradnorm_reduce=True, weight_scale_free=True)
+    of = [tuning_of(config, OuterOptimizerConfig()) for config in (without, first, second)]
+    assert changes(of[1], of[2]) == {
+        "--local-sgd-clip-pseudo-grad": (10.0, 1.0),
+        "--local-sgd-weight-scale-free": (False, True),
+    }
+    gone = changes(of[1], of[0])
+    assert gone["--local-sgd-pseudo-gradnorm-reduce"] == (True, "not given")
+    assert gone["--local-sgd-codec-density"] == (1 / 32, 0.5)
