@@ -7,8 +7,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.errors import combine
-from megatron_ext.hooks import ChunksContext, Feature, SaveContext, StepContext, TrainContext
+from megatron_ext.errors import UserError, combine
+from megatron_ext.hooks import ChunksContext, Feature, LoadContext, SaveContext, StepContext, TrainContext
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint, router, training
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["SpesFeature"]
+
+_STATE = "spes"
 
 
 class SpesFeature(Feature):
@@ -76,7 +78,7 @@ class SpesFeature(Feature):
         if problems:
             raise combine(problems, "--hot-switch-strategy-file, the first strategy")
         owned = ownership.owned_by(args.sync_service_index)
-        return [f"spes: trains {len(owned)} of {ownership.experts} experts: {', '.join(map(str, owned))}"]
+        return [f"spes: trains {len(owned)} of {ownership.experts} experts: {_listed(owned)}"]
 
     def patches(self) -> Sequence[Patch]:
         """Return the seams of freezing, of the routers' loss and of the optimizer's checkpoints."""
@@ -103,12 +105,38 @@ class SpesFeature(Feature):
         """Let the optimizer's state hold the experts that it trains, in a checkpoint and in the request of a read."""
         ownership = ownership_of(context.args)
         assert ownership is not None
-        has_all = len(ownership.owned_by(context.args.sync_service_index)) == ownership.experts
+        owned = ownership.owned_by(context.args.sync_service_index)
+        has_all = len(owned) == ownership.experts
+        if not context.loading:
+            context.state[_STATE] = {"trained": list(owned), "experts": ownership.experts}
         if context.optimizer is not None and not has_all:
             # What stands beside the optimizer's state has its form: that of workers inside the peer.
             for key, entry in context.state.items():
                 if not is_model_key(key):
                     unstack_experts(entry)
+
+    def on_load(self, context: LoadContext) -> None:
+        """Refuse the optimizer's state of other experts, which Megatron may take for that of these.
+
+        The distributed optimizer's state is named by its place in a buffer, and not by the parameter.
+
+        Raises:
+            UserError: the checkpoint's optimizer trained other experts.
+        """
+        saved, args = context.state.pop(_STATE, None), context.args
+        if not context.common_only or context.directory is None or args.no_load_optim or args.finetune:
+            return
+        ownership = ownership_of(args)
+        assert ownership is not None
+        owned = list(ownership.owned_by(args.sync_service_index))
+        everything = list(range(ownership.experts))
+        trained = everything if saved is None else saved["trained"]
+        if trained != owned:
+            raise UserError(
+                f"--load {context.directory}: its optimizer trained the experts {_listed(trained)}, and this peer "
+                f"trains {_listed(owned)}; give this peer its own checkpoint, or take the weights alone with "
+                "--no-load-optim"
+            )
 
     def on_train_start(self, context: TrainContext) -> None:
         """Keep what the steps need: by now Megatron knows how long the training is."""
@@ -133,3 +161,7 @@ class SpesFeature(Feature):
             return
         say(f"spes: this rank has {held.gradients} bytes of gradients and {held.optimizer} bytes of optimizer states")
         self._weighed = None
+
+
+def _listed(experts: Sequence[int]) -> str:
+    return ", ".join(map(str, experts))

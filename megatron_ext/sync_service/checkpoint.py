@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,47 +16,66 @@ from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.arguments import SyncServiceConfig
 from megatron_ext.sync_service.parts import Part
 
-__all__ = ["assemble", "check_residuals", "request", "take_residuals", "take_state"]
+__all__ = ["Place", "assemble", "check_residuals", "request", "take_residuals", "take_state"]
 
-_FORMAT = 3
+_FORMAT = 4
 _STATE = "sync_service"
 _RESIDUALS = "sync_service_residuals"
 
 
-def assemble(
-    context: SaveContext,
-    *,
-    index: int,
-    number: int,
-    steps: int,
-    seconds: float,
-    residuals: dict[str, torch.Tensor],
-) -> None:
-    """Put a peer's state into a checkpoint; all ranks call it.
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a peer is in its run."""
 
-    Args:
-        context: the checkpoint.
-        index: the peer's part of the samples.
-        number: the round that it went on from.
-        steps: completed since.
-        seconds: gone since.
-        residuals: what this rank's contributions have lost so far, 1-D by part.
-    """
+    index: int
+    """Its part of the samples."""
+
+    number: int
+    """The round that it went on from."""
+
+    digest: str
+    """Of that round's values."""
+
+    steps: int
+    """Completed since."""
+
+    seconds: float
+    """Gone since."""
+
+    residuals: dict[str, torch.Tensor]
+    """What this rank's contributions have lost so far, 1-D by part."""
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any], residuals: dict[str, torch.Tensor]) -> Place:
+        """Return the place that was put into a checkpoint."""
+        return cls(
+            index=saved["index"],
+            number=saved["round"],
+            digest=saved["digest"],
+            steps=saved["steps"],
+            seconds=saved["seconds"],
+            residuals=residuals,
+        )
+
+
+def assemble(context: SaveContext, place: Place) -> None:
+    """Put a peer's state into a checkpoint; all ranks call it."""
     config = SyncServiceConfig.from_args(context.args)
     is_lossy = config.sync_service_codec != "fp32"
     context.state[_STATE] = {
         "format": _FORMAT,
         "run": config.sync_service_run,
         "peer": config.sync_service_peer,
-        "index": index,
-        "round": number,
-        "steps": steps,
-        "seconds": seconds,
+        "index": place.index,
+        "round": place.number,
+        "digest": place.digest,
+        "steps": place.steps,
+        "seconds": place.seconds,
         "codec": config.sync_service_codec,
         "residuals_of": _layout(context.args) if is_lossy else None,
     }
     if is_lossy:
-        context.state[_RESIDUALS] = _of_this_rank(residuals)
+        context.state[_RESIDUALS] = _of_this_rank(place.residuals)
 
 
 def request(context: SaveContext, state: dict[str, Any] | None) -> None:

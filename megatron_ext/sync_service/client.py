@@ -110,6 +110,7 @@ class SyncClient:
         self.index = -1
         self.peers = 0
         self.round = -1
+        self.digest = ""
         self.uploaded = False
         self.asynchronous = False
         self._contributed: int | None = None
@@ -175,7 +176,7 @@ class SyncClient:
         self.uploaded = was_uploaded and open_round == self.round + 1 and not self.asynchronous
         return adopted
 
-    def resume(self, number: int) -> dict[str, torch.Tensor] | None:
+    def resume(self, number: int, digest: str = "") -> dict[str, torch.Tensor] | None:
         """Register, and go on in the middle of the interval after a round whose values this peer has taken before.
 
         `residuals` are to be set before, as they were after that round. They are dropped when an earlier process of
@@ -183,6 +184,7 @@ class SyncClient:
 
         Args:
             number: the round.
+            digest: of its values, as `digest` was after it; not compared when empty.
 
         Returns:
             The values of the newest round if that is a later one: the interval was lost. None if it is this one. Where
@@ -190,7 +192,7 @@ class SyncClient:
             with, or counts already what an earlier process of this peer has made of it.
 
         Raises:
-            UserError: the server refuses, or knows nothing of the round yet.
+            UserError: the server refuses, knows nothing of the round yet, or has other values in it.
         """
         open_round = self.register()
         if open_round <= number:
@@ -201,7 +203,7 @@ class SyncClient:
                 "another name"
             )
         if self.asynchronous:
-            return self._resume_alone(number)
+            return self._resume_alone(number, digest)
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
             answer = self._await(number + 1, {})
@@ -210,18 +212,31 @@ class SyncClient:
                 self.residuals = {}
             return self._adopt(answer)
         was_uploaded, lossy = self.uploaded, self.config.codec != "fp32"
+        answer = self._await(number, {})
+        self._check_history(number, digest, answer)
         if lossy:
-            taken = self._adopt(self._await(number, {}))
+            taken = self._adopt(answer)
             if self.round != number:
                 self.residuals = {} if was_uploaded else self.residuals
                 return taken
         self.round, self.uploaded = number, was_uploaded
+        self.digest = answer.digest if answer.newest == number else digest
         if was_uploaded:
             # What was sent is made again now, from the same state: what it has lost can be worked out.
             self._sent = number + 1
         return None
 
-    def _resume_alone(self, number: int) -> dict[str, torch.Tensor] | None:
+    def _check_history(self, number: int, digest: str, answer: Answer) -> None:
+        """Check that a round that this peer went on from is the server's newest one, if they have one number."""
+        if digest and answer.newest == number and answer.digest != digest:
+            raise UserError(
+                f"this peer goes on from values of round {number} with the digest {digest}, but those of run "
+                f"{self.config.run!r} on the server have {answer.digest}: the server's folder is an older copy, after "
+                "which rounds were made anew, or another run's; start this peer with --no-load-optim, which takes the "
+                "server's values, or begin a run under another name"
+            )
+
+    def _resume_alone(self, number: int, digest: str) -> dict[str, torch.Tensor] | None:
         """Go on in the middle of an interval while others make rounds."""
         if self._contributed is not None and self._contributed > number:
             # What an earlier process has made of the interval counts; it is not made twice.
@@ -230,7 +245,9 @@ class SyncClient:
             self.residuals = {}
             return self._adopt(self._await(number + 1, {}))
         self.uploaded = False
-        taken = self._adopt(self._await(number + 1, {}, again=True))
+        answer = self._await(number + 1, {}, again=True)
+        self._check_history(number, digest, answer)
+        taken = self._adopt(answer)
         if self.round == number:
             return None
         log.warning("round %d is no longer kept; this peer goes on from round %d", number, self.round)
@@ -379,7 +396,7 @@ class SyncClient:
                 log.warning("round %d: %s; taking round %d", number, failed[0], answer.newest)
                 continue
             self._check_digest(RoundDigest(sums for _, sums in results), answer)
-            self.round, self.uploaded = number, False
+            self.round, self.uploaded, self.digest = number, False, answer.digest
             self._outgoing.go_on_from(taken)
             return taken
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")

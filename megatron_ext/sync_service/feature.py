@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
     Feature,
     LoadContext,
@@ -51,6 +52,7 @@ class SyncServiceFeature(Feature):
         self._groups: WorkerGroups | None = None
         self._peer: Peer | None = None
         self._saved: dict[str, Any] | None = None
+        self._ended: checkpoint.Place | None = None
         self._residuals: dict[str, torch.Tensor] = {}
 
     # Arguments.
@@ -95,6 +97,10 @@ class SyncServiceFeature(Feature):
         """Become a member, and take the values from which this job goes on: before the data, which it cuts."""
         if context.args.skip_train or context.optimizer is None:
             return
+        if self._saved is not None and _is_over(context.args):
+            say("sync service: the training that was loaded is over; this job takes no part in the run")
+            self._ended = checkpoint.Place.of(self._saved, self._residuals)
+            return
         self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
         adopted = peer.client.start(peer.slices.read()) if self._saved is None else self._resume(peer, self._saved)
         if adopted is not None:
@@ -109,7 +115,7 @@ class SyncServiceFeature(Feature):
     def _resume(self, peer: Peer, saved: dict[str, Any]) -> Any:
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
         peer.client.residuals = self._residuals
-        adopted = peer.client.resume(saved["round"])
+        adopted = peer.client.resume(saved["round"], saved["digest"])
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
@@ -197,14 +203,24 @@ class SyncServiceFeature(Feature):
 
     def on_train_end(self, context: TrainContext) -> None:
         """End the membership: nobody shall wait for this job any more."""
-        self._arrive_early("the end of training")
-        peer = self._require_peer()
+        peer = self._peer
+        if peer is None:
+            return
+        # Megatron saves the last checkpoint after this: whatever the server does, the job's own weights are kept.
+        try:
+            self._arrive_early("the end of training")
+        except UserError as error:
+            peer.on_its_way = None
+            say(f"sync service: the round on its way is lost, and training ends with this job's own weights: {error}")
         steps = peer.interval.steps
         if steps:
             say(f"sync service: training ends {steps} steps after round {peer.client.round}, with its own weights")
-        peer.client.leave()
+        try:
+            peer.client.leave()
+        except UserError as error:
+            say(f"sync service: the server does not know that this peer has ended: {error}")
         peer.client.close()
-        self._peer = None
+        self._ended, self._peer = self._place(peer), None
 
     def on_log(self, context: LogContext) -> None:
         """Report the last round."""
@@ -239,15 +255,9 @@ class SyncServiceFeature(Feature):
         if context.loading:
             checkpoint.request(context, self._saved)
         elif self._peer is not None:
-            peer = self._peer
-            checkpoint.assemble(
-                context,
-                index=peer.client.index,
-                number=peer.client.round,
-                steps=peer.interval.steps,
-                seconds=peer.interval.seconds,
-                residuals=peer.client.residuals,
-            )
+            checkpoint.assemble(context, self._place(self._peer))
+        elif self._ended is not None:
+            checkpoint.assemble(context, self._ended)
 
     def on_load(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
@@ -255,9 +265,26 @@ class SyncServiceFeature(Feature):
         if not context.common_only:
             self._residuals = checkpoint.take_residuals(context)
 
+    def _place(self, peer: Peer) -> checkpoint.Place:
+        return checkpoint.Place(
+            index=peer.client.index,
+            number=peer.client.round,
+            digest=peer.client.digest,
+            steps=peer.interval.steps,
+            seconds=peer.interval.seconds,
+            residuals=peer.client.residuals,
+        )
+
     def _require_peer(self) -> Peer:
         assert self._peer is not None, "sync service: the model is not built yet"
         return self._peer
+
+
+def _is_over(args: Any) -> bool:
+    """Return whether a checkpoint was loaded after the last step."""
+    if args.train_samples:
+        return bool(args.consumed_train_samples >= args.train_samples)
+    return bool(args.iteration >= args.train_iters)
 
 
 @contextmanager

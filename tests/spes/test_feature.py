@@ -225,6 +225,18 @@ def test_a_killed_peer_goes_on_in_mid_interval_with_its_frozen_experts(
     assert same_bits(model_of(again), model_of(undisturbed[1]))
 
 
+def test_the_optimizer_of_another_peers_experts_is_refused(make_service: Callable[..., Service], tmp_path: Path):
+    service = make_service({name: {**RUN, "quorum": 1, "grace_seconds": 0.1} for name in ("demo", "other")})
+    service.start()
+    # The state of this optimizer does not say which parameters it is of.
+    kind = ("single", "bf16-distopt", 1)
+    run_job(service, "a", kind, sync_service_index=0, train_iters=4, save=str(tmp_path / "a"), save_interval=4, **SPES)
+    options = {"sync_service_run": "other", "sync_service_index": 1, "load": str(tmp_path / "a"), "train_iters": 8}
+    said = failing_job(service, "b", kind, **options, **SPES)
+    assert "its optimizer trained the experts 0, 2, and this peer trains 1, 3" in said
+    run_job(service, "b", kind, no_load_optim=True, **options, **SPES)
+
+
 def test_own_experts_look_less_loaded_in_the_first_fifth_of_the_training():
     options = {"spes_using_decayed_aux_loss": True, "spes_decayed_factor_update_steps": 100, "train_iters": 1000}
     feature = SpesFeature()

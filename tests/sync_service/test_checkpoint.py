@@ -27,11 +27,12 @@ ARGS = {
     "use_distributed_optimizer": True,
 }
 SAVED = {
-    "format": 3,
+    "format": 4,
     "run": "demo",
     "peer": "a",
     "index": 1,
     "round": 4,
+    "digest": "ab",
     "steps": 2,
     "seconds": 0.5,
     "codec": "int4",

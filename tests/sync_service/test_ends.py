@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the end of a peer leaves behind: its last checkpoint, whatever the server does."""
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.sync_service.jobs import SINGLE, model_of, run_job, same_bits
+from tests.sync_service.service import Service
+
+MakeService = Callable[..., Service]
+# Two steps after the only round; nothing is saved before the end.
+ENDING = {"train_iters": 6, "save_interval": 100}
+
+
+def kill_in_step(iteration: int, process: int) -> None:
+    """Before: kill a process, such as the server, in a step; iterations count from 0."""
+    import functools
+
+    from megatron.training import training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(*args, **kwargs):
+        if kwargs["iteration"] == iteration:
+            os.kill(process, signal.SIGKILL)
+        return original(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Return the digests of a checkpoint's files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.mark.parametrize("delay", [0, 3], ids=["between rounds", "during a round"])
+def test_the_last_checkpoint_is_written_though_the_server_is_gone(
+    make_service: MakeService, tmp_path: Path, delay: int
+):
+    service = make_service(peers=1)
+    service.start()
+    assert service.server is not None
+    # With a delay the round after step 4 would be applied after the end.
+    options = {**ENDING, "sync_service_patience_seconds": 3, "sync_service_delay": delay or None}
+    die = partial(kill_in_step, 3 if delay else 5, service.server.pid)
+    ended = run_job(service, "a", SINGLE, save=str(tmp_path / "a"), before=die, **options)
+    assert (tmp_path / "a" / "latest_checkpointed_iteration.txt").read_text() == "6"
+    said = ended[0].stdout
+    assert "the server does not know that this peer has ended" in said
+    assert ("training ends with this job's own weights" in said) == bool(delay)
+
+
+def test_a_peer_that_has_ended_and_is_started_again_changes_nothing(make_service: MakeService, tmp_path: Path):
+    service = make_service(peers=1)
+    service.start()
+    options = {**ENDING, "save": str(tmp_path / "a")}
+    ended = run_job(service, "a", SINGLE, **options)
+    events, before = service.events("joined"), contents(tmp_path / "a")
+    again = run_job(service, "a", SINGLE, load=str(tmp_path / "a"), **options)
+    assert "the training that was loaded is over" in again[0].stdout
+    assert service.events("joined") == events
+    assert same_bits(model_of(again), model_of(ended))
+    assert contents(tmp_path / "a").keys() == before.keys()
+
+
+def test_a_checkpoint_of_the_end_is_one_of_that_place(make_service: MakeService, tmp_path: Path):
+    service = make_service(peers=1)
+    service.start()
+    run_job(service, "a", SINGLE, save=str(tmp_path / "a"), **ENDING)
+    from megatron.core.dist_checkpointing import load_common_state_dict
+
+    state = load_common_state_dict(str(tmp_path / "a" / "iter_0000006"))["sync_service"]
+    assert (state["round"], state["steps"]) == (1, 2)
+    assert state["digest"] == service.events("committed")[1]["digest"]
