@@ -72,9 +72,9 @@ def _attend(
 
 
 def attend_by_document(model: torch.nn.Module) -> None:
-    """Let a model on Megatron's local implementation take the lengths of documents in place of an attention mask.
+    """Let a GPT on Megatron's local implementation take the lengths of documents in place of an attention mask.
 
-    With a mask, or with none, as in evaluation, it does what it did.
+    With a mask, as in evaluation, it does what it did. Without one a row is a document.
 
     Args:
         model: its `DotProductAttention` modules are changed in place.
@@ -93,8 +93,9 @@ def _take_lengths(module: Any) -> None:
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *rest: Any, **kwargs: Any
     ) -> Any:
-        # Masks are bool.
-        if attention_mask is None or attention_mask.dtype != torch.int64:
+        if attention_mask is None:
+            attention_mask = torch.full((query.shape[1], 1), query.shape[0])
+        elif attention_mask.dtype != torch.int64:  # masks are bool
             return original(query, key, value, attention_mask, *rest, **kwargs)
         # Megatron divides by the layer's number before the scores are made, and multiplies by it afterwards.
         scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)

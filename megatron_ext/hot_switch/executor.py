@@ -110,7 +110,8 @@ class SwitchExecutor:
     def _bind(self, tensors: Tensors, out: Tensors | None) -> BoundSwitch:
         """Return the views that this switch works on: those of the last one, if the tensors lie where they did."""
         for staging in self._staging:
-            staging.untyped_storage().resize_(self.itinerary.staging_bytes)
+            if staging.untyped_storage().nbytes() == 0:
+                staging.untyped_storage().resize_(self.itinerary.staging_bytes)
         if self._bound is not None and self._bound.fits(tensors, out):
             return self._bound
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
@@ -161,7 +162,7 @@ class SwitchExecutor:
                 self._arrive(*on_the_way.popleft())
             if each.pack_from:
                 torch._foreach_copy_(each.pack_into, each.pack_from)
-            on_the_way.append((each, dist.batch_isend_irecv(each.operations)))
+            on_the_way.append((each, dist.batch_isend_irecv(each.operations) if each.operations else []))
         # While the last rounds travel.
         self._put(bound.stay_into, bound.stay_from)
         while on_the_way:

@@ -18,7 +18,7 @@ from megatron_ext.hot_switch.documents import open_documents
 from megatron_ext.hot_switch.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
-from megatron_ext.seams import checkpoint, logging, model, router, strategies, training
+from megatron_ext.seams import checkpoint, logging, model, norms, router, strategies, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer_format import refuse_bound_format
 from megatron_ext.seams.process_groups import WorkerGroups
@@ -75,6 +75,7 @@ class HotSwitchFeature(Feature):
             *logging.patches(),
             *checkpoint.load_patches(),
             *router.padding_patches(),
+            *norms.patches(),
         ]
 
     def guest_layouts(self, args: Any) -> Sequence[Layout]:
@@ -97,6 +98,7 @@ class HotSwitchFeature(Feature):
     def on_builder_done(self, context: BuilderContext) -> None:
         """Build the guests as home was built."""
         # Imported here because it imports Megatron, whose import the command line tools can do without.
+        import torch
         from megatron.training import get_args
 
         from megatron_ext.hot_switch.guest import SwitchOptions, build_guest
@@ -127,6 +129,10 @@ class HotSwitchFeature(Feature):
                 options=options,
             )
             self._guests.append(guest)
+        if torch.cuda.is_available():
+            # Megatron built guests on a stream of their own, whose memory nobody else would find.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         for guest, after in pairwise([*self._guests, None]):
             say(_ways(guest, after))
 

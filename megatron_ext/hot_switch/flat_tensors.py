@@ -46,7 +46,9 @@ class FlatTensors:
 
     def take(self) -> None:
         """Take the memory again, with undefined contents; does nothing where there is some."""
-        self._memory.untyped_storage().resize_(self.nbytes)
+        # torch would take new memory and copy, also where the size is the same.
+        if self._memory.untyped_storage().nbytes() != self.nbytes:
+            self._memory.untyped_storage().resize_(self.nbytes)
 
     def take_zeros(self) -> None:
         """Take the memory again, with zeros in it."""

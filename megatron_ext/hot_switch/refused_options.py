@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_ext.seams.arguments import asks_for_cuda_graphs
+
 __all__ = ["refused_options"]
 
 _POSITIONS = ("none", "rope", "learned_absolute")
@@ -19,6 +21,11 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda args: args.transformer_impl != "local",
         "packed rows need a mask that keeps documents apart, which Transformer Engine does not take in this form; use "
         "--transformer-impl local",
+    ),
+    (
+        "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
+        asks_for_cuda_graphs,
+        "guests' parameters lie elsewhere in every step, and a graph would use them where they were; drop it",
     ),
     (
         "--softmax-type",

@@ -73,8 +73,11 @@ def _row_seconds(
 
 def _build(shape: GptShape, longest: int, recompute: str, active_experts: int) -> Any:
     from megatron_ext import patch_megatron
+    from megatron_ext.activation import registry
+    from megatron_ext.seams import norms
 
     patch_megatron()
+    registry().apply(norms.patches())
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec

@@ -13,6 +13,7 @@ from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
+from megatron_ext.seams.arguments import asks_for_cuda_graphs
 from megatron_ext.support import refusals
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
@@ -49,6 +50,11 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems.append(
             "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: without it all "
             "parameters are gathered before the forward pass; add it (with --overlap-grad-reduce) or drop the option"
+        )
+    if config.sync_in_forward and asks_for_cuda_graphs(args):
+        problems.append(
+            "--local-sgd-sync-in-forward is not combined with CUDA graphs, whose replay does not wait for a round's "
+            "results; drop --cuda-graph-impl, --enable-cuda-graph and --external-cuda-graph, or the option"
         )
     if config.use_async:
         problems.append(

@@ -81,12 +81,15 @@ class EagerRound:
                     shard.step(run, own, 1.0)
                     start += own.numel()
                 self._late.append(sent / -owned.workers)
-            self._exchanges.append(Exchange(index, (sent,), owned.group, memory).start())
+            self._exchanges.append(Exchange(index, (sent,), owned.group, memory))
             unpack(segment, buffer, state.flats)
         self._turned = False
         state.squares[-1] /= owned.workers  # every worker's step is another one: their root mean square
         self._judge.add_up(state.squares)
         self._judge.refuse_broken(state.squares[:-1], state.number)
+        # Not before the norms, which would wait behind them.
+        for exchange in self._exchanges:
+            exchange.start()
         return []
 
     def turn(self) -> None:

@@ -391,6 +391,6 @@ class LocalSGD:
 
 def collective_device(group: Any) -> torch.device:
     """Return a device whose tensors the group's backend can carry."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if "cpu" in {device.type for device in group._device_types}:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

@@ -129,6 +129,10 @@ class LocalSGDFeature(Feature):
             self._arrivals = Arrivals(engine, self._require_values())
             forward.wait_before_use(context.model, self._arrivals.require)
             self._model = context.model
+        if config.sync_in_forward or engine.streaming.in_background:
+            # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
+            # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
+            context.config.batch_p2p_sync = False
         if context.args.iteration < config.local_sgd_warmup_steps:
             gradients.install_synchronous_warmup(
                 context.config, self._require_groups(), lambda: self._in_warmup

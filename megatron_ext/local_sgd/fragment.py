@@ -350,7 +350,8 @@ class Fragment:
         """
         for value, late in zip(self.values, self.state.take_late(), strict=False):
             value.sub_(late)
-        sums = torch.stack([value.double().sum() for value in self.values] or [torch.zeros(1, device=self._device)])
+        found = [value.sum(dtype=torch.float64) for value in self.values]
+        sums = torch.stack(found or [torch.zeros(1, device=self._device)])
         squares = torch.zeros(self._owned.workers, 1, dtype=torch.float64, device=self._device)
         squares[self._owned.worker] = torch.where(torch.isfinite(sums).all(), 0.0, math.nan)
         self._judge.add_up(squares)
@@ -361,7 +362,7 @@ class Fragment:
         own = finite[self._owned.worker]
         flats = flattened(self.values) if any(finite) else flattened(self.state.gather_anchor())
         for flat in flats if any(finite) else []:
-            flat.copy_(flat / sum(finite) if own else torch.zeros_like(flat))
+            flat.div_(sum(finite)) if own else flat.zero_()
             ordered_sum(flat, self._across)
         for value, flat in zip(self.values, flats, strict=True):
             value.copy_(flat.view(value.shape))

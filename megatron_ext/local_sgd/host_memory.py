@@ -90,23 +90,22 @@ class HostMemory:
     def _arrive(self) -> None:
         """Let the device's computations wait for what is on its way."""
         if self._stream is not None:
-            here = torch.cuda.current_stream(self._device)
-            here.wait_stream(self._stream)
-            for copy in self._coming.values():
-                copy.record_stream(here)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _leave(self, tensors: Sequence[torch.Tensor], homes: Sequence[torch.Tensor], changed: bool) -> None:
         """Give tensors their home memory back, with what they hold now if that changed."""
         visitors = [tensor.data for tensor in tensors]
         for tensor, home in zip(tensors, homes, strict=True):
             tensor.data = home
+        if self._stream is not None:
+            # The visitors' memory is that stream's, which gives it to the next ones once the work on these is done.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         if not changed:
             return
         if self._stream is None:
             for home, visitor in zip(homes, visitors, strict=True):
                 home.copy_(visitor)
             return
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for home, visitor in zip(homes, visitors, strict=True):
                 home.copy_(visitor, non_blocking=True)

@@ -93,7 +93,11 @@ class OuterState:
         """Bytes of host memory that anchor and outer optimizer take from `begin` on."""
         if self._host is None:
             return 0
-        return 4 * (1 + outer_states_per_anchor(self._outer)) * sum(run.numel for _, run in self._owned.numbered)
+        sizes = [4 * run.numel for _, run in self._owned.numbered]
+        if self._device.type == "cuda":
+            # torch rounds pinned memory up to powers of two.
+            sizes = [1 << (size - 1).bit_length() for size in sizes]
+        return (1 + outer_states_per_anchor(self._outer)) * sum(sizes)
 
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""
@@ -173,7 +177,7 @@ class OuterState:
         replicas = outer.pop("replica", None)
         if self._compressed is not None:
             assert replicas is not None
-            self._compressed.begin(replicas, own.get("residual"))
+            self._compressed.begin([replica.to(self._device) for replica in replicas], own.get("residual"))
         parts = {name: self._kept(values) for name, values in outer.items()}
         if self._eager is not None:
             self._eager.load(parts.pop("late"))
@@ -182,8 +186,11 @@ class OuterState:
 
     def _kept(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of what this rank owns of tensors like the values, where its state is kept."""
-        keep = torch.clone if self._host is None else self._host.keep
-        return [keep(run) for run in self._owned.runs(tensors)]
+        runs = self._owned.runs(tensors)
+        if self._host is not None:
+            return [self._host.keep(run) for run in runs]
+        # A state that was read from a file may be on the host.
+        return [run.to(self._device, copy=True) for run in runs]
 
     def _start(self, anchors: list[torch.Tensor]) -> OuterShard:
         """Begin at these parts of the anchor."""

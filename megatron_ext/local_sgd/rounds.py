@@ -137,6 +137,7 @@ class GuardedRound:
     def __init__(self, owned: OwnedRuns, judge: Judge) -> None:
         self._owned = owned
         self._judge = judge
+        self._memory = Memory()
         self._exchanges: list[Exchange] = []
 
     @property
@@ -157,9 +158,9 @@ class GuardedRound:
 
     def start(self, state: RoundState) -> None:
         """Start to send the owners what is theirs."""
-        owned, memory = self._owned, Memory()
+        owned = self._owned
         self._exchanges = [
-            Exchange(index, packed(segment, state.flats), owned.group, memory).start()
+            Exchange(index, packed(segment, state.flats), owned.group, self._memory).start()
             for index, segment in enumerate(owned.segments)
         ]
 
@@ -168,6 +169,8 @@ class GuardedRound:
         decisions, _ = decide_and_step(self._owned, self._judge, state, self._begin(self._exchanges))
         for exchange in self._exchanges:
             exchange.return_own()
+        # The others' terms are not needed on the way home, which may take some training steps.
+        self._memory.clear()
         return decisions
 
     def finish(self, state: RoundState) -> None:

@@ -131,6 +131,13 @@ def patches() -> list[Patch]:
             ("optimizer", "setup_process_groups_for_optimizer"),
         )
     ]
+    amax = Patch(
+        name="groups/amax",
+        target="megatron.core.parallel_state:get_amax_reduction_group",
+        wrap=_wrap_amax,
+        parameters=("with_context_parallel", "tp_only_amax_red"),
+        reason="FP8's delayed scaling shares its maxima inside the worker only",
+    )
     views = [
         Patch(
             name=f"groups/view/{module.removeprefix('megatron.')}",
@@ -154,7 +161,18 @@ def patches() -> list[Patch]:
         wrap=_wrap_destroy,
         reason="forget the worker groups together with the groups they are made of",
     )
-    return [build, destroy, *choke_points, *views]
+    return [build, destroy, amax, *choke_points, *views]
+
+
+def _wrap_amax(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_amax_reduction_group(with_context_parallel: bool = False, tp_only_amax_red: bool = False) -> Any:
+        if tp_only_amax_red or not _cuts:
+            return original(with_context_parallel, tp_only_amax_red)
+        groups = current_groups()
+        return groups.tp_dp_cp if with_context_parallel else groups.tp_dp
+
+    return get_amax_reduction_group
 
 
 class WorkerParallelState:

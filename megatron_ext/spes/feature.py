@@ -42,6 +42,8 @@ class SpesFeature(Feature):
         self._args: Any = None
         self._weighed: TrainContext | None = None
         self._expert_weights: Tensor | None = None
+        self._factor = 1.0
+        self._device: Any = "cpu"
         self._has_frozen = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -142,6 +144,7 @@ class SpesFeature(Feature):
         """Keep what the steps need: by now Megatron knows how long the training is."""
         self._args = context.args
         self._weighed = context
+        self._device = next((value.device for chunk in context.model for value in chunk.parameters()), "cpu")
 
     def before_step(self, context: StepContext) -> None:
         """Bring the weights of the load-balancing loss up to date."""
@@ -150,7 +153,10 @@ class SpesFeature(Feature):
         if config.using_decayed_aux_loss and ownership is not None:
             owned = ownership.owned_by(args.sync_service_index)
             factor = decayed_factor(context.iteration, args.train_iters, config.decayed_factor_update_steps)
-            self._expert_weights = None if factor == 1 else count_weights(ownership.experts, owned, factor)
+            if factor != self._factor:
+                self._factor = factor
+                weights = None if factor == 1 else count_weights(ownership.experts, owned, factor)
+                self._expert_weights = weights if weights is None else weights.to(self._device)
 
     def after_step(self, context: StepContext) -> None:
         """Say once what training a part of the experts takes; before the first step there are no optimizer states."""

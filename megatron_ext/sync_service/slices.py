@@ -94,5 +94,10 @@ class Slices:
     @torch.no_grad()
     def write(self, values: Values) -> None:
         """Put values in the place of the optimizer's; the model's parameters are to be refreshed then."""
-        for key, view in self._views.items():
-            view.copy_(values[key])
+        for key in self._views:
+            self.put(key, values[key])
+
+    @torch.no_grad()
+    def put(self, key: str, value: torch.Tensor) -> None:
+        """Put the value of one part in the place of the optimizer's, see `write`."""
+        self._views[key].copy_(value)

@@ -51,10 +51,10 @@ class PeerValues:
             return
         source = dist.get_process_group_ranks(self._groups.across)[0]
         # Every worker holds the same boxes in the same order.
-        theirs = {}
+        device = self._slices.device
         for part in self._slices.parts:
-            value = values[part.key] if self._moves else torch.empty(part.box.shape)
-            theirs[part.key] = value.to(self._slices.device).contiguous()
-            dist.broadcast(theirs[part.key], src=source, group=self._groups.across)
-        self._slices.write(theirs)
+            value = values[part.key].to(device) if self._moves else torch.empty(part.box.shape, device=device)
+            value = value.contiguous()
+            dist.broadcast(value, src=source, group=self._groups.across)
+            self._slices.put(part.key, value)
 

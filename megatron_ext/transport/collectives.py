@@ -147,6 +147,10 @@ class Memory:
         free = self._free.get((like.dtype, like.numel()))
         return free.pop() if free else torch.empty_like(like)
 
+    def clear(self) -> None:
+        """Give up what is not in use."""
+        self._free.clear()
+
     def give(self, tensors: Iterable[torch.Tensor]) -> None:
         """Take back what `take` gave out."""
         for tensor in tensors:

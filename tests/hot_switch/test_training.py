@@ -177,6 +177,17 @@ def test_attention_over_whole_rows_changes_nothing():
     assert losses(by_document) != losses(by_row)  # it was computed in another way
 
 
+def test_validation_without_masks_has_the_losses_of_validation_with_them():
+    options = {"train_iters": 2, "eval_interval": 1, "eval_iters": 2, "lr": 0.1}
+    found = []
+    for flag in ({}, {"no_create_attention_mask_in_dataloader": True}):
+        ranks = hot_run(["1,1,1"], [32, 0], **options, **flag)
+        values = re.findall(r"validation loss at .*lm loss value: (\S+)", ranks[0].stdout)
+        found.append([float(value) for value in values])
+    assert len(found[0]) >= 2 and len(set(found[0])) > 1
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_options_that_change_no_result():
     run = (["2,1,1", "1,2,1"], [32, 12, 0])
     # Without clipping: buckets change the order in which the norm is summed up.

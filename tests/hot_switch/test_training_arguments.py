@@ -11,6 +11,7 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
 HOME_AND_GUEST = (["1,2,1", "2,1,1"], [32, 8, 0])
 NOT_WITH_IT = {
     "softmax_type": "off-by-one",
+    "cuda_graph_impl": "local",
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
@@ -83,6 +84,7 @@ CASES = {
             for option in (
                 *("--softmax-type", "--grad-reduce-in-bf16", "--context-parallel-size above 1"),
                 "--moe-expert-capacity-factor",
+                "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
                 *(
                     "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
                     "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",

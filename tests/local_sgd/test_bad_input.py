@@ -67,6 +67,7 @@ from tests.support.pretrain import run_failing_pretrain
                 "local_sgd_fragment_sync_delay": 4,
                 "local_sgd_fragment_update_alpha": 1.5,
                 "local_sgd_sync_in_forward": True,
+                "cuda_graph_impl": "local",
                 "local_sgd_sync_interval": 4,
                 "outer_optimizer": "adam",
                 "outer_optimizer_lr": 0.1,
@@ -77,6 +78,7 @@ from tests.support.pretrain import run_failing_pretrain
                 "--local-sgd-fragment-sync-delay is 4; it must be 0 or more, and below --local-sgd-sync-interval 4",
                 "--local-sgd-fragment-update-alpha is 1.5",
                 "--local-sgd-sync-in-forward is not combined with the --local-sgd-fragment options",
+                "--local-sgd-sync-in-forward is not combined with CUDA graphs",
             ],
         ),
         (

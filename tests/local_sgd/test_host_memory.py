@@ -13,7 +13,7 @@ from tests.support.distributed import run_ranks
 UNITS = ["layer.0", "layer.1", "layer.2"]
 
 
-def trained(offload, options, device="cpu"):
+def trained(offload, options, device="cpu", read_on=None):
     """Return values and state after rounds, a save, and more rounds from it; and how often something visited."""
     visits = []
     visit = HostMemory.visit
@@ -25,7 +25,11 @@ def trained(offload, options, device="cpu"):
     first, second = (engine_of(values, units=UNITS, groups=groups, **options) for _ in range(2))
     first.take_anchor()
     three_steps(first)
-    second.load(first.tensor_state(), own=first.worker_state(), scalars=first.scalar_state())
+    saved = [
+        {name: [tensor.to(read_on) for tensor in tensors] for name, tensors in state.items()} if read_on else state
+        for state in (first.tensor_state(), first.worker_state())
+    ]
+    second.load(saved[0], own=saved[1], scalars=first.scalar_state())
     three_steps(second)
     kept = {**second.tensor_state(), **second.worker_state()}
     return (
@@ -72,6 +76,15 @@ def test_offloading_from_a_gpu_changes_no_bit(kind):
         *(run_ranks(trained, 1, offload, KINDS[kind], "cuda") for offload in (False, True)), strict=True
     ):
         assert offloaded[:2] == plain[:2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_that_was_read_on_the_host_goes_on_on_the_gpu(kind, offload):
+    (taken,) = run_ranks(trained, 1, offload, KINDS[kind], "cuda")
+    (read,) = run_ranks(trained, 1, offload, KINDS[kind], "cuda", "cpu")
+    assert read[:2] == taken[:2]
 
 
 @pytest.mark.gpu

@@ -292,6 +292,21 @@ def test_a_round_in_the_forward_pass_after_skipped_steps_alone_has_the_bits_of_o
     assert [rank.parameters for rank in in_forward] == [rank.parameters for rank in at_once]
 
 
+def test_maxima_of_fp8_are_shared_inside_the_worker():
+    command = arguments("dp2", "fp32", workers=2, train_iters=1, local_sgd_sync_interval=1)
+    ranks = run_pretrain(command, 4, probe=ranks_of_maxima)
+    assert [rank.probe for rank in ranks] == 2 * [[[0, 1], [0, 1]]] + 2 * [[[2, 3], [2, 3]]]
+
+
+def ranks_of_maxima(model, optimizer, args):
+    """Probe: the ranks that share the maxima of delayed scaling, without context parallelism and with it."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    groups = [parallel_state.get_amax_reduction_group(with_context_parallel=cp) for cp in (False, True)]
+    return [dist.get_process_group_ranks(group) for group in groups]
+
+
 def overflow(ranks, iterations):
     """Make steps of some ranks overflow; iterations count from 0."""
     import functools

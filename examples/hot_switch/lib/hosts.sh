@@ -75,7 +75,7 @@ job_on_host() {
         local variables=("PATH=$PATH" "PYTHONPATH=$PYTHONPATH")
         for name in $(compgen -e); do
             case $name in
-                CUDA_* | NCCL_* | GLOO_* | UCX_* | TORCH_* | OMP_NUM_THREADS) variables+=("$name=${!name}") ;;
+                CUDA_* | NCCL_* | GLOO_* | UCX_* | TORCH_* | PYTORCH_* | OMP_NUM_THREADS) variables+=("$name=${!name}") ;;
             esac
         done
         # The terminal (-tt) hangs up when this end goes away, which ends training there as well.

@@ -104,6 +104,8 @@ start_llama() {
         gpu)
             # Megatron overlaps communication with computation in the order that one connection keeps.
             export CUDA_DEVICE_MAX_CONNECTIONS=1
+            # Strategies take and give up large tensors in every step.
+            export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}"
             if [[ $DRY_RUN == 0 ]] && is_this_machine "${HOSTS[0]}" && ! nvidia-smi -L &>/dev/null; then
                 launch_error "no NVIDIA GPU here (nvidia-smi finds none); BACKEND=cpu starts the same job at toy size"
             fi

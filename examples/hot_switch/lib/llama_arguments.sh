@@ -33,8 +33,6 @@ TRAINING_ARGS=(
     --weight-decay 0.01
     --clip-grad 1.0
     --bf16
-    # The scores of unfused attention, CONTEXT^2 of every head, are too large to be kept.
-    --recompute-granularity selective
 )
 
 MODEL_PARALLEL_ARGS=(

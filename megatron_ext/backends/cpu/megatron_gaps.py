@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ext.patching import Patch
+from megatron_ext.seams import norms
 
 __all__ = ["compile_helpers_patch", "patches"]
 
@@ -67,21 +67,6 @@ def _newest_architecture(original: Callable[[], int]) -> Callable[[], int]:
     return get_device_arch_version
 
 
-def _norm_with_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if not config.sequence_parallel:
-            return original(cls, config, *args, **kwargs)
-        unsplit = copy.copy(config)
-        unsplit.sequence_parallel = False
-        norm = original(cls, unsplit, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = True
-        return norm
-
-    return new
-
-
 def _move_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -127,14 +112,7 @@ _PATCHES = (
         wrap=_newest_architecture,
         reason="Older GPUs need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism; a CPU has no queues.",
     ),
-    Patch(
-        name="cpu/torch-norm",
-        target="megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-        wrap=_norm_with_sequence_parallel,
-        reason="torch's norms are right under sequence parallelism once their weights' gradients are marked "
-        "for the all-reduce; Megatron refuses them.",
-        parameters=("config", "hidden_size"),
-    ),
+    *norms.patches(),
     Patch(
         name="cpu/moe-split-sizes",
         target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext import support
+from megatron_ext.seams.arguments import asks_for_cuda_graphs
 
 __all__ = ["ARGUMENT_DEFAULTS", "RULES", "Rule", "problems", "set_argument_defaults"]
 
@@ -215,7 +216,7 @@ RULES: tuple[Rule, ...] = (
     # Memory and graphs.
     Rule(
         option="--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
-        asked=lambda args: args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph,
+        asked=asks_for_cuda_graphs,
         why="there are no CUDA graphs",
     ),
     Rule(

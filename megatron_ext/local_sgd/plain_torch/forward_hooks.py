@@ -111,6 +111,7 @@ class ForwardHooks:
             # Before the hooks of FSDP, which gather.
             layer.register_forward_pre_hook(functools.partial(_enter_layer, self, unit), prepend=True)
         within = {id(module) for layer in layers.values() for module in layer.modules()}
+        self._gathers = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
         for module in model.modules():
             not_now = functools.partial(_refuse_to_be_read, self)
             module.register_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]
@@ -265,6 +266,17 @@ class ForwardHooks:
             while self._landed < count:
                 self._land([self._units[self._landed]])
                 self._landed += 1
+        _let_gathering_wait(self._gathers)
+
+
+def _let_gathering_wait(module: FSDPModule | None) -> None:
+    """Let FSDP gather what has landed: its streams wait for the current one at the root's forward pass alone."""
+    if module is None or not torch.cuda.is_available():
+        return
+    streams = module._get_fsdp_state()._comm_ctx
+    for name in ("all_gather_copy_in_stream", "all_gather_stream"):
+        if hasattr(streams, name):  # none before the first forward pass
+            getattr(streams, name).wait_stream(torch.cuda.current_stream())
 
 
 class _NoHooks:
