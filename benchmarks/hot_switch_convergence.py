@@ -3,7 +3,7 @@
 
     python -m benchmarks.hot_switch_convergence [--json FILE]
 
-Trains a GPT of 1.1 M parameters on the functions and classes of Python's standard library, four processes each. Both
+Trains a GPT of 1.0 M parameters on the functions and classes of Python's standard library, four processes each. Both
 sides keep documents apart in attention and positions; which documents meet in a step, and how long ones are cut,
 differs. A run that is finished is not made again. docs/hot-switch.md tells what came out.
 """
