@@ -71,6 +71,18 @@ def test_activation_says_so_in_one_line_on_the_first_rank_only():
     assert exits[1].stdout == ""
 
 
+def test_every_node_says_that_it_has_no_gpu():
+    exits = run_successful_ranks(say_so_on_a_node_of_its_own, 2, timeout=60)
+    assert exits[1].stdout == "> megatron_ext: rank 1: no CUDA device was found, training runs on CPU with gloo\n"
+
+
+def say_so_on_a_node_of_its_own():
+    import os
+
+    os.environ["LOCAL_RANK"] = "0"
+    activated()
+
+
 def say_so():
     activated()
 

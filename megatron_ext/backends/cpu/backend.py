@@ -57,7 +57,7 @@ class CpuBackend:
         return self._stance is not None
 
     def activate(self, registry: PatchRegistry) -> None:
-        """Apply all patches, compile nothing, and say so in one line on rank 0. Does nothing when active.
+        """Apply all patches, compile nothing, and say so on each node's first rank. Does nothing when active.
 
         Raises:
             PatchError: the installed torch or Megatron does not fit.
@@ -78,8 +78,11 @@ class CpuBackend:
         self._stance = torch.compiler.set_stance("force_eager")
         rng.silence_fork_warning()
         gloo_threads.arm()
-        if os.environ.get("RANK", "0") == "0":
-            print(f"> megatron_ext: {why}, training runs on CPU with gloo", flush=True)
+        # Each node's first rank: one that has lost its GPUs would leave the others waiting for its NCCL.
+        rank = os.environ.get("RANK", "0")
+        if rank == "0" or os.environ.get("LOCAL_RANK") == "0":
+            who = "" if rank == "0" else f"rank {rank}: "
+            print(f"> megatron_ext: {who}{why}, training runs on CPU with gloo", flush=True)
 
     def deactivate(self, registry: PatchRegistry) -> None:
         """Undo `activate`, by identity. Does nothing when not active."""
