@@ -198,6 +198,9 @@ class LoadContext:
     common_only: bool
     """Whether only the common part was read, to find out what the checkpoint holds."""
 
+    release: bool = False
+    """Whether it is a release, of which Megatron loads the weights alone."""
+
 
 class Feature:
     """One ability: its arguments, its patches, and its handlers. Every handler does nothing by default."""

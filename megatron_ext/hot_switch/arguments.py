@@ -147,7 +147,7 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
     if args.rerun_mode != "disabled":
         lines.append(f"hot switching: --rerun-mode {args.rerun_mode} becomes 'disabled'")
         args.rerun_mode = "disabled"
-    if args.masked_softmax_fusion and args.hot_switch_attention == "rows":
+    if args.masked_softmax_fusion:
         args.masked_softmax_fusion = False
         lines.append("hot switching: --no-masked-softmax-fusion is set: the fused kernel ignores documents' masks")
     # Megatron pads the vocabulary to a multiple of this times home's tensor parallel size.

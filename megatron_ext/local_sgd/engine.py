@@ -27,8 +27,9 @@ from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
 from megatron_ext.local_sgd.report import Progress, RoundReport
 from megatron_ext.local_sgd.schedule import RoundSchedule
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments
+from megatron_ext.transport.collectives import collective_device
 
-__all__ = ["LocalSGD", "SyncedTensor", "collective_device"]
+__all__ = ["LocalSGD", "SyncedTensor"]
 
 
 class LocalSGD:
@@ -387,10 +388,3 @@ class LocalSGD:
         self._equal = bool(scalars["equal"])
         self.rounds = int(scalars["rounds"])
         self._schedule.resume(int(scalars["steps_since_sync"]))
-
-
-def collective_device(group: Any) -> torch.device:
-    """Return a device whose tensors the group's backend can carry."""
-    if "cpu" in {device.type for device in group._device_types}:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())

@@ -98,6 +98,7 @@ class LocalSGDFeature(Feature):
         return [
             *process_groups.patches(),
             *training.patches(),
+            *gradients.patches(),
             *logging.patches(),
             *checkpoint_seam.patches(),
         ]

@@ -140,7 +140,11 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             hooks.fire(
                 "on_load",
                 LoadContext(
-                    args=given["args"], directory=directory, state=state, common_only=bool(given["rank0"])
+                    args=given["args"],
+                    directory=directory,
+                    state=state,
+                    common_only=bool(given["rank0"]),
+                    release=bool(result[2]),
                 ),
             )
         return result

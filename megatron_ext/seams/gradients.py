@@ -9,11 +9,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import WorkerGroups
-from megatron_ext.transport.collectives import ordered_sum
+from megatron_ext.transport.collectives import collective_device, ordered_sum
 
-__all__ = ["install_synchronous_warmup", "reduced_gradients"]
+__all__ = ["install_synchronous_warmup", "patches", "reduced_gradients"]
+
+_one_norm: Callable[[Any], Any] | None = None
+"""Makes the norm that a worker has worked out that of all of them."""
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    return [
+        Patch(
+            name="gradients/norm",
+            target="megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
+            wrap=_wrap_norm,
+            parameters=("grads_for_norm", "norm_type", "grad_stats_parallel_group"),
+            reason="clip the same gradients alike on all workers in warm-up, though each adds up their norm by itself",
+        )
+    ]
 
 
 def install_synchronous_warmup(config: Any, groups: WorkerGroups, in_warmup: Callable[[], bool]) -> None:
@@ -48,6 +66,29 @@ def install_synchronous_warmup(config: Any, groups: WorkerGroups, in_warmup: Cal
         _sum_over_workers(model, groups, average=num_tokens is None)
 
     config.finalize_model_grads_func = finalize
+
+    global _one_norm
+    _one_norm = functools.partial(_of_first_worker, groups, in_warmup)
+
+
+@torch.no_grad()
+def _of_first_worker(groups: WorkerGroups, in_warmup: Callable[[], bool], norm: Any) -> Any:
+    """Return the first worker's norm, a number or a tensor as it was given."""
+    if not in_warmup():
+        return norm
+    device = collective_device(groups.across)
+    common = torch.as_tensor(norm, device=device, dtype=torch.float64).reshape(1).clone()
+    dist.broadcast(common, src=dist.get_process_group_ranks(groups.across)[0], group=groups.across)
+    return common.to(norm.dtype).reshape(norm.shape) if isinstance(norm, torch.Tensor) else float(common)
+
+
+def _wrap_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
+        norm = original(*args, **kwargs)
+        return norm if _one_norm is None else _one_norm(norm)
+
+    return get_grad_norm_fp32
 
 
 def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:

@@ -128,16 +128,18 @@ class SpesFeature(Feature):
         saved, args = context.state.pop(_STATE, None), context.args
         if not context.common_only or context.directory is None or args.no_load_optim or args.finetune:
             return
+        if context.release or getattr(context.state.get("args"), "no_save_optim", False):
+            return
         ownership = ownership_of(args)
         assert ownership is not None
         owned = list(ownership.owned_by(args.sync_service_index))
-        everything = list(range(ownership.experts))
-        trained = everything if saved is None else saved["trained"]
-        if trained != owned:
+        if saved is None and len(owned) == ownership.experts:
+            return
+        if saved is None or saved["trained"] != owned:
+            trained = "all experts, as far as it says" if saved is None else f"the experts {_listed(saved['trained'])}"
             raise UserError(
-                f"--load {context.directory}: its optimizer trained the experts {_listed(trained)}, and this peer "
-                f"trains {_listed(owned)}; give this peer its own checkpoint, or take the weights alone with "
-                "--no-load-optim"
+                f"--load {context.directory}: its optimizer trained {trained}, and this peer trains {_listed(owned)}; "
+                "give this peer its own checkpoint, or take the weights alone with --no-load-optim"
             )
 
     def on_train_start(self, context: TrainContext) -> None:

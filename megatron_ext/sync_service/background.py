@@ -22,14 +22,18 @@ _LONGEST_SECONDS = 5.0
 class BackgroundRound:
     """A round on its way. The client and its group of ranks are the thread's alone until `wait` has returned."""
 
-    def __init__(self, make: Callable[[], RoundOutcome], contributed: Values) -> None:
+    def __init__(
+        self, make: Callable[[], RoundOutcome], contributed: Values, interval: tuple[int, float] = (0, 0.0)
+    ) -> None:
         """Begin.
 
         Args:
             make: makes the round; called in a thread of its own.
             contributed: the values that it is made with, which are this round's own copies.
+            interval: steps and seconds of the interval that it ends.
         """
         self.contributed = contributed
+        self.interval = interval
         self._make = make
         self._outcome: RoundOutcome | None = None
         self._error: BaseException | None = None

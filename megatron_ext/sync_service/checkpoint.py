@@ -94,14 +94,14 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
     if saved is None or args.no_load_optim or args.finetune:
         return None
     where = f"--load {context.directory}"
-    if saved["format"] != _FORMAT:
-        raise UserError(
-            f"{where}: the state of a sync service's peer of format {saved['format']}, this version reads format "
-            f"{_FORMAT}; use the version of megatron_ext that saved it"
-        )
     if saved["run"] != args.sync_service_run:
         say(f"sync service: a checkpoint of run {saved['run']!r}, whose weights begin run {args.sync_service_run!r}")
         return None
+    if saved["format"] != _FORMAT:
+        raise UserError(
+            f"{where}: the state of a sync service's peer of format {saved['format']}, this version reads format "
+            f"{_FORMAT}; use the version of megatron_ext that saved it, or start with --no-load-optim"
+        )
     if saved["peer"] != args.sync_service_peer:
         raise UserError(
             f"{where}: it was saved by peer {saved['peer']!r}, and --sync-service-peer is {args.sync_service_peer!r}; "

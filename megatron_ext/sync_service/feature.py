@@ -98,7 +98,10 @@ class SyncServiceFeature(Feature):
         if context.args.skip_train or context.optimizer is None:
             return
         if self._saved is not None and _is_over(context.args):
-            say("sync service: the training that was loaded is over; this job takes no part in the run")
+            say(
+                "sync service: the training that was loaded is over; this job takes no part in the run. Should the "
+                "server still await it, `megatron-ext server evict` ends that"
+            )
             self._ended = checkpoint.Place.of(self._saved, self._residuals)
             return
         self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
@@ -154,8 +157,9 @@ class SyncServiceFeature(Feature):
             finally:
                 peer.client.rest()
 
+        interval = peer.interval.steps, peer.interval.seconds
         peer.begin_interval()
-        peer.on_its_way = BackgroundRound(make, values)
+        peer.on_its_way = BackgroundRound(make, values, interval)
 
     def _arrive(self, peer: Peer, *, now: bool = False) -> None:
         """Wait for the round on its way, and go on from it and the steps made since.
@@ -210,6 +214,9 @@ class SyncServiceFeature(Feature):
         try:
             self._arrive_early("the end of training")
         except UserError as error:
+            assert peer.on_its_way is not None
+            steps, seconds = peer.on_its_way.interval
+            peer.interval.resume(steps + peer.interval.steps, seconds + peer.interval.seconds)
             peer.on_its_way = None
             say(f"sync service: the round on its way is lost, and training ends with this job's own weights: {error}")
         steps = peer.interval.steps
@@ -218,7 +225,10 @@ class SyncServiceFeature(Feature):
         try:
             peer.client.leave()
         except UserError as error:
-            say(f"sync service: the server does not know that this peer has ended: {error}")
+            say(
+                f"sync service: the server does not know that this peer has ended: {error}. Should it still await the "
+                "peer, `megatron-ext server evict` ends that"
+            )
         peer.client.close()
         self._ended, self._peer = self._place(peer), None
 
@@ -281,9 +291,7 @@ class SyncServiceFeature(Feature):
 
 
 def _is_over(args: Any) -> bool:
-    """Return whether a checkpoint was loaded after the last step."""
-    if args.train_samples:
-        return bool(args.consumed_train_samples >= args.train_samples)
+    """Return whether a checkpoint was loaded after the last step; Megatron has made steps of samples by now."""
     return bool(args.iteration >= args.train_iters)
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "Exchange",
     "Memory",
     "add_in_order",
+    "collective_device",
     "from_owners",
     "ordered_sum",
     "part_bounds",
@@ -134,6 +135,13 @@ def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         for term in terms[1:]:
             total = torch.add(total, term[part])
         out[part] = total
+
+
+def collective_device(group: Any) -> torch.device:
+    """Return a device whose tensors the group's backend can carry."""
+    if "cpu" in {device.type for device in group._device_types}:
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Memory:

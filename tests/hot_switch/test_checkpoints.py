@@ -48,6 +48,16 @@ def test_another_home_goes_on_from_a_reshardable_checkpoint(tmp_path):
     assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
 
 
+@pytest.mark.parametrize("home", ["1,2,1", "2,1,1"], ids=["same home", "another home"])
+def test_the_weights_alone_begin_with_a_fresh_optimizer(tmp_path, home):
+    options = {"use_distributed_optimizer": True, "train_iters": 4}
+    saved(tmp_path, HOT, use_distributed_optimizer=True)
+    resumed = hot_run(*HOT, load=os.fspath(tmp_path), **options)
+    fresh = hot_run([home, "1,1,2"], [32, 8, 0], load=os.fspath(tmp_path), no_load_optim=True, **options)
+    assert losses(fresh)[0] == pytest.approx(losses(resumed)[0], abs=TOLERANCE)
+    assert abs(losses(fresh)[1] - losses(resumed)[1]) > 10 * TOLERANCE  # Adam's moments begin anew
+
+
 def test_another_home_is_refused_by_name_without_one(tmp_path):
     options = {"use_distributed_optimizer": True}
     saved(tmp_path, STATIC, **options)

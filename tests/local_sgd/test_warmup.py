@@ -57,6 +57,32 @@ def test_workers_are_equal_bit_for_bit_at_the_end_of_warmup(workers):
     assert all(other == first for other in others)
 
 
+def test_norms_that_workers_round_differently_keep_them_equal():
+    options = {"train_iters": 4, "local_sgd_warmup_steps": 3, "local_sgd_sync_interval": 1, "clip_grad": 0.1}
+    ranks = run_pretrain(
+        arguments("dp2", "bf16-distopt", workers=2, **options), 4, before=round_norms_differently
+    )
+    norms = [step.grad_norm for step in ranks[0].record.steps]
+    # Every step is clipped.
+    assert min(norms) > 0.1
+    assert norms[:3] == [step.grad_norm for step in ranks[-1].record.steps][:3]
+
+
+def round_norms_differently():
+    """Before: the second worker's norms differ by what the order of additions may make of them."""
+    import os
+
+    from megatron.core.optimizer import clip_grads
+
+    original = clip_grads.l2_norm_impl
+
+    def l2_norm_impl(*args, **kwargs):
+        norm, *rest = original(*args, **kwargs)
+        return (norm * (1 + 1e-6), *rest) if os.environ["RANK"] in "23" else (norm, *rest)
+
+    clip_grads.l2_norm_impl = l2_norm_impl
+
+
 def test_the_first_round_comes_one_interval_after_warmup():
     ranks = local_run(
         "single", "fp32", workers=2, train_iters=8, local_sgd_warmup_steps=3, local_sgd_sync_interval=2

@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.asynchronous import AsyncSchedule
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor, collective_device
+from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks, layers_of
 from megatron_ext.local_sgd.plain_torch.parameters import (
@@ -33,6 +33,7 @@ from megatron_ext.local_sgd.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model
 from megatron_ext.seams.arguments import say
+from megatron_ext.transport.collectives import collective_device
 
 __all__ = ["OuterOptimPeriodicModelAverager"]
 
