@@ -29,7 +29,7 @@ from tests.support.distributed import REPOSITORY
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are asked for and missing, and report on all that there are."""
     options = parser().parse_args(arguments)
-    study = SpesStudy(output=options.output.resolve())
+    study = SpesStudy(output=options.output.resolve(), iterations=options.iterations)
     prepare_corpus(study)
     make_missing(study, options.methods, options.seeds)
     report_on(study, options.seeds, options.json)
@@ -67,6 +67,12 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of every method (1 2 3)")
     found.add_argument(
+        "--iterations",
+        type=_iterations,
+        default=SpesStudy.iterations,
+        help=f"of every run ({SpesStudy.iterations}); give another --output with another number",
+    )
+    found.add_argument(
         "--output",
         type=Path,
         default=REPOSITORY / "outputs" / "spes" / "convergence",
@@ -74,6 +80,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add_report_option(found)
     return found
+
+
+def _iterations(text: str) -> int:
+    """Return a number of iterations with which the last interval ends, and an evaluation comes."""
+    if not text.isdecimal() or int(text) == 0 or int(text) % SpesStudy.evaluation:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a multiple of {SpesStudy.evaluation}, such as 2000")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ SPES = SpesMethod(
     title="SPES",
     options={"using_spes": True, "sync_service_interval": INTERVAL},
     # Merging in every round, ever less until the last one.
-    server={"sync_steps": INTERVAL, "merge_interval": INTERVAL, "merge_alpha_start": 0.5, "merge_decay_steps": 500},
+    server={"sync_steps": INTERVAL, "merge_interval": INTERVAL, "merge_alpha_start": 0.5},
     goal=1.03,
 )
 METHODS = (CENTRALIZED, FEDAVG, SPES)
@@ -110,7 +110,10 @@ class SpesStudy(Study):
     def server(self, method: Method) -> dict[str, Any] | None:
         """Return the settings of the run at the server; None for the centralized job."""
         settings = getattr(method, "server", None)
-        return None if settings is None else {"peers": self.peers, **settings}
+        if settings is None:
+            return None
+        merging = {"merge_decay_steps": self.iterations} if "merge_interval" in settings else {}
+        return {"peers": self.peers, **settings, **merging}
 
     def command(self, run: Run, peer: int = 0, address: str = "") -> list[str]:
         """Return the command line of examples/pretrain_gpt.py.
