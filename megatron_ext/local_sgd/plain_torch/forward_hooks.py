@@ -275,8 +275,9 @@ def _let_gathering_wait(module: FSDPModule | None) -> None:
         return
     streams = module._get_fsdp_state()._comm_ctx
     for name in ("all_gather_copy_in_stream", "all_gather_stream"):
-        if hasattr(streams, name):  # none before the first forward pass
-            getattr(streams, name).wait_stream(torch.cuda.current_stream())
+        stream = getattr(streams, name, None)  # none before the first forward pass
+        if isinstance(stream, torch.cuda.Stream):
+            stream.wait_stream(torch.cuda.current_stream())
 
 
 class _NoHooks:
