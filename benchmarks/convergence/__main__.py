@@ -3,7 +3,7 @@
 
     python -m benchmarks.convergence [--json FILE]
 
-Trains a GPT of 1.1 M parameters on the source code of Python's standard library with examples/pretrain_gpt.py, four
+Trains a GPT of 1.0 M parameters on the source code of Python's standard library with examples/pretrain_gpt.py, four
 processes each. A run that is finished is not made again, so the study can be interrupted, and made method by method.
 docs/convergence.md tells what it compares and what came out.
 """

@@ -53,7 +53,7 @@ def markdown() -> str:
         "",
         "Options that touch data parallelism, optimizers or checkpoints. A supported one names the test that",
         "runs it; a refused one ends the run at its start with the sentence below. This file is written by",
-        "`python -m megatron_ext.support`.",
+        "`python -m megatron_ext.support > docs/support-table.md`.",
     ]
     for ability, where in ABILITIES.items():
         lines += [
