@@ -5,7 +5,8 @@
 #
 #   run_single_node.sh NODE_ID [--resume]
 #
-# NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. Start examples/spes/run_parameter_server.sh first. BACKEND=cpu starts it at toy size.
+# NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. Start examples/spes/run_parameter_server.sh first.
+# BACKEND=cpu starts it at toy size.
 #
 # MODEL is one of the paper's: 1b (16 experts), 7b (32) or 9b (8; the default). MODE is spes, or one of its baselines: diloco
 # (all peers train all experts and meet every 50 steps; run_parameter_server.sh needs MODE=diloco, too) or centralized (this node
