@@ -56,9 +56,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="auto: CPU and gloo when there is no CUDA device; cpu: force that; cuda: forbid it",
     )
     parser.add_argument("script", metavar="SCRIPT", help="path of the training script")
-    parser.add_argument(
+    own = parser.add_argument(
         "arguments", metavar="ARGS", nargs=argparse.REMAINDER, help="the script's own arguments"
     )
+    own.required = False  # argparse would ask for them where the script is missing
     options = parser.parse_args(argv)
     try:
         run_script(options.script, options.arguments, options.backend)

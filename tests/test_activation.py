@@ -193,3 +193,11 @@ def test_importing_the_package_touches_nothing():
 def test_the_module_form_runs_an_unchanged_script():
     run = arguments("single", "fp32", workers=2, local_sgd_sync_interval=2)
     assert same_state(run_pretrain(run, 2, patch="module"), run_pretrain(run, 2))
+
+
+def test_only_the_script_is_asked_for(capsys):
+    from megatron_ext.__main__ import main
+
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "the following arguments are required: SCRIPT\n" in capsys.readouterr().err

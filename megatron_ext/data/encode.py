@@ -83,7 +83,7 @@ def text_of(document: Document, json_key: str) -> str | Problem:
     try:
         row = json.loads(line_text)
     except json.JSONDecodeError as error:
-        return problem(f"not JSON: {error.msg} at column {error.colno}")
+        return problem(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
     except (ValueError, RecursionError) as error:
         return problem(f"not usable JSON: {error}")
     if not isinstance(row, dict):

@@ -35,6 +35,7 @@ def json_document(payload: bytes) -> Document:
     ("payload", "message"),
     [
         (b'{"text": "x"', "f:7: not JSON: Expecting ',' delimiter at column 13"),
+        (b'{"text": "x', "f:7: not JSON: Unterminated string starting at column 10"),
         (b'["text"]', "f:7: JSON array where an object with the key 'text' is expected"),
         (b"3", "f:7: JSON number where an object with the key 'text' is expected"),
         (b'{"body": 1, "id": 2}', "f:7: no key 'text'; keys are 'body', 'id' (--jsonl-key)"),

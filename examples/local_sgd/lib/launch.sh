@@ -80,7 +80,7 @@ check_counts() {
 
 # Checks BACKEND and, for cpu, replaces the arrays by those of a toy run.
 choose_backend() {
-    check_counts GPUS_PER_NODE NUM_NODES TRAIN_ITERS
+    check_counts GPUS_PER_NODE NUM_NODES TRAIN_ITERS MASTER_PORT
     case $BACKEND in
         gpu)
             if ! nvidia-smi -L &>/dev/null; then
