@@ -16,7 +16,8 @@ from megatron_ext.hot_switch.masks import DocumentMasks
 from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import ParameterView
-from megatron_ext.seams.strategies import ParallelState, with_arguments
+from megatron_ext.seams.arguments import with_arguments
+from megatron_ext.seams.strategies import ParallelState
 
 __all__ = ["PlacedModel", "frozen_names"]
 

@@ -13,7 +13,8 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,7 @@ from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.patching import Patch, PatchRegistry
 
-__all__ = ["add_config_group", "asks_for_cuda_graphs", "patches", "say"]
+__all__ = ["add_config_group", "asks_for_cuda_graphs", "patches", "say", "with_arguments"]
 
 
 def patches(
@@ -86,6 +87,20 @@ def add_config_group(parser: argparse.ArgumentParser, config_class: type, title:
 def asks_for_cuda_graphs(args: Any) -> bool:
     """Return whether a run captures CUDA graphs, by any of Megatron's options."""
     return bool(args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph)
+
+
+@contextmanager
+def with_arguments(**values: Any) -> Iterator[None]:
+    """Give Megatron's arguments other values for a while."""
+    from megatron.training import get_args
+
+    args = get_args()
+    before = {name: getattr(args, name) for name in values}
+    vars(args).update(values)
+    try:
+        yield
+    finally:
+        vars(args).update(before)
 
 
 def say(message: str) -> None:

@@ -27,7 +27,7 @@ from megatron_ext.params import DEFAULT_ORDER, Layout
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import let_layout_span_workers, spans_workers
 
-__all__ = ["ParallelState", "keeping_random_state", "parallel_states", "patches", "seed_device", "with_arguments"]
+__all__ = ["ParallelState", "keeping_random_state", "parallel_states", "patches", "seed_device"]
 
 
 class ParallelState:
@@ -112,20 +112,6 @@ def patches() -> list[Patch]:
             reason="forget the guests' groups together with home's",
         ),
     ]
-
-
-@contextmanager
-def with_arguments(**values: Any) -> Iterator[None]:
-    """Give Megatron's arguments other values for a while."""
-    from megatron.training import get_args
-
-    args = get_args()
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(before)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ext.hooks import ChunksContext, EvaluationContext, ModelContext, StepContext, TrainContext, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.seams.arguments import with_arguments
 from megatron_ext.seams.process_groups import current_groups
 
 __all__ = ["chunk_patches", "length_patches", "loop_patches", "model_patches", "patches"]
@@ -198,7 +199,6 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate(*args: Any, **kwargs: Any) -> Any:
         from megatron.core import parallel_state
         from megatron.core.utils import get_attr_wrapped_model
-        from megatron.training import get_args
 
         model = signature.bind(*args, **kwargs).arguments["model"]
         collection = get_attr_wrapped_model(model[0], "pg_collection")
@@ -207,14 +207,12 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         # The validation samples are split over all workers, so the loss is averaged over all of them.
         inside = collection.dp_cp
         collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        # An evaluation that a time limit ends leaves the model in evaluation mode, as the run is about to end. Here it
-        # may go on to the next round; the vote right after the evaluation decides.
-        run = get_args()
-        limit, run.exit_duration_in_mins = run.exit_duration_in_mins, None
         try:
-            return original(*args, **kwargs)
+            # An evaluation that a time limit ends leaves the model in evaluation mode, as the run is about to end. Here
+            # it may go on to the next round; the vote right after the evaluation decides.
+            with with_arguments(exit_duration_in_mins=None):
+                return original(*args, **kwargs)
         finally:
-            run.exit_duration_in_mins = limit
             collection.dp_cp = inside
             hooks.fire("after_evaluation", context)
 
@@ -226,17 +224,10 @@ def _wrap_exit(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
         if hooks.may_exit(signature.bind(*args, **kwargs).arguments["iteration"]):
             return original(*args, **kwargs)
-        run = get_args()
-        asked = run.exit_signal_handler, run.exit_duration_in_mins
-        run.exit_signal_handler, run.exit_duration_in_mins = False, None
-        try:
+        with with_arguments(exit_signal_handler=False, exit_duration_in_mins=None):
             return original(*args, **kwargs)
-        finally:
-            run.exit_signal_handler, run.exit_duration_in_mins = asked
 
     return checkpoint_and_decide_exit
 

@@ -110,7 +110,7 @@ class SpesFeature(Feature):
         owned = ownership.owned_by(context.args.sync_service_index)
         has_all = len(owned) == ownership.experts
         if not context.loading:
-            context.state[_STATE] = {"trained": list(owned), "experts": ownership.experts}
+            context.state[_STATE] = {"trained": list(owned)}
         if context.optimizer is not None and not has_all:
             # What stands beside the optimizer's state has its form: that of workers inside the peer.
             for key, entry in context.state.items():
@@ -133,12 +133,11 @@ class SpesFeature(Feature):
         ownership = ownership_of(args)
         assert ownership is not None
         owned = list(ownership.owned_by(args.sync_service_index))
-        if saved is None and len(owned) == ownership.experts:
-            return
-        if saved is None or saved["trained"] != owned:
-            trained = "all experts, as far as it says" if saved is None else f"the experts {_listed(saved['trained'])}"
+        trained = list(range(ownership.experts)) if saved is None else saved["trained"]
+        if trained != owned:
+            them = "all experts, as far as it says" if saved is None else f"the experts {_listed(trained)}"
             raise UserError(
-                f"--load {context.directory}: its optimizer trained {trained}, and this peer trains {_listed(owned)}; "
+                f"--load {context.directory}: its optimizer trained {them}, and this peer trains {_listed(owned)}; "
                 "give this peer its own checkpoint, or take the weights alone with --no-load-optim"
             )
 
