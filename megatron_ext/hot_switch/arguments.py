@@ -77,6 +77,7 @@ def strategies_of(args: Any) -> StrategyList:
         and replace(
             strategy,
             sequence_parallel=bool(args.sequence_parallel) and strategy.tp > 1,
+            cp=args.context_parallel_size,
             ep=args.expert_model_parallel_size,
             etp=args.expert_tensor_parallel_size,
             micro_batch_size=args.micro_batch_size or 1,
@@ -101,11 +102,6 @@ def _from_file(args: Any, path: Path) -> StrategyList:
     problems = []
     if not listed.buckets:
         problems.append(f"{path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0")
-    problems += [
-        f"{path}: strategy {strategy.label}: training does not support cp yet; drop it"
-        for strategy in listed.strategies
-        if strategy.cp > 1
-    ]
     if problems:
         raise combine(problems, "hot-switch strategies")
     shape = _shape_of(args, listed.strategies)
@@ -122,8 +118,13 @@ def take_home(args: Any) -> None:
         home = strategies_of(args).home
     except UserError:
         return  # Validation says why.
-    if args.tensor_model_parallel_size in (1, home.tp) and args.pipeline_model_parallel_size in (1, home.pp):
-        args.tensor_model_parallel_size, args.pipeline_model_parallel_size = home.tp, home.pp
+    sizes = {
+        "tensor_model_parallel_size": home.tp,
+        "pipeline_model_parallel_size": home.pp,
+        "context_parallel_size": home.cp,
+    }
+    if all(getattr(args, name) in (1, size) for name, size in sizes.items()):
+        vars(args).update(sizes)
 
 
 def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
@@ -150,6 +151,9 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
     if args.masked_softmax_fusion:
         args.masked_softmax_fusion = False
         lines.append("hot switching: --no-masked-softmax-fusion is set: the fused kernel ignores documents' masks")
+    if home.cp > 1 and args.create_attention_mask_in_dataloader:
+        args.create_attention_mask_in_dataloader = False
+        lines.append("hot switching: --no-create-attention-mask-in-dataloader is set: home cuts rows")
     # Megatron pads the vocabulary to a multiple of this times home's tensor parallel size.
     common = math.lcm(args.make_vocab_size_divisible_by * home.tp, *(each.tp for each in strategies.strategies))
     if common // home.tp != args.make_vocab_size_divisible_by:
@@ -220,9 +224,22 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
             for strategy in listed.strategies
             if strategy.tp > 1 and not strategy.sequence_parallel
         ]
+    if config.hot_switch_attention == "rows":
+        problems += [
+            f"strategy {strategy.label}: --hot-switch-attention rows needs whole rows, which context parallelism cuts; "
+            "use documents, the default"
+            for strategy in listed.strategies
+            if strategy.cp > 1
+        ]
+    if home.cp > 1 and args.reset_attention_mask:
+        problems.append(
+            f"strategy {home.label}: home evaluates with context parallelism, where attention takes no mask; drop "
+            "--reset-attention-mask"
+        )
     for option, given, wanted in (
         ("--tensor-model-parallel-size", args.tensor_model_parallel_size, home.tp),
         ("--pipeline-model-parallel-size", args.pipeline_model_parallel_size, home.pp),
+        ("--context-parallel-size", args.context_parallel_size, home.cp),
     ):
         if given not in (1, wanted):
             problems.append(

@@ -4,16 +4,24 @@
 Megatron's unfused attention takes packed rows with a mask, for which it computes and keeps a score for every pair of
 positions of a row. Here time grows with the sum of the squared lengths of the documents, and memory with the length of
 the row, because torch's scaled dot product attention keeps no scores; on a GPU it is a fused kernel in fp16 and bf16.
+
+With context parallelism a rank has the queries of its parts of the rows, and gathers the keys and values of all of
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from megatron_ext.hot_switch.row_parts import Part, gather_rows, row_parts
 
 __all__ = ["attend_by_document", "attend_within_documents"]
 
@@ -26,45 +34,80 @@ def attend_within_documents(
     *,
     scale: float,
     dropout: float = 0.0,
+    parts: Sequence[Part] | None = None,
 ) -> torch.Tensor:
     """Let every position attend to itself and to what precedes it in its document.
 
     Args:
-        query: (positions, rows, heads, channels).
-        key: (positions, rows, groups, channels); every group serves as many consecutive heads as any other.
+        query: (positions, rows, heads, channels), of the positions in `parts`.
+        key: (positions, rows, groups, channels), of whole rows; every group serves as many consecutive heads as any
+            other.
         value: the same.
         lengths: `document_lengths` of the rows, on the CPU.
         scale: multiplies the scores.
         dropout: probability with which a weight is dropped.
+        parts: the stretches of a row that `query` has, ascending; None for the whole row.
 
     Returns:
-        (positions, rows, heads * channels); zeros where there is padding.
+        (positions of `query`, rows, heads * channels); zeros where there is padding.
     """
+    parts = [(0, key.shape[0])] if parts is None else parts
     rows = []
     for of_row, *tensors in zip(lengths.tolist(), query.unbind(1), key.unbind(1), value.unbind(1), strict=True):
-        # A row without any attends at its first position, or a micro-batch of them would leave parameters without the
-        # gradients that Megatron waits for.
-        documents = [length for length in of_row if length] or [1]
-        padding = query.shape[0] - sum(documents)
+        documents = [length for length in of_row if length]
+        sizes = [*documents, key.shape[0] - sum(documents)]
         # Split at once: the gradient of a slice of its own would be as large as the row, for every document.
-        queries, keys, values = (torch.split(tensor, [*documents, padding]) for tensor in tensors)
-        attended = [
-            _attend(queries[place], keys[place], values[place], scale, dropout) for place in range(len(documents))
-        ]
-        rows.append(torch.cat([*attended, query.new_zeros(padding, *query.shape[2:])]))
+        keys, values = (torch.split(tensor, sizes) for tensor in tensors[1:])
+        stretches = _stretches(documents, parts)
+        queries = torch.split(tensors[0], [last - first for _, first, last in stretches])
+        attended = []
+        for own, (document, _, last) in zip(queries, stretches, strict=True):
+            if document is None:
+                attended.append(own.new_zeros(own.shape))
+            else:
+                attended.append(_attend(own, keys[document][:last], values[document][:last], scale, dropout))
+        if all(document is None for document, _, _ in stretches):
+            # It attends nevertheless, at its first position: without gradients of all parameters, and of keys and
+            # values, Megatron's gradient reduction and other ranks would wait for ever.
+            alone = _attend(tensors[0][:1], tensors[1][:1], tensors[2][:1], scale, dropout)
+            attended = [alone, tensors[0].new_zeros(tensors[0][1:].shape)]
+        rows.append(torch.cat(attended))
     return torch.stack(rows, dim=1).flatten(2)
+
+
+def _stretches(documents: Sequence[int], parts: Sequence[Part]) -> list[tuple[int | None, int, int]]:
+    """Cut the parts of a row at the ends of documents.
+
+    Returns:
+        (document, first, last) of each stretch in order, counted from the document's first position; padding has the
+        document None.
+    """
+    found: list[tuple[int | None, int, int]] = []
+    ends = list(accumulate(documents))
+    for start, end in parts:
+        for document, (length, after) in enumerate(zip(documents, ends, strict=True)):
+            first, last = max(start, after - length), min(end, after)
+            if first < last:
+                found.append((document, first - (after - length), last - (after - length)))
+        padding = end - max(start, ends[-1] if ends else 0)
+        if padding > 0:
+            found.append((None, 0, padding))
+    return found
 
 
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
 ) -> torch.Tensor:
-    """Attend within one document: (positions, heads, channels) to the same."""
+    """Attend within one document: (positions, heads, channels), the last ones of the keys' positions, to the same."""
+    whole = query.shape[0] == key.shape[0]
     context = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
+        # The class is a tensor in all but its type.
+        attn_mask=None if whole else cast("torch.Tensor", causal_lower_right(query.shape[0], key.shape[0])),
         dropout_p=dropout,
-        is_causal=True,
+        is_causal=whole,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -74,7 +117,8 @@ def _attend(
 def attend_by_document(model: torch.nn.Module) -> None:
     """Let a GPT on Megatron's local implementation take the lengths of documents in place of an attention mask.
 
-    With a mask, as in evaluation, it does what it did. Without one a row is a document.
+    With a mask, as in evaluation, it does what it did, but for context parallelism, which Megatron's local attention
+    does not know. Without one a row is a document.
 
     Args:
         model: its `DotProductAttention` modules are changed in place.
@@ -93,15 +137,23 @@ def _take_lengths(module: Any) -> None:
     def forward(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *rest: Any, **kwargs: Any
     ) -> Any:
+        group = module.pg_collection.cp
         if attention_mask is None:
-            attention_mask = torch.full((query.shape[1], 1), query.shape[0])
+            attention_mask = torch.full((query.shape[1], 1), query.shape[0] * group.size())
         elif attention_mask.dtype != torch.int64:  # masks are bool
+            if group.size() > 1:
+                raise RuntimeError("attention over parts of rows takes no mask, but the model was given one")
             return original(query, key, value, attention_mask, *rest, **kwargs)
         # Megatron divides by the layer's number before the scores are made, and multiplies by it afterwards.
         scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)
         dropout = module.attention_dropout.p if module.training else 0.0
+        parts = row_parts(query.shape[0], group)
+        if group.size() > 1:
+            key, value = gather_rows(torch.stack((key, value), dim=1), group).unbind(1)
         with _generator(module, dropout):
-            return attend_within_documents(query, key, value, attention_mask, scale=scale, dropout=dropout)
+            return attend_within_documents(
+                query, key, value, attention_mask, scale=scale, dropout=dropout, parts=parts
+            )
 
     module.forward = forward
 

@@ -287,6 +287,7 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.num_layers_in_first_pipeline_stage = strategy.first_stage_layers
     transformer.num_layers_in_last_pipeline_stage = strategy.last_stage_layers
     transformer.microbatch_group_size_per_vp_stage = strategy.pp
+    transformer.context_parallel_size = strategy.cp
     transformer.expert_model_parallel_size = strategy.ep
     transformer.expert_tensor_parallel_size = strategy.tp if strategy.etp is None else strategy.etp
     transformer.tensor_parallel_num_weight_shards = strategy.tp

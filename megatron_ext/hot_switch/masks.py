@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext.hot_switch.attention import attend_by_document
 from megatron_ext.hot_switch.router_losses import reported_losses
+from megatron_ext.hot_switch.row_parts import own_positions
 from megatron_ext.hot_switch.rows import PackedBatch, document_lengths, document_mask
 
 __all__ = ["DocumentMasks"]
@@ -87,9 +88,9 @@ def _padding_mask(module: Any, segments: torch.Tensor) -> torch.Tensor:
     """Return where a micro-batch has padding, as the model expects it: bool, shape (rows, positions)."""
     from megatron.core import parallel_state
 
-    padding = segments < 0
+    padding = own_positions(segments < 0, parallel_state.get_context_parallel_group())
     if module.pre_process or not module.config.sequence_parallel:
         return padding
     # Megatron cuts it along with the embeddings only.
-    part = segments.shape[1] // parallel_state.get_tensor_model_parallel_world_size()
+    part = padding.shape[1] // parallel_state.get_tensor_model_parallel_world_size()
     return padding.narrow(1, part * parallel_state.get_tensor_model_parallel_rank(), part).contiguous()

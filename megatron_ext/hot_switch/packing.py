@@ -68,7 +68,7 @@ def plan_batch(lengths: Sequence[int], strategies: StrategyList) -> tuple[Strate
             for row in first_fit_decreasing([lengths[sequence] for sequence in part], bucket.up_to)
         ]
         longest = max((sum(lengths[sequence] for sequence in row) for row in rows), default=1)
-        multiple = _row_multiple(strategy)
+        multiple = strategy.row_multiple
         found.append(
             StrategyBatch(row_length=math.ceil(longest / multiple) * multiple, micro_batches=_deal(rows, strategy))
         )
@@ -114,11 +114,6 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
             bins.append([item])
             room.append(capacity - lengths[item])
     return bins
-
-
-def _row_multiple(strategy: Strategy) -> int:
-    """What the length of a row must be divisible by; the bounds of buckets are (`strategy_checks`)."""
-    return strategy.tp if strategy.sequence_parallel else 1
 
 
 def _deal(rows: Sequence[Row], strategy: Strategy) -> tuple[tuple[tuple[Row, ...], ...], ...]:

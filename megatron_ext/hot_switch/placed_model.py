@@ -43,6 +43,10 @@ class PlacedModel:
         state: its parallel layout.
         chunks: this rank's model chunks, wrapped in DDP.
         view: their tensors.
+        replica: this rank's, of the data.
+        is_last_stage: whether this rank has the last pipeline stage.
+        reports: whether losses and tokens of this rank's positions are its to report.
+        adds_for_all: whether this rank is the one, of those among which Megatron adds up, that adds other strategies'.
     """
 
     def __init__(self, strategy: Strategy, state: ParallelState, chunks: Sequence[Any], *, attention: str) -> None:
@@ -73,8 +77,10 @@ class PlacedModel:
         self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device, attention=attention)
         # Home's data-parallel dimension goes over all workers.
         self.replica = int(parallel_state.get_data_parallel_rank()) % strategy.dp
+        context_rank = int(parallel_state.get_context_parallel_rank())
+        self.adds_for_all = self.replica == 0 and context_rank == 0
         self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
-        # Losses and tokens are known to all ranks of the last stage; one of each replica speaks for it.
+        # Losses and tokens are known to all ranks of the last stage; one of those with the same positions speaks.
         self.reports = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
 
     @property
@@ -127,6 +133,7 @@ class PlacedModel:
             "pipeline_model_parallel_size": strategy.pp,
             "transformer_pipeline_model_parallel_size": strategy.pp,
             "virtual_pipeline_model_parallel_size": strategy.vpp if strategy.vpp > 1 else None,
+            "context_parallel_size": strategy.cp,
             "data_parallel_size": strategy.dp,
             "expert_model_parallel_size": strategy.ep,
             "expert_tensor_parallel_size": strategy.tp if strategy.etp is None else strategy.etp,

@@ -58,9 +58,9 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "home's would follow home's tokens alone; use another type",
     ),
     (
-        "--context-parallel-size above 1",
-        lambda args: args.context_parallel_size > 1,
-        "strategies with context parallelism are not there yet; use 1",
+        "--hierarchical-context-parallel-sizes",
+        lambda args: bool(args.hierarchical_context_parallel_sizes),
+        "all ranks that share a row exchange keys and values at once; drop it",
     ),
     (
         "virtual pipeline stages",

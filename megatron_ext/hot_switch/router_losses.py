@@ -56,17 +56,17 @@ class RouterReport:
         """Forget the last step."""
         self.sums = torch.zeros(len(self.names), self.layers, dtype=torch.float64, device=self._device)
 
-    def add(self, values: Mapping[str, torch.Tensor], tensor_parallel: int) -> None:
+    def add(self, values: Mapping[str, torch.Tensor], sharing: int) -> None:
         """Count what a guest's routers reported on this rank.
 
         Args:
             values: sums over micro-batches by name, shape (layers,).
-            tensor_parallel: the guest's size. Its ranks hold parts of the balancing loss, which they add up, but means
-                of the z loss over their parts of a row.
+            sharing: ranks that share a row of the guest's, tensor and context parallel. They hold parts of the
+                balancing loss, which they add up, but means of the z loss over their parts of a row.
         """
         for number, name in enumerate(self.names):
             if name in values:
-                self.sums[number] += values[name].double() / (tensor_parallel if name == Z_LOSS else 1)
+                self.sums[number] += values[name].double() / (sharing if name == Z_LOSS else 1)
 
     def finish(self, micro_batches: int, replicas: int) -> None:
         """Make Megatron's report, which is about home's micro-batches, one about those of all strategies.
@@ -83,9 +83,10 @@ class RouterReport:
         # Megatron divides by the number of micro-batches that a replica of its own would have.
         scale = get_num_microbatches() / max(1, micro_batches)
         stages = parallel_state.get_pipeline_model_parallel_world_size()
+        sharing = parallel_state.get_tensor_and_context_parallel_world_size()
         for number, name in enumerate(self.names):
             tracker.ensure_initialized(name, self.layers, self._device)
             values = tracker.metrics[name].values
-            # Megatron adds up the values of all stages, and those of the balancing loss of tensor-parallel ranks.
-            holders = stages * (parallel_state.get_tensor_model_parallel_world_size() if name == BALANCING else 1)
+            # Megatron adds up the values of all stages, and those of the balancing loss of ranks that share rows.
+            holders = stages * (sharing if name == BALANCING else 1)
             values.mul_(replicas * scale).add_((self.sums[number] * scale / holders).to(values.dtype))

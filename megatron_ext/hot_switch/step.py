@@ -104,8 +104,8 @@ class SwitchingStep:
             model: list[Any], num_tokens: torch.Tensor | None = None, pg_collection: Any = None, **kwargs: Any
         ) -> None:
             assert num_tokens is not None, "hot switching needs --calculate-per-token-loss"
-            if self._guests_ran and self._home.is_last_stage and self._home.replica == 0:
-                # Megatron adds up what the replicas of the last stage counted.
+            if self._guests_ran and self._home.is_last_stage and self._home.adds_for_all:
+                # Megatron adds up what the last stage counted, over replicas and parts of rows.
                 num_tokens += self._losses.tokens.to(num_tokens.dtype)
             inner(model, num_tokens, pg_collection=pg_collection, **kwargs)
             if self._guests_ran:
@@ -141,7 +141,7 @@ class SwitchingStep:
         if self._routers.names:
             self._routers.finish(batch.trained_micro_batches, self._home.strategy.dp)
         if self._guests_ran and self._home.is_last_stage:
-            losses.append(self._losses.for_home(losses[0], counts=self._home.replica == 0))
+            losses.append(self._losses.for_home(losses[0], counts=self._home.adds_for_all))
         return losses
 
     def _run_guests(self, batch: GlobalBatch, forward_step: Any, seed: int) -> None:
@@ -175,7 +175,7 @@ class SwitchingStep:
             turn = guest.training(part.row_length, micro_batches, self._home.config, seed + _APART * number)
             with turn, metrics_apart() as of_routers:
                 losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
-            self._routers.add(of_routers, guest.strategy.tp)
+            self._routers.add(of_routers, guest.strategy.tp * guest.strategy.cp)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
             self._send_gradients(batch, number, guest)

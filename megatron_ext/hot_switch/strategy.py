@@ -62,6 +62,14 @@ class Strategy:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def row_multiple(self) -> int:
+        """What the positions of a row must be divisible by.
+
+        Context parallelism gives every rank two parts of a row; sequence parallelism cuts those again.
+        """
+        return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
+
+    @property
     def label(self) -> str:
         """`dp,tp,pp`, followed by the other sizes where they are not 1, e.g. `2,2,2 cp2 vpp2`."""
         others = [

@@ -114,8 +114,7 @@ def model_problems(strategy: Strategy, shape: GptShape, together: Sequence[Strat
 
 
 def _row_problems(strategy: Strategy, length: int) -> list[str]:
-    # Context parallelism gives every rank two parts of a row, sequence parallelism cuts those again.
-    multiple = (2 * strategy.cp if strategy.cp > 1 else 1) * (strategy.tp if strategy.sequence_parallel else 1)
+    multiple = strategy.row_multiple
     if length % multiple == 0:
         return []
     return [

@@ -132,7 +132,7 @@ DATA_PARALLEL = (
         "--hybrid-context-parallel",
         cpu=NEEDS_TE,
         local_sgd=refused("it makes groups of context-parallel ranks that would cross workers"),
-        hot_switch=refused("strategies with context parallelism are not there yet"),
+        hot_switch=refused("it cuts rows in another way for every micro-batch"),
     ),
     option(
         "--use-tp-pp-dp-mapping",

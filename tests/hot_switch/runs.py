@@ -20,6 +20,7 @@ __all__ = [
     "hot_run",
     "losses",
     "one_document_per_row",
+    "same_weights",
     "stock_run",
     "tell_padding",
 ]
@@ -109,6 +110,16 @@ def tell_padding() -> None:
         return forward(self, *args, loss_mask=loss_mask, padding_mask=loss_mask == 0, **kwargs)
 
     GPTModel.forward = told
+
+
+def same_weights() -> None:
+    """Let a model begin with the same weights whatever the context parallel size is.
+
+    Megatron draws some of them after a warm-up of its kernels with random numbers, whose count depends on the size.
+    """
+    from megatron.training import initialize
+
+    initialize._warmup_jit_function = lambda tp_size=None: None
 
 
 def one_document_per_row() -> None:

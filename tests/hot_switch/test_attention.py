@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.hot_switch.attention import attend_within_documents
+from megatron_ext.hot_switch.row_parts import own_positions, row_parts
 from megatron_ext.hot_switch.rows import document_lengths, document_mask, pack_rows
 
 HEADS, GROUPS, CHANNELS = 4, 2, 3
@@ -63,6 +64,39 @@ def test_values_and_gradients_are_those_of_attention_with_a_mask(rows, padding):
     (ours * weights).sum().backward()
     (by_hand * weights).sum().backward()
     for own, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=1e-12)
+
+
+class Ranks:
+    """Stands for a process group of ranks that share rows."""
+
+    def __init__(self, size, rank):
+        self.size, self.rank = lambda: size, lambda: rank
+
+
+@given(rows=ROWS, padding=st.integers(0, 3), ranks=st.integers(1, 3))
+def test_ranks_with_parts_of_rows_have_the_values_and_gradients_of_whole_rows(rows, padding, ranks):
+    longest = max(1, *(sum(sizes) for sizes in rows))
+    batch = packed(rows, padding + -(longest + padding) % (2 * ranks))
+    lengths = document_lengths(batch.segments)
+    apart, whole = tensors(batch), tensors(batch)
+    together = attend_within_documents(*whole, lengths, scale=SCALE)
+    torch.manual_seed(1)
+    weights = torch.randn_like(together) * (batch.segments >= 0).T[..., None]
+    (together * weights).sum().backward()
+    covered = []
+    for group in (Ranks(ranks, rank) for rank in range(ranks)):
+        own = [own_positions(tensor.transpose(0, 1), group).transpose(0, 1) for tensor in (apart[0], together, weights)]
+        parts = row_parts(own[0].shape[0], group)
+        found = attend_within_documents(own[0], *apart[1:], lengths, scale=SCALE, parts=parts)
+        torch.testing.assert_close(found * (own[2] != 0), own[1] * (own[2] != 0), rtol=0, atol=1e-12)
+        # Every rank's share of each gradient exists, also if it is zero: others wait for it.
+        gradients = torch.autograd.grad((found * own[2]).sum(), apart)
+        for tensor, gradient in zip(apart, gradients, strict=True):
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+        covered += [place for first, last in parts for place in range(first, last)]
+    assert sorted(covered) == list(range(batch.tokens.shape[1]))
+    for own, other in zip(apart, whole, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=1e-12)
 
 

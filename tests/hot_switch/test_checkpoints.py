@@ -34,6 +34,23 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))
 
 
+def test_a_home_with_parts_of_rows_resumes_with_the_same_bits_and_as_one_without(tmp_path):
+    # The size holds for all strategies of the list.
+    hot = (["1,1,1", "1,1,1"], [32, 12, 0])
+    options = {"context_parallel_size": 2, "use_distributed_optimizer": True, "train_iters": 4}
+    command = arguments(*hot, **options, save=os.fspath(tmp_path), save_interval=2)
+    through = run_pretrain(command, 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = run_pretrain(arguments(*hot, **options, load=os.fspath(tmp_path)), 2)
+    for before, after in zip(through, resumed, strict=True):
+        assert before.losses[2:] == after.losses
+        assert before.parameters == after.parameters
+        assert before.optimizer == after.optimizer
+    options["context_parallel_size"] = 1
+    whole = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options, load=os.fspath(tmp_path))
+    assert losses(whole) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
+
+
 @pytest.mark.parametrize(("first", "then"), [(HOT, STATIC), (STATIC, HOT)], ids=["hot to static", "static to hot"])
 def test_a_run_goes_on_with_other_guests_or_none(tmp_path, first, then):
     through = saved(tmp_path, first)

@@ -13,6 +13,7 @@ from tests.hot_switch.runs import (
     hot_run,
     losses,
     one_document_per_row,
+    same_weights,
     stock_run,
     tell_padding,
 )
@@ -72,6 +73,37 @@ def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_c
     assert_equal_but_for_rounding(hot, stock)
 
 
+PARTS_OF_ROWS = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 1, tp: 1, pp: 2, cp: 2}
+  - {dp: 4, tp: 1, pp: 1}
+  - {dp: 1, tp: 2, pp: 1, cp: 2, sequence_parallel: true, recompute: full}
+"""
+GUESTS_OF_PARTS = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 2, tp: 1, pp: 2}
+  - {dp: 1, tp: 1, pp: 1, cp: 4, recompute: selective}
+  - {dp: 1, tp: 1, pp: 2, vpp: 2, cp: 2, micro_batch_size: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategies", "home", "options"),
+    [
+        (PARTS_OF_ROWS, "2,1,2", {**LLAMA, "use_distributed_optimizer": True, "num_layers": 4}),
+        (GUESTS_OF_PARTS, "2,1,2", {"num_layers": 4}),
+    ],
+    ids=["home and a guest", "guests only"],
+)
+def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(strategies)
+    hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
+    assert_equal_but_for_rounding(hot, stock_run(home, **options))
+
+
 EXPERTS = """
 bucket_sizes: [32, 16, 8, 0]
 strategies:
@@ -98,9 +130,9 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
 BALANCED = """
 bucket_sizes: [32, 16, 8, 0]
 strategies:
-  - {dp: 4, tp: 1, pp: 1, ep: 2}
+  - {HOME, tp: 1, pp: 1, ep: 2}
   - {dp: 1, tp: 2, pp: 2, ep: 2, etp: 1, sequence_parallel: true, recompute: full}
-  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
+  - {dp: 1, tp: 2, pp: 1, cp: 2, ep: 4, etp: 1, sequence_parallel: true}
 """
 
 
@@ -109,13 +141,15 @@ def reported(ranks, name):
     return [float(value) for value in re.findall(rf" {name}: (\S+)", ranks[-1].stdout)]
 
 
-def test_losses_of_routers_are_those_of_the_same_micro_batches(tmp_path):
+@pytest.mark.parametrize("home", ["dp: 4", "dp: 2, cp: 2"])
+def test_losses_of_routers_are_those_of_the_same_micro_batches(tmp_path, home):
     file = tmp_path / "strategies.yaml"
-    file.write_text(BALANCED)
+    file.write_text(BALANCED.replace("HOME", home))
     options = {**MOE, "moe_aux_loss_coeff": 1.0, "moe_z_loss_coeff": 0.1, "train_iters": 5, "disable_bias_linear": True}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
-    hot = run_pretrain(command, 4, probe=full_parameters, before=one_document_per_row)
-    stock = stock_run("4,1,1", tell_padding, one_document_per_row, expert_model_parallel_size=2, **options)
+    hot = run_pretrain(command, 4, probe=full_parameters, before=(one_document_per_row, same_weights))
+    options["expert_model_parallel_size"] = 2
+    stock = stock_run("4,1,1", tell_padding, one_document_per_row, same_weights, **options)
     assert_equal_but_for_rounding(hot, stock)
     balancing = reported(hot, "load_balancing_loss")
     assert len(balancing) == 5 and all(balancing)
@@ -168,13 +202,35 @@ def loss_scales(ranks):
     return [float(scale) for scale in re.findall(r"loss scale: (\S+)", ranks[-1].stdout)]
 
 
+def forbid_attention_over_rows():
+    """Let Megatron's own attention fail."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    DotProductAttention.forward = None
+
+
+def forbid_attention_by_document():
+    """Let ours fail."""
+    from megatron_ext.hot_switch import attention
+
+    attention.attend_within_documents = None
+
+
 def test_attention_over_whole_rows_changes_nothing():
-    run = (["1,2,1", "2,1,1"], [32, 12, 0])
-    options = {**LLAMA, "train_iters": 5, "recompute_granularity": "selective"}
-    by_document = hot_run(*run, **options)
-    by_row = hot_run(*run, hot_switch_attention="rows", **options)
-    assert_equal_but_for_rounding(by_document, by_row)
-    assert losses(by_document) != losses(by_row)  # it was computed in another way
+    options = {**LLAMA, "train_iters": 5, "recompute_granularity": "selective", "eval_iters": 0}
+    runs = [
+        run_pretrain(
+            arguments(["1,2,1", "2,1,1"], [32, 12, 0], hot_switch_attention=attention, **options),
+            2,
+            before=forbid_the_other,
+            probe=full_parameters,
+        )
+        for attention, forbid_the_other in (
+            ("documents", forbid_attention_over_rows),
+            ("rows", forbid_attention_by_document),
+        )
+    ]
+    assert_equal_but_for_rounding(*runs)
 
 
 def test_validation_without_masks_has_the_losses_of_validation_with_them():
@@ -186,6 +242,20 @@ def test_validation_without_masks_has_the_losses_of_validation_with_them():
         found.append([float(value) for value in values])
     assert len(found[0]) >= 2 and len(set(found[0])) > 1
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+def test_validation_with_parts_of_rows_has_the_losses_of_validation_with_whole_ones(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    options = {"train_iters": 2, "eval_interval": 1, "eval_iters": 2, "lr": 0.01}
+    found = []
+    for home in ("{dp: 2, tp: 1, pp: 1}", "{dp: 1, tp: 1, pp: 1, cp: 2}"):
+        file.write_text(f"bucket_sizes: [32, 0]\nstrategies: [{home}]\n")
+        ranks = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 2, before=same_weights)
+        values = re.findall(r"validation loss at .*lm loss value: (\S+)", ranks[-1].stdout)
+        found.append([float(value) for value in values])
+    assert len(found[0]) >= 2 and len(set(found[0])) > 1
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert "--no-create-attention-mask-in-dataloader is set" in ranks[0].stdout
 
 
 def test_options_that_change_no_result():

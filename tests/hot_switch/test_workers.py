@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.hot_switch.runs import COMMON, arguments, assert_equal_but_for_rounding, full_parameters
+from tests.hot_switch.runs import COMMON, arguments, assert_equal_but_for_rounding, full_parameters, same_weights
 from tests.local_sgd.runs import model_digests
 from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_pretrain
@@ -82,6 +82,20 @@ def test_experts_switch_inside_workers(tmp_path):
         file.write_text(f"bucket_sizes: {buckets}\nstrategies: [{', '.join(strategies)}]\n")
         command = toy_gpt(COMMON, options, hot_switch_strategy_file=os.fspath(file))
         runs.append(run_pretrain(command, 4, probe=full_parameters))
+    assert_equal_but_for_rounding(*runs)
+
+
+def test_parts_of_rows_stay_inside_workers(tmp_path):
+    options = {**WORKERS, "use_distributed_optimizer": True}
+    runs = []
+    for name, strategies, buckets in (
+        ("hot", "{dp: 1, tp: 1, pp: 1, cp: 2}, {dp: 1, tp: 2, pp: 1}", [32, 12, 0]),
+        ("static", "{dp: 2, tp: 1, pp: 1}", [32, 0]),
+    ):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(f"bucket_sizes: {buckets}\nstrategies: [{strategies}]\n")
+        command = toy_gpt(COMMON, options, hot_switch_strategy_file=os.fspath(file))
+        runs.append(run_pretrain(command, 4, probe=full_parameters, before=same_weights))
     assert_equal_but_for_rounding(*runs)
 
 

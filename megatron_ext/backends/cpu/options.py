@@ -86,9 +86,13 @@ RULES: tuple[Rule, ...] = (
     # Parallelism and communication.
     Rule(
         option="--context-parallel-size above 1",
-        asked=lambda args: args.context_parallel_size > 1,
-        why="attention over a split sequence is in Transformer Engine alone",
-        way_out="use 1",
+        asked=lambda args: (
+            args.context_parallel_size > 1
+            and not getattr(args, "hot_switch_strategies", None)
+            and not getattr(args, "hot_switch_strategy_file", None)
+        ),
+        why="Megatron's attention over a split sequence is in Transformer Engine alone",
+        way_out="use 1, or hot switching, which brings its own",
     ),
     Rule(
         option="--distributed-backend nccl",

@@ -76,6 +76,8 @@ def _factory_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
         device = kwargs.get("device")
         if device is not None and names_cuda(device):
             kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
         return original(*args, **kwargs)
 
     return factory
@@ -145,7 +147,7 @@ def _torch(attribute: str, wrap: Callable[[Any], Any], reason: str) -> Patch:
 
 _PATCHES = (
     *(
-        _torch(name, _factory_on_cpu, "Megatron creates tensors with device='cuda'; they are created on the CPU.")
+        _torch(name, _factory_on_cpu, "Megatron creates tensors on 'cuda' or for copies to it; they are plain ones.")
         for name in _FACTORIES
     ),
     _torch("Tensor.cuda", _stay, "Megatron moves tensors and modules to the GPU; they stay where they are."),

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: Megatron's local attention under context parallelism."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.patching import Patch
+
+__all__ = ["patches"]
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam."""
+    return [
+        Patch(
+            name="attention/context-parallel",
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+            wrap=_init_for_whole_rows,
+            reason="let the local attention be built under context parallelism, which Megatron refuses; who asks for "
+            "it gives the module a forward pass over parts of rows",
+            parameters=("config",),
+        )
+    ]
+
+
+def _init_for_whole_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        config = signature.bind(*args, **kwargs).arguments["config"]
+        size = config.context_parallel_size
+        config.context_parallel_size = 1
+        try:
+            original(*args, **kwargs)
+        finally:
+            config.context_parallel_size = size
+
+    return init
