@@ -43,10 +43,12 @@ def count_sends() -> None:
     """Count, on this rank, what switches send and what their plans say."""
     import torch.distributed as dist
 
+    from megatron_ext.hot_switch.arriving import Arriving
     from megatron_ext.hot_switch.executor import SwitchExecutor
 
     planned: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-    make, switch, exchange = SwitchExecutor.__init__, SwitchExecutor.switch, dist.batch_isend_irecv
+    make, begin, send = SwitchExecutor.__init__, SwitchExecutor.begin, Arriving._send
+    exchange = dist.batch_isend_irecv
 
     @functools.wraps(make)
     def made(self: Any, plan: Any, group: Any, **options: Any) -> None:
@@ -55,18 +57,22 @@ def count_sends() -> None:
         factor = 4 // plan.tensors[0].tensor.dtype.itemsize if options.get("gradients") else 1
         planned[self] = factor * sum(move.nbytes for move in moves)
 
-    @functools.wraps(switch)
-    def switched(self: Any, *args: Any, **options: Any) -> Any:
+    @functools.wraps(begin)
+    def begun(self: Any, *args: Any, **options: Any) -> Any:
+        _seen["planned"] += planned[self]
+        _seen["switches"] += 1
+        return begin(self, *args, **options)
+
+    @functools.wraps(send)
+    def sent(self: Any) -> None:
         dist.batch_isend_irecv = counting
         try:
-            return switch(self, *args, **options)
+            send(self)
         finally:
             dist.batch_isend_irecv = exchange
-            _seen["planned"] += planned[self]
-            _seen["switches"] += 1
 
     def counting(operations: Sequence[Any]) -> Any:
         _seen["sent"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
         return exchange(operations)
 
-    SwitchExecutor.__init__, SwitchExecutor.switch = made, switched
+    SwitchExecutor.__init__, SwitchExecutor.begin, Arriving._send = made, begun, sent

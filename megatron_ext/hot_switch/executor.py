@@ -7,7 +7,6 @@ straight from the sender's tensors to the receiver's; small ones, and those with
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError, combine
-from megatron_ext.hot_switch.bound import BoundRound, BoundSwitch, bind
+from megatron_ext.hot_switch.arriving import Arriving
+from megatron_ext.hot_switch.bound import BoundSwitch, bind
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.itinerary import ROUNDS_IN_FLIGHT, Itinerary, LocalTensor, make_itinerary
 from megatron_ext.hot_switch.messages import DEFAULT_SIZES, MessageSizes
@@ -62,7 +62,8 @@ class SwitchExecutor:
         self._flat: FlatTensors | None = None
         self._staging: list[torch.Tensor] = []
         self._bound: BoundSwitch | None = None
-        self._has_met = False
+        # By unit, over all ranks; known once they have met.
+        self._rounds_until: dict[str, int] | None = None
 
     def switch(self, tensors: Tensors, out: Tensors | None = None) -> dict[str, torch.Tensor]:
         """Return what this rank holds after the switch. All ranks of the group must call it.
@@ -82,6 +83,19 @@ class SwitchExecutor:
                 has been sent then. An error of one rank leaves its peers waiting until their group's timeout.
             RuntimeError: a peer is gone or too slow; the executor must not be used again.
         """
+        results, arriving = self.begin(tensors, out)
+        arriving.finish()
+        return results
+
+    def begin(self, tensors: Tensors, out: Tensors | None = None) -> tuple[dict[str, torch.Tensor], Arriving]:
+        """Begin a switch, whose results may be used unit by unit, each once it has arrived.
+
+        `tensors` must stay as they are, and the executor must not be used, until everything has arrived. For the
+        arguments and errors see `switch`.
+
+        Returns:
+            The results of `switch`, and what tells when they are there.
+        """
         _check(tensors, self.itinerary.sources, "tensors to switch")
         if out is not None:
             _check(out, self.itinerary.targets, "tensors to switch into")
@@ -89,8 +103,9 @@ class SwitchExecutor:
             raise UserError("gradients are added to what is there: give `out`, the tensors to add them to")
         with torch.no_grad():
             bound = self._bind(tensors, out)
-            self._carry_out(bound)
-        return dict(bound.results)
+            assert self._rounds_until is not None
+            arriving = Arriving(bound, self._rounds_until, self._put)
+        return dict(bound.results), arriving
 
     def settle(self) -> None:
         """Give up the memory of messages until the next switch; results stay."""
@@ -142,36 +157,22 @@ class SwitchExecutor:
 
     def _meet(self, device: torch.device) -> None:
         """Compare the ranks' settings once. NCCL wants the first operation of a group to have all ranks besides."""
-        if self._has_met:
+        if self._rounds_until is not None:
             return
-        mine = torch.tensor([self._sizes.direct_bytes, self._sizes.chunk_bytes, self._gradients], device=device)
+        sizes = [self._sizes.direct_bytes, self._sizes.chunk_bytes, self._sizes.round_bytes]
+        mine = torch.tensor([*sizes, self._gradients], device=device)
         all_of_them = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(all_of_them, mine, group=self._group)
         for rank, theirs in enumerate(all_of_them):
             if not torch.equal(theirs, mine):
                 raise UserError(
-                    f"rank {rank} switches with direct_bytes, chunk_bytes, gradients = {theirs.tolist()}, and rank "
-                    f"{dist.get_rank(self._group)} with {mine.tolist()}; give all ranks the same"
+                    f"rank {rank} switches with direct_bytes, chunk_bytes, round_bytes, gradients = "
+                    f"{theirs.tolist()}, and rank {dist.get_rank(self._group)} with {mine.tolist()}; give all ranks "
+                    "the same"
                 )
-        self._has_met = True
-
-    def _carry_out(self, bound: BoundSwitch) -> None:
-        on_the_way: deque[tuple[BoundRound, list[dist.Work]]] = deque()
-        for each in bound.rounds:
-            if len(on_the_way) == ROUNDS_IN_FLIGHT:
-                self._arrive(*on_the_way.popleft())
-            if each.pack_from:
-                torch._foreach_copy_(each.pack_into, each.pack_from)
-            on_the_way.append((each, dist.batch_isend_irecv(each.operations) if each.operations else []))
-        # While the last rounds travel.
-        self._put(bound.stay_into, bound.stay_from)
-        while on_the_way:
-            self._arrive(*on_the_way.popleft())
-
-    def _arrive(self, each: BoundRound, works: list[dist.Work]) -> None:
-        for work in works:
-            work.wait()
-        self._put(each.unpack_into, each.unpack_from)
+        latest = torch.tensor([*self.itinerary.rounds_until.values(), 0], device=device)
+        dist.all_reduce(latest, op=dist.ReduceOp.MAX, group=self._group)
+        self._rounds_until = dict(zip(self.itinerary.rounds_until, latest.tolist(), strict=False))
 
     def _put(self, into: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if into:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import BuilderContext
+from megatron_ext.hot_switch.arriving import Arriving
 from megatron_ext.hot_switch.executor import SwitchExecutor
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.placed_model import PlacedModel
@@ -20,6 +21,7 @@ from megatron_ext.hot_switch.plan import SwitchPlan, plan_switch
 from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import ParameterView
+from megatron_ext.seams.forward import wait_before_use
 from megatron_ext.seams.strategies import ParallelState, keeping_random_state, seed_device
 
 __all__ = ["Guest", "SwitchOptions", "build_guest", "held_tensors"]
@@ -78,6 +80,7 @@ class Guest(PlacedModel):
         to_home: plan of gradients' way home.
         from_before: plan of parameters' way here from the guest before, None for the first.
         gradients_from_before: the same of gradients.
+        seconds_of_arrival: for which the last turn's first forward pass waited for parameters.
     """
 
     def __init__(
@@ -100,6 +103,8 @@ class Guest(PlacedModel):
             before: the guest that runs before this one.
             options: of the plans.
         """
+        from megatron.core import parallel_state
+
         super().__init__(strategy, state, chunks, attention=options.attention)
         self.before = before
         self.from_home, self.to_home = options.plan(home, self.view), options.plan(self.view, home, gradients=True)
@@ -119,6 +124,13 @@ class Guest(PlacedModel):
             if self.gradients_from_before.bytes_moved < before.to_home.bytes_moved:
                 self._gradients_from_before = SwitchExecutor(self.gradients_from_before, options.group, gradients=True)
         self._entries = (*self.view.entries, *self.view.buffers)
+        self._unit_of = {id(entry.parameter): entry.unit for entry in self.view.entries}
+        self._arriving: Arriving | None = None
+        self.seconds_of_arrival = 0.0
+        # Later stages wait for activations before they use parameters, and would keep back what first stages wait for.
+        self._begins_early = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        wait_before_use(self.chunks, self._require)
+        self.chunks[0].register_forward_hook(self._finish_arriving)
         self._tokens = torch.zeros((), dtype=torch.int)
         self.config.finalize_model_grads_func = self._finalize
         self._nothing = torch.empty(0, device=self.device)
@@ -137,20 +149,25 @@ class Guest(PlacedModel):
         """Whether the guest before it had better send its gradients here than home."""
         return self._gradients_from_before is not None
 
-    def borrow(self, source: Tensors, *, from_home: bool) -> dict[str, torch.Tensor]:
+    def borrow(self, source: Tensors, *, from_home: bool, at_once: bool) -> dict[str, torch.Tensor]:
         """Take parameters from home or from the guest before. All ranks must call it.
+
+        Those from home need not be there yet: they arrive, layer by layer, during the turn's first forward pass.
 
         Args:
             source: what the rank holds there, by global name.
             from_home: where `source` is from.
+            at_once: whether to wait for all of them.
 
         Returns:
             This guest's parameters and buffers by global name, which hold until `give_back`. They may share home's
             memory, but not that of a guest, which is given back while they are in use.
         """
         if from_home:
-            held = self._from_home.switch(source)
-            self._from_home.settle()
+            held, self._arriving = self._from_home.begin(source)
+            if at_once or not self._begins_early:
+                self._finish_arriving()
+            self.seconds_of_arrival = 0.0 if self._arriving is None else -self._arriving.seconds
         else:
             assert self._from_before is not None
             if self._own is None:
@@ -225,6 +242,17 @@ class Guest(PlacedModel):
             gradients, sums = self.gradients(), self._received.views
             torch._foreach_add_([gradients[name] for name in sums], list(sums.values()))
             self._received.give_up()
+
+    def _require(self, parameters: Iterable[torch.Tensor]) -> None:
+        if self._arriving is not None:
+            self._arriving.require({self._unit_of[id(parameter)] for parameter in parameters})
+
+    def _finish_arriving(self, *_: Any) -> None:
+        if self._arriving is not None:
+            self._arriving.finish()
+            self.seconds_of_arrival += self._arriving.seconds
+            self._arriving = None
+            self._from_home.settle()
 
     def _drop_gradients(self) -> None:
         for chunk in self.chunks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -100,6 +101,10 @@ class Itinerary:
     copies: tuple[Copy, ...]
     """What else stays on the rank."""
 
+    rounds_until: Mapping[str, int]
+    """The rounds after which the rank has what it gets of a unit and of those before it, for all units of the model
+    in the order of their use."""
+
     def whole(self, name: str) -> Copy:
         """Return an aliased target as something to copy, for where it has memory of its own."""
         source_name, source = self.aliases[name]
@@ -123,7 +128,18 @@ def make_itinerary(plan: SwitchPlan, rank: int, sizes: MessageSizes, *, gradient
         staging_bytes=staging_bytes,
         aliases=aliases,
         copies=tuple(copy for stay in stays if stay.target_name not in aliases for copy in _copies(stay)),
+        rounds_until=_rounds_until(plan, rounds, _flat(moves_in)),
     )
+
+
+def _rounds_until(plan: SwitchPlan, rounds: Iterable[Round], moves: Iterable[Move]) -> dict[str, int]:
+    unit_of = {move.target_name: move.tensor.unit for move in moves}
+    found = {planned.tensor.unit: 0 for planned in plan.tensors}
+    for number, each in enumerate(rounds, 1):
+        for parcel in each.receives:
+            for part in parcel.message.parts:
+                found[unit_of[part.target_name]] = number
+    return dict(zip(found, accumulate(found.values(), max), strict=True))
 
 
 def _rounds(

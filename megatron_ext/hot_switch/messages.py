@@ -33,12 +33,18 @@ class MessageSizes:
     """Largest message that is copied at either end, and the most of such bytes on the way between two ranks in one
     direction and round."""
 
+    round_bytes: int = 64 << 20
+    """The most bytes of any kind on the way between two ranks in one direction and round, a single message may be
+    larger. What is used first arrives while the rest travels."""
+
     def __post_init__(self) -> None:
         """Refuse sizes that no message can have."""
         if self.direct_bytes < 0:
             raise UserError(f"direct_bytes must not be negative, got {self.direct_bytes}")
         if self.chunk_bytes < 8:
             raise UserError(f"chunk_bytes must be at least 8, the largest element, got {self.chunk_bytes}")
+        if self.round_bytes < 1:
+            raise UserError(f"round_bytes must be at least 1, got {self.round_bytes}")
 
 
 DEFAULT_SIZES = {
@@ -124,7 +130,7 @@ def messages_between(moves: Sequence[Move], sizes: MessageSizes, *, gradients: b
                     pack = packed[dtype] = []
                     ordered.append((dtype, pack))
                 pack.append(piece)
-    return tuple(_in_rounds(ordered, sizes.chunk_bytes, gradients))
+    return tuple(_in_rounds(ordered, sizes, gradients))
 
 
 def moved_dtype(tensor: GlobalTensor, *, gradients: bool) -> torch.dtype | None:
@@ -150,17 +156,18 @@ def _parts(moves: Sequence[Move], limit: int) -> Iterable[tuple[Part, list[Part]
 
 
 def _in_rounds(
-    ordered: Iterable[tuple[torch.dtype, list[Part]]], chunk_bytes: int, gradients: bool
+    ordered: Iterable[tuple[torch.dtype, list[Part]]], sizes: MessageSizes, gradients: bool
 ) -> Iterable[Message]:
     """Give messages their rounds: each has at most `chunk_bytes` of messages that are copied at either end."""
-    number, copied_bytes = 0, 0
+    number, copied_bytes, all_bytes = 0, 0, 0
     for dtype, parts in ordered:
         message = Message(parts=tuple(parts), dtype=dtype, round=number)
-        if message.leaves_directly and message.lands_directly and not gradients:
-            yield message
-            continue
-        copied_bytes += message.nbytes
-        if copied_bytes > chunk_bytes:
-            number, copied_bytes = number + 1, message.nbytes
-            message = Message(parts=tuple(parts), dtype=dtype, round=number)
+        is_copied = not (message.leaves_directly and message.lands_directly) or gradients
+        copied_bytes += message.nbytes if is_copied else 0
+        all_bytes += message.nbytes
+        if copied_bytes > sizes.chunk_bytes or all_bytes > sizes.round_bytes:
+            if all_bytes > message.nbytes:
+                number += 1
+                message = Message(parts=tuple(parts), dtype=dtype, round=number)
+            copied_bytes, all_bytes = message.nbytes if is_copied else 0, message.nbytes
         yield message

@@ -73,7 +73,8 @@ class SwitchingStep:
             guests: in the order in which they run.
             reader: of the global batches.
             worker: this rank's.
-            profiles: whether to wait for the device around each switch, so that times are those of moving.
+            profiles: whether to wait around each switch, for the device and for all parameters, so that times are
+                those of moving.
         """
         self._home = home
         self._guests = guests
@@ -88,6 +89,7 @@ class SwitchingStep:
         self.last_batch: GlobalBatch | None = None
         self.lengths: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
         self.switches = SwitchLog(home.device, waits=profiles)
+        self._profiles = profiles
 
     def install(self, config: Any) -> None:
         """Make home's gradients the sum of all strategies', through the hook that Megatron offers.
@@ -167,7 +169,7 @@ class SwitchingStep:
             if follows and guest.from_before is not None and before is not None:
                 origin, plan = before[1].strategy.label, guest.from_before
             with self.switches.timed(f"parameters {origin} -> {guest.strategy.label}", plan):
-                source = guest.borrow(source, from_home=not follows)
+                source = guest.borrow(source, from_home=not follows, at_once=self._profiles)
             if follows:
                 _give_back(before)
             before = number, guest
@@ -175,6 +177,8 @@ class SwitchingStep:
             turn = guest.training(part.row_length, micro_batches, self._home.config, seed + _APART * number)
             with turn, metrics_apart() as of_routers:
                 losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
+            if not follows:
+                self.switches.prolong(guest.seconds_of_arrival)
             self._routers.add(of_routers, guest.strategy.tp * guest.strategy.cp)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)

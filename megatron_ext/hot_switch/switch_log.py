@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,6 +71,10 @@ class SwitchLog:
         seconds = self._now() - start
         factor = 4 / plan.tensors[0].tensor.dtype.itemsize if gradients else 1.0
         self.done.append(DoneSwitch(title=title, plan=plan, bytes_per_byte=factor, seconds=seconds))
+
+    def prolong(self, seconds: float) -> None:
+        """Add what the last switch took after it had been timed."""
+        self.done[-1] = replace(self.done[-1], seconds=self.done[-1].seconds + seconds)
 
     def lines(self) -> list[str]:
         """Return a line about each switch of the last step."""

@@ -205,6 +205,31 @@ def released() -> list[str]:
     return wrong + differences(first, again)
 
 
+def units_in_their_order() -> list[str]:
+    """Ask for units one after the other, each when those before it are there; return what was wrong."""
+    group = start()
+    wrong = []
+    sizes = MessageSizes(direct_bytes=300, chunk_bytes=200, round_bytes=600)
+    for source, target in [(Layout(tp=4), Layout(dp=4)), (Layout(dp=2, tp=2), Layout(tp=4))]:
+        placement = Placement(DENSE, target)
+        names = {unit: [t.name for t in placement.tensors if t.unit == unit] for unit in placement.units}
+        executor = SwitchExecutor(plan_switch(DENSE, source, target), group, sizes=sizes)
+        for factor in (1.0, 2.0):
+            expected = held(DENSE, target, factor)
+            results, arriving = executor.begin(held(DENSE, source, factor))
+            for unit, of_unit in names.items():
+                if arriving.complete and unit.startswith("layer"):
+                    wrong.append(f"{target}: all had arrived before {unit}")
+                arriving.require([unit])
+                own = {name: results[name] for name in of_unit if name in results}
+                wrong += differences(own, {name: expected[name] for name in own})
+                # Ranks that compute together wait for each other here.
+                dist.barrier(group)
+            arriving.finish()
+            wrong += differences(results, expected) + ([] if arriving.complete else [f"{target}: not all arrived"])
+    return wrong
+
+
 def into_given_tensors() -> list[str]:
     """Switch from a guest whose tensors are partly home's own memory back into home's; return what is wrong."""
     group = start()

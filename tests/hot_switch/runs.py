@@ -19,6 +19,7 @@ __all__ = [
     "full_parameters",
     "hot_run",
     "losses",
+    "many_rounds",
     "one_document_per_row",
     "same_weights",
     "stock_run",
@@ -110,6 +111,13 @@ def tell_padding() -> None:
         return forward(self, *args, loss_mask=loss_mask, padding_mask=loss_mask == 0, **kwargs)
 
     GPTModel.forward = told
+
+
+def many_rounds() -> None:
+    """Let switches have many small rounds, so that layers are used long before the last one has arrived."""
+    from megatron_ext.hot_switch import messages
+
+    messages.DEFAULT_SIZES["gloo"] = messages.MessageSizes(direct_bytes=2048, chunk_bytes=4096, round_bytes=8192)
 
 
 def same_weights() -> None:

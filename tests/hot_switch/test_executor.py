@@ -15,6 +15,7 @@ from tests.hot_switch.executions import (
     refused,
     released,
     shared_memory,
+    units_in_their_order,
     with_a_lost_peer,
 )
 from tests.support.distributed import run_ranks
@@ -54,6 +55,10 @@ def test_released_memory_is_gone_and_the_same_tensors_come_back_with_the_next_sw
     assert run_ranks(released, 4) == [[]] * 4
 
 
+def test_units_are_there_when_asked_for_and_the_rest_is_on_its_way():
+    assert run_ranks(units_in_their_order, 4) == [[]] * 4
+
+
 def test_results_go_into_given_tensors_even_where_a_guest_shares_their_memory():
     assert run_ranks(into_given_tensors, 4) == [[]] * 4
 
@@ -78,7 +83,7 @@ def test_gradients_of_a_guest_are_added_to_those_at_home(sizes_name):
         ("gaps", ["tensors to switch: embedding.word_embeddings.weight is not contiguous"]),
         ("out", ["tensors to switch into: decoder.final_layernorm.weight is missing"]),
         ("overlap", ["into memory of", "which it reads: give `out`"]),
-        ("sizes", ["switches with direct_bytes, chunk_bytes, gradients = ", "give all ranks the same"]),
+        ("sizes", ["switches with direct_bytes, chunk_bytes, round_bytes, gradients = ", "give all ranks the same"]),
         ("gradients", ["gradients are added to what is there: give `out`"]),
         ("own gradients", ["the switch would write", "which it reads: give `out`"]),
         ("group", ["the plan of a switch is for 4 ranks, but the process group has 2"]),
@@ -94,4 +99,4 @@ def test_what_cannot_be_switched_is_named_on_every_rank(case, complaints):
 def test_a_lost_peer_is_an_error_and_no_hang(how):
     first, _ = run_ranks(with_a_lost_peer, 2, how, expect_failure=True, failure_grace=1.0, timeout=60)
     assert first.exit_code == 1
-    assert "_arrive" in first.traceback
+    assert "_advance" in first.traceback

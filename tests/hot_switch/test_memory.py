@@ -11,7 +11,7 @@ from tests.support.pretrain import run_pretrain
 
 WEIGHED = []
 """On a rank, of every step but the first: (bytes more than at its beginning, their bound) where each guest is about to
-train, and the bytes that are left of the step."""
+train and where it has trained, and the bytes that are left of the step."""
 SMALL = 1 << 16
 """Bytes of the rows, masks and counters of a step."""
 
@@ -43,8 +43,12 @@ def weigh():
     def train_weighed(guest, *arguments):
         # Its parameters and fp32 gradients; as many of the guest before it; and what others have sent home.
         own = (guest.chunks[0].config.params_dtype.itemsize + 4 + 4 * guest.takes_gradients) * numel(guest)
+        # Messages are on their way until its first forward pass is over.
+        messages = 0 if guest._arriving is None else 2 * guest._from_home.itinerary.staging_bytes
+        turns.append((live_bytes() - begin[0], own + bounds[0] + messages))
+        losses = train(guest, *arguments)
         turns.append((live_bytes() - begin[0], own + bounds[0]))
-        return train(guest, *arguments)
+        return losses
 
     send = step.SwitchingStep._send_gradients
 
@@ -74,7 +78,7 @@ def test_a_guest_has_memory_for_its_own_tensors_and_only_while_it_trains(strateg
     for rank in run_pretrain(command, 4, probe=weighed, before=weigh):
         assert len(rank.probe) == 4
         for turns, left in rank.probe:
-            assert len(turns) == 2
+            assert len(turns) == 4
             for taken, bound in turns:
                 assert taken <= bound + SMALL
             assert left <= SMALL

@@ -12,6 +12,7 @@ from tests.hot_switch.runs import (
     full_parameters,
     hot_run,
     losses,
+    many_rounds,
     one_document_per_row,
     same_weights,
     stock_run,
@@ -67,7 +68,7 @@ def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_c
     file.write_text(INTERLEAVED)
     options = {"num_layers": 6, "train_iters": 5}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
-    hot = run_pretrain(command, 4, probe=full_parameters)
+    hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     stages = {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 4}
     stock = stock_run("1,2,2", **stages, sequence_parallel=True, **options)
     assert_equal_but_for_rounding(hot, stock)
@@ -100,7 +101,8 @@ strategies:
 def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options):
     file = tmp_path / "strategies.yaml"
     file.write_text(strategies)
-    hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     assert_equal_but_for_rounding(hot, stock_run(home, **options))
 
 
@@ -121,7 +123,8 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     options["moe_z_loss_coeff"] = 0.1
     # Megatron 0.19 fails on experts with biases whose tensor parallel size differs from that of the rest.
     options["disable_bias_linear"] = True
-    hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
     assert_equal_but_for_rounding(hot, stock)
     assert says(hot, "of gradients to guest 2,2,1")
@@ -279,6 +282,44 @@ def test_options_that_change_no_result():
     assert losses(plain) == losses(with_options)
     assert [rank.parameters for rank in plain] == [rank.parameters for rank in with_options]
     assert len(set(losses(plain))) == 4
+
+
+_rounds: list = []
+
+
+def watch_rounds():
+    """Note at every module of a guest's first forward pass how many of its rounds have arrived, of how many."""
+    from megatron_ext.hot_switch.arriving import Arriving
+
+    require = Arriving.require
+
+    def watched(self, units):
+        require(self, units)
+        _rounds.append((self._arrived, len(self._rounds)))
+
+    Arriving.require = watched
+
+
+def arrived_rounds(model, optimizer, args):
+    """What was noted, and how long the last step's switches took."""
+    from megatron_ext.hooks import hooks
+
+    (feature,) = hooks.active[-1:]
+    return _rounds, [done.seconds for done in feature._step.switches.done]
+
+
+@pytest.mark.parametrize("profiles", [None, True])
+def test_layers_are_used_while_later_ones_are_on_their_way(profiles):
+    command = arguments(["1,2,1", "2,1,1"], [32, 12, 0], num_layers=4, train_iters=2, hot_switch_profile=profiles)
+    for rank in run_pretrain(command, 2, before=(many_rounds, watch_rounds), probe=arrived_rounds):
+        noted, seconds = rank.probe
+        assert all(0 < each < 60 for each in seconds) and len(seconds) == 2
+        if profiles:
+            assert not noted  # each switch is timed as a whole
+        else:
+            arrived = [count for count, _ in noted]
+            assert 0 < arrived[0] < noted[0][1] / 2
+            assert len(set(arrived)) > 4
 
 
 _turns: list = []
