@@ -112,7 +112,11 @@ def run_suggest(options: argparse.Namespace) -> int:
     )
     lengths = typical_batch(read_lengths(options.lengths), sequences=options.global_batch_size, context=options.context)
     suggester = Suggester(
-        StepTimes(times=times, attention=options.attention), gpus=options.gpus, lengths=lengths, context=options.context
+        # Megatron's attention over rows is unfused.
+        StepTimes(times=times, attention=options.attention, keeps_scores=options.attention == "rows"),
+        gpus=options.gpus,
+        lengths=lengths,
+        context=options.context,
     )
     bounds = options.bounds or [options.context >> halved for halved in range(1, 5)]
     static, best = suggester.static(), suggester.best(bounds)
@@ -212,8 +216,20 @@ def _print_report(options: argparse.Namespace, static: list[Suggestion], best: S
         f"  together {best.seconds:.3f} s, {best.switching:.3f} of them switching at least: predicted to be "
         f"{static[0].seconds / best.seconds:.2f} times as fast as the best single strategy"
     )
-    if len(listed.strategies) > 1:
-        texts = " ".join(f'"{strategy.label}"' for strategy in listed.strategies)
-        sequence = " --sequence-parallel" if any(strategy.sequence_parallel for strategy in listed.strategies) else ""
-        bounds = " ".join(map(str, _bounds(best)))
-        print(f"\n--hot-switch-strategies {texts} --hot-switch-bucket-sizes {bounds}{sequence}")
+    print(f"\n{_flags(options, best)}")
+
+
+def _flags(options: argparse.Namespace, best: Suggestion) -> str:
+    """Return what to add to a command line."""
+    from megatron_ext.hot_switch.config import HotSwitchConfig
+
+    listed = best.strategies
+    flags = ["--hot-switch-strategies", *(f'"{strategy.label}"' for strategy in listed.strategies)]
+    flags += ["--hot-switch-bucket-sizes", *map(str, _bounds(best))]
+    if any(strategy.sequence_parallel for strategy in listed.strategies):
+        flags.append("--sequence-parallel")
+    if options.gpus_per_node != HotSwitchConfig().hot_switch_gpus_per_node:
+        flags += ["--hot-switch-gpus-per-node", str(options.gpus_per_node)]
+    if options.attention != HotSwitchConfig().hot_switch_attention:
+        flags += ["--hot-switch-attention", options.attention]
+    return " ".join(flags)

@@ -24,14 +24,15 @@ class HotSwitchConfig(FromArgs):
     hot_switch_strategies: list[str] | None = None
     """Strategies as DP,TP,PP, each for all ranks. The first one is home: it owns the optimizer's state and trains
     the longest sequences, and --tensor-model-parallel-size and --pipeline-model-parallel-size are taken from it. The
-    others are guests in the order in which they run, shortest sequences first. With one strategy nothing switches."""
+    others are guests in the order in which they run, shortest sequences first. With one strategy nothing switches.
+    --context-parallel-size and the expert parallel sizes hold for all of them."""
 
     hot_switch_bucket_sizes: list[int] | None = None
     """Bounds of the sequence lengths, from --seq-length down to 0, one more than strategies. A strategy trains the
     sequences that are longer than the lower bound of its bucket, up to the upper one."""
 
     hot_switch_strategy_file: str | None = None
-    """The same as a YAML file, in which each strategy can also have vpp, ep, etp, first_stage_layers,
+    """The same as a YAML file, in which each strategy can also have cp, vpp, ep, etp, first_stage_layers,
     last_stage_layers, sequence_parallel, micro_batch_size and recompute of its own; home's are taken for the run's."""
 
     hot_switch_gpus_per_node: int = 8

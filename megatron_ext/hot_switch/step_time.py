@@ -31,6 +31,9 @@ _OF_ACTIVATIONS = 34
 """Bytes that one position of one layer keeps for the backward pass, by the hidden size, over all TP ranks (Korthikanti
 et al., arXiv 2205.05198, equation 4 with flash attention: no s^2 term)."""
 
+_OF_SCORES = 2
+"""Bytes of an attention score."""
+
 _GUEST_BYTES = 6
 """Of a guest's parameter: bf16, and an fp32 gradient."""
 
@@ -145,6 +148,10 @@ class StepTimes:
     """Over what attention is computed: each document of a row, or the whole row, the scores of other documents being
     masked afterwards, as Megatron's local implementation does."""
 
+    keeps_scores: bool = False
+    """Whether attention keeps its weights for the backward pass, as Megatron's unfused attention does, and not a fused
+    kernel."""
+
     def seconds(self, strategy: Strategy, batch: StrategyBatch, lengths: Sequence[int]) -> float:
         """Return how long a strategy computes, and adds up its gradients over the data-parallel ranks.
 
@@ -195,7 +202,11 @@ class StepTimes:
         # The first stage keeps as many micro-batches as there are stages, each with its share of the layers.
         per_position = shape.num_layers * _OF_ACTIVATIONS * shape.hidden_size / strategy.tp
         logits = shape.padded_vocab_size / strategy.tp * 8  # bf16, and fp32 with its gradient in turn
-        return held + positions * (per_position + logits)
+        scores = 0.0
+        if self.keeps_scores:
+            # The softmax of every layer, and the scores that one layer makes it from.
+            scores = (shape.num_layers + 1) * shape.num_attention_heads / strategy.tp * _OF_SCORES * positions**2
+        return held + positions * (per_position + logits) + scores
 
     def _parameters(self, strategy: Strategy) -> float:
         total, _, _ = _elements(self.times.shape)

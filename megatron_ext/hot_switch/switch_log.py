@@ -86,8 +86,8 @@ class SwitchLog:
         figures, factor = self._figures[each.plan], each.bytes_per_byte / _MIB
         return (
             f"hot switching: {each.title}: {1000 * each.seconds:.2f} ms, {figures.bytes_total * factor:.2f} MiB moved, "
-            f"{figures.bytes_inter_node * factor:.2f} of it between nodes, {figures.messages} messages, at most "
-            f"{figures.max_sent * factor:.2f} sent and {figures.max_received * factor:.2f} received by a rank"
+            f"{figures.bytes_inter_node * factor:.2f} of it between nodes, between {figures.messages} pairs of ranks, "
+            f"at most {figures.max_sent * factor:.2f} sent and {figures.max_received * factor:.2f} received by a rank"
         )
 
     def _now(self) -> float:

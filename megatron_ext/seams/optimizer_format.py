@@ -8,17 +8,22 @@ from megatron_ext.hooks import LoadContext
 
 __all__ = ["refuse_bound_format"]
 
-_BOUND_TO = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "expert_model_parallel_size",
-    "use_distributed_optimizer",
-    "bf16",
-    "fp16",
-    "ddp_bucket_size",
-    "ddp_num_buckets",
-)
-"""Options on which the form of a distributed optimizer's state depends that is bound to its layout."""
+_BOUND_TO = {
+    "tensor_model_parallel_size": "--tensor-model-parallel-size",
+    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
+    "virtual_pipeline_model_parallel_size": "a virtual pipeline size of",
+    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
+    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
+    "expert_model_parallel_size": "--expert-model-parallel-size",
+    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "use_distributed_optimizer": "--use-distributed-optimizer",
+    "bf16": "--bf16",
+    "fp16": "--fp16",
+    "ddp_bucket_size": "--ddp-bucket-size",
+    "ddp_num_buckets": "--ddp-num-buckets",
+}
+"""What the form of a distributed optimizer's state depends on that is bound to its layout: arguments, and how to call
+them."""
 
 
 def refuse_bound_format(context: LoadContext) -> None:
@@ -38,10 +43,9 @@ def refuse_bound_format(context: LoadContext) -> None:
     metadata = load_content_metadata(preloaded_state_dict=context.state) or {}
     if metadata.get("distrib_optim_sharding_type") != "dp_reshardable":
         return
-    for name in _BOUND_TO:
+    for name, flag in _BOUND_TO.items():
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:
-            flag = "--" + name.replace("_", "-")
             raise UserError(
                 f"--load {context.directory}: saved with {flag} {before}, this run has {now}, and the optimizer state "
                 "is in a format that is bound to that. Resume with the options it was saved with and save with "

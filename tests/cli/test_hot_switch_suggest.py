@@ -33,6 +33,16 @@ def test_the_report_ends_with_flags_that_plan_accepts(command: list[str], capsys
     assert main([*plan, "--bucket-sizes", *sizes, "--seq-length", "8192"]) == 0
 
 
+@pytest.mark.parametrize("memory", ["6.5", "70"], ids=["a list", "one strategy"])
+def test_what_is_not_default_is_among_the_flags(
+    command: list[str], memory: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--memory-gib", memory, "--gpus-per-node", "4", "--attention", "rows"]) == 0
+    flags = capsys.readouterr().out.splitlines()[-1]
+    assert flags.startswith("--hot-switch-strategies ")
+    assert flags.endswith(" --hot-switch-gpus-per-node 4 --hot-switch-attention rows")
+
+
 def test_the_json_object_compares_the_suggestion_with_every_single_strategy(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from tests.hot_switch.runs import arguments, hot_run, losses
+from tests.hot_switch.runs import COMMON, arguments, hot_run, losses
+from tests.support.presets import toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
@@ -85,6 +86,24 @@ def test_another_home_is_refused_by_name_without_one(tmp_path):
         assert "saved with --tensor-model-parallel-size 2, this run has 1" in said
         assert "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim" in said
         assert "Traceback" not in said and all(rank.exit_code != 0 for rank in exits)
+
+
+def test_homes_that_differ_in_other_ways_are_refused_by_name(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    options = {**COMMON, "use_distributed_optimizer": True, "num_layers": 4, "train_iters": 2}
+
+    def command(home, **others):
+        file.write_text(f"bucket_sizes: [32, 0]\nstrategies: [{home}]\n")
+        return toy_gpt(options, hot_switch_strategy_file=os.fspath(file), **others)
+
+    run_pretrain(command("{dp: 1, tp: 1, pp: 2}", save=os.fspath(tmp_path), save_interval=2), 2)
+    for home, said in (
+        ("{dp: 1, tp: 1, pp: 2, vpp: 2}", "saved with a virtual pipeline size of None, this run has 2"),
+        ("{dp: 1, tp: 1, pp: 2, first_stage_layers: 1}", "saved with --decoder-first-pipeline-num-layers None"),
+    ):
+        exits = run_failing_pretrain(command(home, load=os.fspath(tmp_path)), 2)
+        assert said in exits[0].stderr
+        assert "Traceback" not in exits[0].stderr and all(rank.exit_code != 0 for rank in exits)
 
 
 def test_options_for_keeping_and_reading_checkpoints(tmp_path):

@@ -66,7 +66,7 @@ strategies:
 def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(INTERLEAVED)
-    options = {"num_layers": 6, "train_iters": 5}
+    options = {"num_layers": 6}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     stages = {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 4}
@@ -118,7 +118,7 @@ strategies:
 def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(EXPERTS)
-    options = {**MOE, "moe_aux_loss_coeff": 0.0, "use_distributed_optimizer": True, "train_iters": 5}
+    options = {**MOE, "moe_aux_loss_coeff": 0.0, "use_distributed_optimizer": True}
     # Unlike the balancing loss this one does not depend on what shares a micro-batch.
     options["moe_z_loss_coeff"] = 0.1
     # Megatron 0.19 fails on experts with biases whose tensor parallel size differs from that of the rest.
@@ -175,6 +175,110 @@ def test_strategies_without_data_in_a_step_change_nothing(strategies, buckets, s
     stock = stock_run(strategies[0], **options)
     assert_equal_but_for_rounding(hot, stock)
     assert says(hot, says_so)
+
+
+_tokens: list = []
+
+
+def watch_tokens():
+    """Note by how many tokens every step divides its gradients, and how many it meant to train."""
+    from megatron_ext.hot_switch.step import SwitchingStep
+
+    add = SwitchingStep._add_guests_gradients
+
+    def watched(self, num_tokens):
+        _tokens.append((int(num_tokens), int(self.lengths.sum())))
+        add(self, num_tokens)
+
+    SwitchingStep._add_guests_gradients = watched
+
+
+def counted_tokens(model, optimizer, args):
+    """What was noted."""
+    return _tokens
+
+
+@pytest.mark.parametrize("file", [PARTS_OF_ROWS, GUESTS_OF_PARTS], ids=["parts at home", "parts at guests"])
+def test_every_token_of_a_step_counts_once(tmp_path, file):
+    path = tmp_path / "strategies.yaml"
+    path.write_text(file)
+    command = toy_gpt(COMMON, num_layers=4, train_iters=4, hot_switch_strategy_file=str(path))
+    for rank in run_pretrain(command, 4, before=watch_tokens, probe=counted_tokens):
+        assert len(rank.probe) == 4
+        assert all(counted == meant > 8 for counted, meant in rank.probe)
+        assert len(set(rank.probe)) > 1
+
+
+def chosen_senders(model, optimizer, args):
+    """Who sends what to the guest."""
+    from megatron_ext.hooks import hooks
+
+    (feature,) = hooks.active[-1:]
+    plan = feature._guests[0].from_home
+    return {planned.tensor.name: planned.senders.tolist() for planned in plan.tensors}
+
+
+def test_senders_are_chosen_as_asked_for():
+    found = [
+        run_pretrain(
+            arguments(["2,1,2", "1,4,1"], [32, 12, 0], train_iters=1, hot_switch_algorithm=algorithm),
+            4,
+            probe=chosen_senders,
+        )[0].probe
+        for algorithm in ("balanced", "fcfs")
+    ]
+    assert found[0].keys() == found[1].keys()
+    assert found[0] != found[1]
+
+
+_states: list = []
+
+
+def watch_generators():
+    """Note the state of the generator of dropout where turns of guests begin and end, and around all of them."""
+    import contextlib
+    import hashlib
+
+    import torch
+
+    from megatron_ext.hot_switch.guest import Guest
+    from megatron_ext.hot_switch.step import SwitchingStep
+
+    training, run_guests = Guest.training, SwitchingStep._run_guests
+
+    def state():
+        return hashlib.sha256(torch.cuda.get_rng_state().numpy().tobytes()).hexdigest()
+
+    @contextlib.contextmanager
+    def watched(self, *args):
+        with training(self, *args):
+            begin = state()
+            yield
+            _states.append((self.strategy.label, begin, state()))
+
+    def guests(self, *args):
+        before = state()
+        run_guests(self, *args)
+        _states.append(("home", before, state()))
+
+    Guest.training, SwitchingStep._run_guests = watched, guests
+
+
+def seen_states(model, optimizer, args):
+    """What was noted."""
+    return _states
+
+
+def test_every_turn_of_a_guest_drops_out_by_numbers_of_its_own_and_none_of_homes():
+    options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": 3}
+    command = arguments(["2,1,1", "1,2,1", "1,1,2"], [32, 16, 8, 0], **options)
+    for rank in run_pretrain(command, 2, before=watch_generators, probe=seen_states):
+        guests = [(begin, end) for label, begin, end in rank.probe if label != "home"]
+        assert len(guests) == len({begin for begin, _ in guests}) == 6
+        assert all(begin != end for begin, end in guests)
+        around = [(before, after) for label, before, after in rank.probe if label == "home"]
+        assert len(around) == len({before for before, _ in around}) == 3
+        assert all(before == after for before, after in around)
 
 
 def test_bf16_stays_as_near_to_stock_as_rounding_allows():
