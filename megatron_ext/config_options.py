@@ -2,13 +2,19 @@
 """Config fields as command-line options."""
 
 import argparse
+import numbers
+import types
 from dataclasses import Field, field
-from typing import Any, Self
+from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["WITHOUT_FLAG", "FromArgs", "argument_of", "flag", "flag_of", "on_off"]
+__all__ = ["ANY_TYPE", "WITHOUT_FLAG", "FromArgs", "argument_of", "flag", "flag_of", "on_off"]
 
 WITHOUT_FLAG = "without_flag"
 """Key of a field's metadata: what it holds cannot be given on a command line."""
+
+
+ANY_TYPE = "any_type"
+"""Key of a field's metadata: in Python it holds more than its annotation tells Megatron's argument factory."""
 
 
 def flag(name: str, default: Any, **argparse_meta: Any) -> Any:
@@ -53,6 +59,19 @@ class FromArgs:
             }
         )
 
+    def type_problems(self) -> list[str]:
+        """Return the values that are of another type than their field's, one sentence each.
+
+        The command line cannot have such; a config that is made in Python can.
+        """
+        fields: dict[str, Field[Any]] = getattr(self, "__dataclass_fields__")  # noqa: B009  # every subclass is one
+        hints = get_type_hints(type(self))
+        return [
+            f"{flag_of(entry)} is {value!r}; it must be {_in_words(hints[name])}"
+            for name, entry in fields.items()
+            if not entry.metadata.get(ANY_TYPE) and not _fits(value := getattr(self, name), hints[name])
+        ]
+
     def by_flag(self) -> dict[str, Any]:
         """Return the values by their command-line flags."""
         fields: dict[str, Field[Any]] = getattr(self, "__dataclass_fields__")  # noqa: B009  # every subclass is one
@@ -61,3 +80,41 @@ class FromArgs:
             for name, entry in fields.items()
             if not entry.metadata.get(WITHOUT_FLAG)
         }
+
+
+_KINDS: dict[Any, tuple[Any, str]] = {
+    bool: (bool, "True or False"),
+    int: (numbers.Integral, "a whole number"),
+    float: (numbers.Real, "a number"),
+    str: (str, "a string"),
+    types.NoneType: (types.NoneType, "None"),
+}
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value is what a field's annotation says; True for annotations that are not looked at."""
+    for kind in _alternatives(hint):
+        if get_origin(kind) is Literal:
+            # 1 == True, but it is no choice.
+            fits = any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+        elif kind in _KINDS:
+            fits = isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))
+        else:
+            fits = True
+        if fits:
+            return True
+    return False
+
+
+def _in_words(hint: Any) -> str:
+    found = []
+    for kind in _alternatives(hint):
+        if get_origin(kind) is Literal:
+            found += [repr(choice) for choice in get_args(kind)]
+        elif kind in _KINDS:
+            found.append(_KINDS[kind][1])
+    return " or ".join(found)

@@ -86,7 +86,9 @@ class CompressedRound:
         """Start to send the owners what is theirs; what the messages lose is in the residuals from here on."""
         replicas, residuals = flattened(self.replicas), flattened(self.residuals)
         with state.clock.measure("applying"):
-            self._exchanges = [exchange.start() for exchange in self._outward(state.flats, replicas, residuals)]
+            idle = state.steps is not None and not state.steps[self._owned.worker]
+            outward = self._outward(state.flats, replicas, residuals, keeps_residuals=idle)
+            self._exchanges = [exchange.start() for exchange in outward]
 
     def turn(self, state: RoundState) -> list[Decision]:
         """Wait for what was sent, decide, make the outer step, and start to send the results back."""
@@ -109,9 +111,21 @@ class CompressedRound:
         self._exchanges = []
 
     def _outward(
-        self, values: list[torch.Tensor], replicas: list[torch.Tensor], residuals: list[torch.Tensor]
+        self,
+        values: list[torch.Tensor],
+        replicas: list[torch.Tensor],
+        residuals: list[torch.Tensor],
+        *,
+        keeps_residuals: bool,
     ) -> Iterator[Exchange]:
-        """Yield for every segment the exchange of pseudo-gradients; what they lose stays in the residuals."""
+        """Yield for every segment the exchange of pseudo-gradients; what they lose stays in the residuals.
+
+        Args:
+            values: this worker's.
+            replicas: what all workers have in common.
+            residuals: what earlier messages have lost.
+            keeps_residuals: leave those as they are, because nobody will take what is sent.
+        """
         memory = Memory()
         for index, segment in enumerate(self._owned.segments):
             parts = []
@@ -122,8 +136,9 @@ class CompressedRound:
                     wanted = replicas[piece.index][at] - values[piece.index][at] + residuals[piece.index][at]
                     message = self._out.encode(wanted)
                     lost = wanted.sub_(self._out.decode(message, piece.numel))
-                    # A broken worker must not be broken for ever.
-                    residuals[piece.index][at] = lost.nan_to_num_(0.0, 0.0, 0.0)
+                    if not keeps_residuals:
+                        # A broken worker must not be broken for ever.
+                        residuals[piece.index][at] = lost.nan_to_num_(0.0, 0.0, 0.0)
                     messages.append(message)
                 parts.append(_joined(messages, replicas))
             yield self._exchange(index, parts, memory)

@@ -56,7 +56,7 @@ class LocalSGDFeature(Feature):
         self._restored = False
         self._in_warmup = False
         self._last: RoundReport | None = None
-        self._unwritten: RoundReport | None = None
+        self._unwritten: list[RoundReport] = []
         self._round_log: RoundWriter | None = None
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
@@ -230,7 +230,8 @@ class LocalSGDFeature(Feature):
             # It goes on from the synced weights; its moments would spoil them in the next step.
             self._require_values().reset_broken_moments()
         for report in progress.reports:
-            self._last = self._unwritten = report
+            self._last = report
+            self._unwritten.append(report)
             for remark in report.remarks(engine.config.is_debug):
                 say(f"local SGD: {remark}")
             if self._round_log is not None:
@@ -284,9 +285,9 @@ class LocalSGDFeature(Feature):
         if context.printing:
             log_line.average_losses(context, groups.across)
             context.fields += log_line.fields(engine.rounds, self._last, groups.num_workers)
-        if context.writing and self._unwritten is not None:
+        if context.writing and self._unwritten:
             context.scalars.update(log_line.scalars(self._unwritten))
-            self._unwritten = None
+            self._unwritten.clear()
 
     # Checkpoints.
 

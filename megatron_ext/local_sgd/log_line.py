@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -30,18 +31,22 @@ def fields(rounds: int, last: RoundReport | None, workers: int) -> list[tuple[st
     return [*found, ("workers", f"{workers - len(left_out)}/{workers}")]
 
 
-def scalars(report: RoundReport) -> dict[str, float]:
-    """Return what TensorBoard and wandb get of a round."""
+def scalars(reports: Sequence[RoundReport]) -> dict[str, float]:
+    """Return what TensorBoard and wandb get of the rounds since they were last written to, at least one.
+
+    What can be added up is added up; the rest is the last round's.
+    """
+    report = reports[-1]
     found: dict[str, float] = {
         "local-sgd/round": report.round,
         "local-sgd/pseudo-grad-norm": report.pseudo_gradient_norm,
-        "local-sgd/rejected": sum(map(len, report.rejected.values())),
-        "local-sgd/skipped-units": len(report.skipped_units),
-        "local-sgd/bytes": report.bytes_sent,
-        "local-sgd/sync-seconds": report.seconds,
-        "local-sgd/waiting-seconds": report.waiting_seconds,
-        "local-sgd/sending-seconds": report.sending_seconds,
-        "local-sgd/applying-seconds": report.applying_seconds,
+        "local-sgd/rejected": sum(len(workers) for each in reports for workers in each.rejected.values()),
+        "local-sgd/skipped-units": sum(len(each.skipped_units) for each in reports),
+        "local-sgd/bytes": sum(each.bytes_sent for each in reports),
+        "local-sgd/sync-seconds": math.fsum(each.seconds for each in reports),
+        "local-sgd/waiting-seconds": math.fsum(each.waiting_seconds for each in reports),
+        "local-sgd/sending-seconds": math.fsum(each.sending_seconds for each in reports),
+        "local-sgd/applying-seconds": math.fsum(each.applying_seconds for each in reports),
     }
     for worker, weights in enumerate(zip(*report.weights.values(), strict=True)):
         found[f"local-sgd/weight of worker {worker}"] = math.fsum(weights) / len(weights)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config_options import FromArgs, flag, on_off
+from megatron_ext.config_options import ANY_TYPE, FromArgs, flag, on_off
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +73,7 @@ class OuterOptimizerConfig(FromArgs):
     outer_optimizer_nesterov: bool = on_off("--outer-optimizer-nesterov", True)
     """Nesterov momentum in the outer sgd; no effect when the momentum is 0."""
 
-    outer_optim_class: OptimizerClass | None = None
+    outer_optim_class: OptimizerClass | None = field(default=None, metadata={ANY_TYPE: True})
     """In place of all of the above: a torch optimizer class (in Python) or its import path."""
 
     outer_optim_kwargs: Arguments = field(

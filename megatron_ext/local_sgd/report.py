@@ -94,7 +94,12 @@ class RoundReport:
     @property
     def skipped_units(self) -> list[str]:
         """The units that went back to their anchor, because all workers were left out."""
-        return [unit for unit, workers in self.rejected.items() if len(workers) == len(self.worker_norms)]
+        return [unit for unit, workers in self.rejected.items() if len(workers) == self._counted]
+
+    @property
+    def _counted(self) -> int:
+        """How many workers have made steps."""
+        return len(self.worker_norms) if self.worker_steps is None else sum(map(bool, self.worker_steps))
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for a JSON line."""
@@ -106,7 +111,7 @@ class RoundReport:
         Args:
             debug: say all workers' norms then, and what was clipped.
         """
-        everyone = len(self.worker_norms)
+        everyone = self._counted
         units_without: dict[tuple[int, ...], list[str]] = {}
         for unit, workers in self.rejected.items():
             units_without.setdefault(tuple(workers), []).append(unit)

@@ -77,6 +77,7 @@ DATA_PARALLEL = (
         "--moe-router-load-balancing-type quantile_balancing",
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
         local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
+        sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
     ),
     option(
         "--rampup-batch-size",

@@ -157,6 +157,32 @@ def test_waiting_workers_do_not_wait_for_each_other_for_ever():
         assert "all workers wait, after 7 of the 1000 steps of total_global_steps together: nobody has data" in said
 
 
+def residuals_of_an_idle_worker():
+    """Return what the idle worker's message had lost before and after a round to which it brought nothing."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    value = torch.zeros(64)
+    averager = averager_over(value, total=3, codec="int4")
+    averager.replay([[1, 2], [1]][rank])
+    value += torch.rand(64, generator=torch.Generator().manual_seed(rank))
+    averager.average_parameters()
+    before = [residual.clone() for residual in averager.engine.worker_state()["residual"]]
+    if rank == 0:
+        value += 1.0
+        averager.average_parameters()
+    else:
+        averager.wait()
+    after = averager.engine.worker_state()["residual"]
+    return [residual.tolist() for residual in before], [residual.tolist() for residual in after]
+
+
+def test_a_worker_that_brings_nothing_keeps_what_its_last_message_lost():
+    busy, idle = run_ranks(residuals_of_an_idle_worker, 2)
+    assert busy[0] != busy[1]
+    assert any(value for residual in idle[0] for value in residual)
+    assert idle[0] == idle[1]
+
+
 def over_shards():
     """Return the values and meetings of 2 workers of 2 ranks whose clocks run apart."""
     dist.init_process_group("gloo")

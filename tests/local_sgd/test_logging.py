@@ -63,6 +63,23 @@ def test_tensorboard_has_our_keys_and_their_twins(tmp_path):
     assert {"lm loss", "lm loss vs samples"} <= keys
 
 
+def test_tensorboard_has_all_rounds_since_it_was_written_to(tmp_path):
+    pytest.importorskip("tensorboard", reason="part of the extra 'tests'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = []
+    for interval in (1, 4):
+        directory = tmp_path / str(interval)
+        options = {"local_sgd_fragments": 2, "train_iters": 8, "local_sgd_sync_interval": 4}
+        options |= {"tensorboard_dir": str(directory), "tensorboard_log_interval": interval}
+        run_pretrain(arguments("single", "fp32", workers=2, **options), 2)
+        events = EventAccumulator(str(directory)).Reload()
+        found.append([(event.step, event.value) for event in events.Scalars("local-sgd/bytes")])
+    apart, together = found
+    assert [step for step, _ in apart][:3] == [2, 4, 6]
+    assert together[0] == (4, apart[0][1] + apart[1][1])
+
+
 def test_the_outer_sync_timer_is_listed_with_megatrons():
     ranks = local_run(
         "single", "fp32", workers=2, train_iters=4, local_sgd_sync_interval=2, timing_log_level=1

@@ -311,6 +311,42 @@ def test_a_state_in_another_order_is_refused():
         assert said == "local SGD's saved state: its parameters are in another order than the model's; start without it"
 
 
+def taken_over_by_fewer():
+    """Return what two workers say to the states of four: of a run in mid-interval, after a round, with a detector."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    said = []
+    for steps, fields in ((1, {}), (2, {}), (2, {"skip_anomaly": True})):
+        module = model()
+        optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=2, **fields)
+        train(module, optimizer, steps, dist.get_rank())
+        state = optimizer.averager.state_dict()
+        fewer = wrapped(
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            module,
+            interval=2,
+            warmup=100,  # workers in mid-interval are not equal
+            groups=(pairs[dist.get_rank() // 2], None),
+            **fields,
+        )
+        try:
+            fewer.averager.load_state_dict(state)
+            said.append(fewer.averager.state_dict()["step"])
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_another_number_of_workers_goes_on_where_all_are_equal_and_is_refused_elsewhere():
+    begin = "local SGD's saved state: saved by 4 workers, each with something of its own, and process_group has 2; "
+    for between, after, with_detector in run_ranks(taken_over_by_fewer, 4):
+        assert between == begin + "go on with 4, save after a round and load that, or start without it"
+        assert after == 2
+        assert with_detector == begin + "go on with 4, or start without it"
+
+
 def test_the_state_of_another_method_or_model_is_refused_by_name():
     for said in run_ranks(taken_over_otherwise, 2):
         for what, (_, expected) in OTHERWISE.items():
@@ -335,6 +371,21 @@ MISUSE = {
         {"streaming_config": {"update_alpha": 0.5}},
         "--local-sgd-use-async has rounds of the whole model",
     ),
+    "reducer": (
+        {},
+        {"gta_config": {"reducer": "GTA"}},
+        "-grad-reducer is 'GTA'; it must be 'linear' or 'gta' or 'pairwise' or None",
+    ),
+    "pattern": (
+        {},
+        {"streaming_config": {"fragments": 2, "pattern": "diagonal"}},
+        "--local-sgd-fragment-pattern is 'diagonal'; it must be 'strided' or 'sequential'",
+    ),
+    "codec": ({"codec": "int2"}, {}, "--local-sgd-codec is 'int2'; it must be 'bf16' or 'fp16' or"),
+    "whole number": ({"local_sgd_sync_interval": 2.5}, {}, "sync-interval is 2.5; it must be a whole number"),
+    "text": ({"local_sgd_sync_interval": "8"}, {}, "sync-interval is '8'; it must be a whole number"),
+    "flag": ({"skip_anomaly": 1}, {}, "--local-sgd-skip-anomaly is 1; it must be True or False"),
+    "number": ({"clip_pseudo_grad": True}, {}, "-clip-pseudo-grad is True; it must be a number or None"),
     "total": ({}, {"total_global_steps": 10}, "total_global_steps has no effect without use_async"),
     "fragments": (
         {},

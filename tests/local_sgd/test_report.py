@@ -52,6 +52,15 @@ def test_the_first_unit_of_a_sentence_tells_why():
     ]
 
 
+def test_workers_without_steps_do_not_count():
+    found = dataclasses.replace(report({"layer.0": [0, 2], "layer.1": [0]}), worker_steps=[3, 0, 5])
+    assert found.skipped_units == ["layer.0"]
+    assert found.remarks() == [
+        "outer round 7: all workers were anomalous in layer.0, which went back to the anchor",
+        "outer round 7: left out worker 0, anomalous in layer.1",
+    ]
+
+
 def test_a_unit_that_lost_all_workers_is_said_to_have_gone_back():
     assert remarks({"layer.0": [0, 1, 2]}) == [
         "outer round 7: all workers were anomalous in layer.0, which went back to the anchor"

@@ -77,6 +77,10 @@ class OuterOptimPeriodicModelAverager:
         self.outer = outer_optim_config or OuterOptimizerConfig()
         self.gta = gta_config or GTAConfig()
         self.streaming = streaming_config or StreamingConfig()
+        given = (self.config, self.outer, self.gta, self.streaming)
+        wrong = [problem for each in given for problem in each.type_problems()]
+        if wrong:
+            raise combine(wrong, "local SGD")
         problems = self.config.problems() + method_problems(self.config, self.outer, self.gta, self.streaming)
         if local_sgd_config.local_sgd_workers not in (None, workers):
             problems.append(
@@ -354,7 +358,8 @@ class OuterOptimPeriodicModelAverager:
         """Take over what `state_dict` returned on this rank; the parameters must be those of that time.
 
         Raises:
-            UserError: it was saved with another outer optimizer, reducer, codec or fragments, or for other parameters.
+            UserError: it was saved with another outer optimizer, reducer, codec or fragments, for other parameters, or
+                by another number of workers where each has something of its own.
         """
         self.end_round()
         where = "local SGD's saved state"
@@ -369,9 +374,29 @@ class OuterOptimPeriodicModelAverager:
                 "without it"
             )
         refuse_other_method(state["method"], self._method(), where, "go on with what it was, or start without it")
+        saved, workers = len(state["schedule"]["synced"]), dist.get_world_size(self._across)
+        if saved != workers and (self._has_own_state or not state["scalars"]["equal"]):
+            raise UserError(
+                f"{where}: saved by {saved} workers, each with something of its own, and process_group has {workers}; "
+                f"go on with {saved}, {'' if self._has_own_state else 'save after a round and load that, '}or start "
+                "without it"
+            )
         self.engine.load(state["common"], state["scalars"], state["own"])
-        self._schedule.load(state["schedule"])
+        if saved == workers:
+            self._schedule.load(state["schedule"])
         self.step = int(state["step"])
+
+    @property
+    def _has_own_state(self) -> bool:
+        """Whether workers have states of their own after a round, too: norms, residuals, anchors, or steps."""
+        config = self.config
+        return (
+            config.skip_anomaly
+            or config.codec is not None
+            or config.use_async
+            or self.streaming.active
+            or self.gta.reducer == "pairwise"
+        )
 
     def _method(self) -> dict[str, Any]:
         return method_of(self.config, self.outer, self.gta, self.streaming)
