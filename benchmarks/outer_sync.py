@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One outer round, plain and with EDiT's penalty, against a bare all-reduce of the same bytes on the same group; and
-the bytes of compressed rounds against those of a ring all-reduce.
+the bytes of compressed rounds against those of a ring all-reduce; a step with rounds against one without any.
 
     python benchmarks/outer_sync.py [--json FILE]
 
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks import wire_bytes
+from benchmarks import overlapped_step, wire_bytes
 from benchmarks.common import (
     Case,
     add_model_options,
@@ -99,6 +99,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_table(head, rows)
     print()
     cases += wire_bytes.measure(max(options.workers))
+    if options.overlapped_intervals:
+        print()
+        intervals = ["--intervals", str(options.overlapped_intervals)]
+        cases.append(overlapped_step.measure(overlapped_step.parser().parse_args(intervals)))
     report(cases, options.json)
     return 0
 
@@ -196,6 +200,13 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
     found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
     add_model_options(found, pairs=11)
+    found.add_argument(
+        "--overlapped-intervals",
+        type=at_least(0),
+        default=12,
+        metavar="N",
+        help="measured intervals of benchmarks/overlapped_step.py, which follows; 0 leaves it out (12)",
+    )
     add_report_option(found)
     return found
 

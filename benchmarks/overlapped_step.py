@@ -52,6 +52,17 @@ class StreamingPlan(Plan):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and report."""
     options, megatron_options = parser().parse_known_args(arguments)
+    report([measure(options, megatron_options)], options.json)
+    return 0
+
+
+def measure(options: argparse.Namespace, megatron_options: Sequence[str] = ()) -> Case:
+    """Run the comparison and print it; return the case.
+
+    Args:
+        options: of this benchmark.
+        megatron_options: what Megatron gets besides.
+    """
     streaming = {
         "--local-sgd-sync-interval": options.interval,
         "--local-sgd-fragments": options.fragments,
@@ -84,8 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{WORKERS} workers with {options.fragments} fragments, interval {options.interval}, delay {options.delay}, "
         f"against {WORKERS} that never meet; {options.intervals} intervals of each, by turns\n"
     )
-    report([_compare(plan)], options.json)
-    return 0
+    return _compare(plan)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -61,7 +61,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop, where every rank "
             "decides by its own iteration when all save, evaluate, log and end, and where sampler and schedule count "
             "the samples of all workers; use rounds by steps (--local-sgd-sync-interval), with "
-            "--local-sgd-fragment-sync-delay against waiting, or megatron_ext.local_sgd.plain_torch without Megatron"
+            "--local-sgd-fragment-sync-delay against waiting, workers that are jobs of their own and meet by time at a "
+            "sync service (--sync-service-interval-seconds), or megatron_ext.local_sgd.plain_torch without Megatron"
         )
     if config.local_sgd_workers == 1:
         without_effect = [flag for flag in _changed(streaming, outer, gta, config) if flag not in _WITH_ONE_WORKER]

@@ -6,20 +6,30 @@ import sys
 
 import pytest
 
-from benchmarks import outer_sync
+from benchmarks import outer_sync, overlapped_step
+from benchmarks.common import Case
 from tests.benchmarks.reports import read_cases
 from tests.support.distributed import REPOSITORY
 
 TINY = ["--layers", "1", "--hidden", "8", "--vocab", "16", "--pairs", "2", "--warmup", "1"]
 
 
-def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys):
+def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys, monkeypatch):
     path = tmp_path / "report.json"
+    asked = []
+
+    def step(options):
+        asked.append(options.intervals)
+        return Case(case="overlapped_step_ratio", value=1.0, unit="ratio", goal=1.05, direction="lower")
+
+    monkeypatch.setattr(overlapped_step, "measure", step)
     assert outer_sync.main([*TINY, "--workers", "2", "3", "--json", str(path)]) == 0
     cases = read_cases(path)
     ratios = {"diloco_w2_ratio": 1.25, "diloco_w3_ratio": 1.25, "penalty_w2_ratio": 1.5, "penalty_w3_ratio": 1.5}
     wire = {"wire_bytes_bf16": 0.53, "wire_bytes_int8": 0.28, "wire_bytes_4bit": 0.15}
-    assert {name: case["goal"] for name, case in cases.items()} == {**ratios, **wire}
+    step_ratio = {"overlapped_step_ratio": 1.05}
+    assert {name: case["goal"] for name, case in cases.items()} == {**ratios, **wire, **step_ratio}
+    assert asked == [12]
     for name, case in cases.items():
         assert (case["unit"], case["direction"]) == ("ratio", "lower")
         assert case["value"] > 0

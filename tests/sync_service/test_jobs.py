@@ -177,6 +177,19 @@ def test_a_peer_that_joins_late_begins_with_the_newest_round(make_service: MakeS
     assert samples_of(ranks) == list(range(1, 32, 2))
 
 
+def test_a_single_peer_without_an_outer_optimizer_trains_as_without_the_service(make_service: MakeService):
+    service = make_service({"demo": {"peers": 1, "outer_optimizer": "none"}})
+    service.start()
+    kind = ("single", "bf16-distopt", 1)
+    (peer,) = run_job(service, "a", kind, sync_service_peers=1)
+    assert len(digests(service)) > 1
+    alone = {f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")}
+    (stock,) = run_pretrain(job_arguments(service, "none", kind, **alone), 1, probe=values_held)
+    assert peer.losses == stock.losses
+    assert peer.parameters == stock.parameters
+    assert peer.optimizer == stock.optimizer  # a round leaves Adam's moments alone, too
+
+
 @pytest.mark.parametrize("by", ["steps", "time"])
 def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeService, by: str):
     service = make_service(peers=2, rounds="asynchronous", step_weights=True, outer_optimizer="sgd")
