@@ -12,6 +12,7 @@ import trustme
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.protocol import grpc, pb2
 from tests.sync_service.peer import digest, start_values, trained
@@ -46,6 +47,34 @@ def test_what_does_not_fit_the_run_is_refused_with_the_field(make_service: MakeS
             client.register()
     assert [event["peer"] for event in service.events("joined")] == ["p0"]
     assert service.client("p1", START, agreed={"sync_interval": "100"}).register() == 0
+
+
+def owned(*owners: tuple[int, ...]) -> Catalog:
+    """A catalog of experts that these peers own."""
+    return Catalog(
+        TensorSpec(name=f"expert.{number}", shape=(4,), unit="layer", owners=each) for number, each in enumerate(owners)
+    )
+
+
+def test_peers_that_share_out_the_experts_in_another_way_are_refused(make_service: MakeService):
+    service = make_service()
+    service.start()
+    service.client("p0", owned((0,), (0,), (1,))).register()
+    for catalog, problem in (
+        (owned((0,), (1,), (1,)), r"owners of tensor 'expert.1' is \(1,\) instead of \(0,\)"),
+        (owned((0,), (0,)), "it has 2 tensors instead of 3"),
+    ):
+        with service.client("p1", catalog) as client, pytest.raises(UserError, match=problem):
+            client.register()
+    assert service.client("p1", owned((0,), (0,), (1,))).register() == 0
+
+
+def test_an_owner_that_there_is_not_is_refused(make_service: MakeService):
+    service = make_service()
+    service.start()
+    problem = "tensor 'expert.1' has the owner 2; there are 2 peers"
+    with service.client("p0", owned((0,), (2,))) as client, pytest.raises(UserError, match=problem):
+        client.register()
 
 
 def test_values_of_the_wrong_shape_or_type_are_refused_before_they_are_sent(make_service: MakeService):
