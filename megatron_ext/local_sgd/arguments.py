@@ -125,6 +125,12 @@ def notices(args: Any) -> list[str]:
         )
     if config.cpu_offload and not torch.cuda.is_available():
         lines.append("local SGD: --local-sgd-cpu-offload saves nothing on CPU, where it only copies")
+    gta = GTAConfig.from_args(args)
+    if gta.reducer == "gta" and gta.consensus_method is None and gta.sparsification_method is None:
+        lines.append(
+            "local SGD: --local-sgd-pseudo-grad-reducer gta is the weighted mean without "
+            "--local-sgd-pseudo-grad-consensus or --local-sgd-pseudo-grad-sparsification"
+        )
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
     if config.codec == "topk" and outer.momentum > 0:

@@ -56,6 +56,25 @@ def test_who_gives_no_learning_rate_is_told_whose_holds():
     assert "--outer-optim-kwargs has no lr, so the default of torch.optim.SGD holds" in said
 
 
+def said_of(*options):
+    """Return what a command line with more options is told besides what was chosen."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_ext import patch_megatron
+    from megatron_ext.local_sgd.arguments import notices
+
+    patch_megatron()
+    sys.argv = ["pretrain_gpt.py", *FLAGS, *options]
+    return notices(parse_args())[1:]
+
+
+def test_the_readme_s_gta_without_more_is_said_to_be_the_weighted_mean():
+    reducer = ["--local-sgd-pseudo-grad-reducer", "gta"]
+    ((said,),) = run_ranks(said_of, 1, *reducer)
+    assert "--local-sgd-pseudo-grad-reducer gta is the weighted mean without" in said
+    assert run_ranks(said_of, 1, *reducer, "--local-sgd-pseudo-grad-consensus", "sum") == [[]]
+
+
 @pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]", '{"lr": NaN}'])
 def test_arguments_that_are_no_json_object_are_refused_with_an_example(given):
     (rank,) = run_ranks(parsed_outer_optimizer, 1, given, expect_failure=True)
