@@ -47,6 +47,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             f"--hot-switch-gpus-per-node is {per_node}, but {_ranks(args)} ranks do not fill such nodes; set it to "
             "the number of ranks that share a node"
         )
+    if config.hot_switch_direct_bytes is not None and config.hot_switch_direct_bytes < 0:
+        problems.append(f"--hot-switch-direct-bytes is {config.hot_switch_direct_bytes}; it must be 0 or more")
     if config.hot_switch_algorithm not in ALGORITHMS:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"

@@ -5,7 +5,7 @@
 
 from dataclasses import dataclass
 
-from megatron_ext.config_options import FromArgs
+from megatron_ext.config_options import FromArgs, flag
 
 __all__ = ["ATTENTIONS", "HotSwitchConfig"]
 
@@ -46,6 +46,10 @@ class HotSwitchConfig(FromArgs):
     """How attention is computed in packed rows. documents: one document at a time, by torch's scaled dot product
     attention, which keeps no scores. rows: by Megatron's own unfused attention over whole rows with a mask, whose time
     and memory grow with the square of a row's length."""
+
+    hot_switch_direct_bytes: int | None = flag("--hot-switch-direct-bytes", None, type=int)
+    """Parts of a switch from this size on travel as messages of their own, smaller ones together. Unless given it is
+    what was measured for gloo (131072), and an assumption for NCCL (1048576)."""
 
     hot_switch_profile: bool = False
     """Print at every --log-interval what each switch of the step moved and took on the first rank. On a GPU this waits

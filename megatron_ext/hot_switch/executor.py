@@ -21,7 +21,7 @@ from megatron_ext.hot_switch.itinerary import ROUNDS_IN_FLIGHT, Itinerary, Local
 from megatron_ext.hot_switch.messages import DEFAULT_SIZES, MessageSizes
 from megatron_ext.hot_switch.plan import SwitchPlan
 
-__all__ = ["SwitchExecutor"]
+__all__ = ["SwitchExecutor", "default_sizes"]
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -56,7 +56,7 @@ class SwitchExecutor:
                 f"{dist.get_world_size(group)}"
             )
         self._group = group
-        self._sizes = sizes or _default_sizes(dist.get_backend(group))
+        self._sizes = sizes or default_sizes(group)
         self._gradients = gradients
         self.itinerary: Itinerary = make_itinerary(plan, dist.get_rank(group), self._sizes, gradients=gradients)
         self._flat: FlatTensors | None = None
@@ -179,7 +179,13 @@ class SwitchExecutor:
             (torch._foreach_add_ if self._gradients else torch._foreach_copy_)(into, values)
 
 
-def _default_sizes(backend: str) -> MessageSizes:
+def default_sizes(group: Any) -> MessageSizes:
+    """Return the sizes of messages for the backend of a process group.
+
+    Raises:
+        UserError: there are none.
+    """
+    backend = dist.get_backend(group)
     if backend not in DEFAULT_SIZES:
         raise UserError(
             f"there are no default message sizes for the backend '{backend}' (there are for "

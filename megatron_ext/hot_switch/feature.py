@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -102,6 +103,7 @@ class HotSwitchFeature(Feature):
         import torch
         from megatron.training import get_args
 
+        from megatron_ext.hot_switch.executor import default_sizes
         from megatron_ext.hot_switch.guest import SwitchOptions, build_guest
         from megatron_ext.hot_switch.placed_model import PlacedModel, frozen_names
 
@@ -109,6 +111,9 @@ class HotSwitchFeature(Feature):
             return
         config = HotSwitchConfig.from_args(get_args())
         group = self._place().group
+        sizes = default_sizes(group)
+        if config.hot_switch_direct_bytes is not None:
+            sizes = replace(sizes, direct_bytes=config.hot_switch_direct_bytes)
         states = strategies.parallel_states()
         listed = self._require_strategies().strategies
         self._home = PlacedModel(listed[0], states[0], context.model, attention=config.hot_switch_attention)
@@ -117,6 +122,7 @@ class HotSwitchFeature(Feature):
             gpus_per_node=config.hot_switch_gpus_per_node,
             algorithm=config.hot_switch_algorithm,
             attention=config.hot_switch_attention,
+            sizes=sizes,
             frozen=frozen_names(self._home.view, group),
         )
         self._guests = []

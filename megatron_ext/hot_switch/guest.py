@@ -16,6 +16,7 @@ from megatron_ext.hooks import BuilderContext
 from megatron_ext.hot_switch.arriving import Arriving
 from megatron_ext.hot_switch.executor import SwitchExecutor
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
+from megatron_ext.hot_switch.messages import MessageSizes
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.plan import SwitchPlan, plan_switch
 from megatron_ext.hot_switch.rows import PackedBatch
@@ -45,8 +46,15 @@ class SwitchOptions:
     attention: str
     """Over what guests compute it, see `DocumentMasks`."""
 
+    sizes: MessageSizes
+    """Of the switches' messages."""
+
     frozen: frozenset[str] = frozenset()
     """Names of the tensors that are not trained: their parameters move, but they have no gradients."""
+
+    def executor(self, plan: SwitchPlan, *, gradients: bool = False) -> SwitchExecutor:
+        """Return what carries a plan out."""
+        return SwitchExecutor(plan, self.group, sizes=self.sizes, gradients=gradients)
 
     def plan(self, source: ParameterView, target: ParameterView, *, gradients: bool = False) -> SwitchPlan:
         """Return the plan by which parameters, or gradients, go from one view's layout to the other's."""
@@ -112,17 +120,17 @@ class Guest(PlacedModel):
         self.gradients_from_before = self.from_before
         if before is not None and options.frozen:
             self.gradients_from_before = options.plan(before.view, self.view, gradients=True)
-        self._from_home = SwitchExecutor(self.from_home, options.group)
-        self._to_home = SwitchExecutor(self.to_home, options.group, gradients=True)
+        self._from_home = options.executor(self.from_home)
+        self._to_home = options.executor(self.to_home, gradients=True)
         self._from_before: SwitchExecutor | None = None
         # Memory for parameters that come from there.
         self._own: FlatTensors | None = None
         self._gradients_from_before: SwitchExecutor | None = None
         if before is not None and self.from_before is not None and self.gradients_from_before is not None:
             if self.from_before.bytes_moved < self.from_home.bytes_moved:
-                self._from_before = SwitchExecutor(self.from_before, options.group)
+                self._from_before = options.executor(self.from_before)
             if self.gradients_from_before.bytes_moved < before.to_home.bytes_moved:
-                self._gradients_from_before = SwitchExecutor(self.gradients_from_before, options.group, gradients=True)
+                self._gradients_from_before = options.executor(self.gradients_from_before, gradients=True)
         self._entries = (*self.view.entries, *self.view.buffers)
         self._unit_of = {id(entry.parameter): entry.unit for entry in self.view.entries}
         self._arriving: Arriving | None = None

@@ -214,18 +214,20 @@ def chosen_senders(model, optimizer, args):
     from megatron_ext.hooks import hooks
 
     (feature,) = hooks.active[-1:]
-    plan = feature._guests[0].from_home
+    guest = feature._guests[0]
+    assert guest._from_home._sizes.direct_bytes == (args.hot_switch_direct_bytes or 128 << 10)
+    plan = guest.from_home
     return {planned.tensor.name: planned.senders.tolist() for planned in plan.tensors}
 
 
 def test_senders_are_chosen_as_asked_for():
     found = [
         run_pretrain(
-            arguments(["2,1,2", "1,4,1"], [32, 12, 0], train_iters=1, hot_switch_algorithm=algorithm),
+            arguments(["2,1,2", "1,4,1"], [32, 12, 0], train_iters=1, **{"hot_switch_algorithm": algorithm, **sizes}),
             4,
             probe=chosen_senders,
         )[0].probe
-        for algorithm in ("balanced", "fcfs")
+        for algorithm, sizes in (("balanced", {}), ("fcfs", {"hot_switch_direct_bytes": 1024}))
     ]
     assert found[0].keys() == found[1].keys()
     assert found[0] != found[1]

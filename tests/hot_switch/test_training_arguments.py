@@ -97,8 +97,17 @@ CASES = {
         ],
     ),
     "planning": (
-        arguments(*HOME_AND_GUEST, hot_switch_algorithm="best", hot_switch_gpus_per_node=0, hot_switch_attention="all"),
-        ["-algorithm best is not known", "-gpus-per-node is 0", "-attention all is not known"],
+        arguments(
+            *HOME_AND_GUEST,
+            hot_switch_algorithm="best",
+            hot_switch_gpus_per_node=0,
+            hot_switch_attention="all",
+            hot_switch_direct_bytes=-1,
+        ),
+        [
+            "--hot-switch-direct-bytes is -1; it must be 0 or more",
+            *("-algorithm best is not known", "-gpus-per-node is 0", "-attention all is not known"),
+        ],
     ),
     "what does not go with it": (
         arguments(*HOME_AND_GUEST, **NOT_WITH_IT),
