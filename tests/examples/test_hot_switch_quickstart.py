@@ -55,7 +55,7 @@ def test_the_runs_train_the_same_documents_and_their_logs_are_understood(
     assert len(hot.switching) == 3
     assert [name for name, *_ in hot.guests] == list(quickstart.HOT[1:])
     assert not static.guests
-    assert "Largest difference between the hot run's losses" in quickstart.report(runs)
+    assert f"the hot run's losses and those of {static.title}, its home: " in quickstart.report(runs)
     quickstart.plot(runs, tmp_path / "comparison.png")
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
