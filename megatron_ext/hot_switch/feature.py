@@ -103,13 +103,17 @@ class HotSwitchFeature(Feature):
         import torch
         from megatron.training import get_args
 
+        from megatron_ext.hot_switch.attention import attend_by_document
         from megatron_ext.hot_switch.executor import default_sizes
         from megatron_ext.hot_switch.guest import SwitchOptions, build_guest
         from megatron_ext.hot_switch.placed_model import PlacedModel, frozen_names
 
-        if not context.trains:
-            return
         config = HotSwitchConfig.from_args(get_args())
+        if not context.trains:
+            if self._require_strategies().home.cp > 1:
+                for chunk in context.model:
+                    attend_by_document(chunk)
+            return
         group = self._place().group
         sizes = default_sizes(group)
         if config.hot_switch_direct_bytes is not None:

@@ -39,5 +39,14 @@ def _init_for_whole_rows(original: Callable[..., Any]) -> Callable[..., Any]:
             original(*args, **kwargs)
         finally:
             config.context_parallel_size = size
+        if size > 1:
+            args[0].forward = _refuse
 
     return init
+
+
+def _refuse(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError(
+        "Megatron's local attention was left as it is under context parallelism, which it does not know: its results "
+        "would be wrong"
+    )
