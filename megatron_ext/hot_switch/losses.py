@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.router_losses import RouterReport
 
 __all__ = ["GuestLosses"]
@@ -54,15 +55,16 @@ class GuestLosses:
         """Add up over the ranks of the group, which must all call it.
 
         Raises:
-            RuntimeError: the names of the losses changed during the run.
+            UserError: the names of the losses changed during the run.
         """
         if self._names is None:
             everyone: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(everyone, tuple(sorted(self._mine)), group=self._group)
             self._names = max(everyone, key=len)
         if self._mine and tuple(sorted(self._mine)) != self._names:
-            raise RuntimeError(
-                f"the loss function reports {sorted(self._mine)}; it reported {list(self._names)} before"
+            raise UserError(
+                f"hot switching: the loss function reports {sorted(self._mine)}; it reported {list(self._names)} "
+                "before: let it report the same names in every step"
             )
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         pairs = [self._mine.get(name, nothing) for name in self._names]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.attention import attend_by_document
 from megatron_ext.hot_switch.router_losses import reported_losses
 from megatron_ext.hot_switch.row_parts import own_positions
@@ -52,7 +53,7 @@ class DocumentMasks:
         """Give the masks of these micro-batches, each once to each chunk. Outside, forward passes are left alone.
 
         Raises:
-            RuntimeError: the chunks ran another number of forward passes.
+            UserError: the chunks ran another number of forward passes.
         """
         self._batches, self._passes = batches, [0] * len(self._passes)
         try:
@@ -60,9 +61,9 @@ class DocumentMasks:
         finally:
             self._batches = None
         if any(passes != len(batches) for passes in self._passes):
-            raise RuntimeError(
-                f"the forward step ran {self._passes} forward passes of this rank's model chunks for {len(batches)} "
-                "micro-batches; hot switching needs exactly one pass for each"
+            raise UserError(
+                f"hot switching: the forward step ran {self._passes} forward passes of this rank's model chunks for "
+                f"{len(batches)} micro-batches; let it run the model exactly once for each"
             )
 
     def _give(

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's own script with hot switching: what works as it is, and what is refused in one sentence."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.hot_switch.runs import arguments, assert_equal_but_for_rounding, full_parameters, hot_run
+from tests.support.distributed import REPOSITORY
+from tests.support.pretrain import run_failing_pretrain, run_pretrain
+
+RUN = (["1,1,2", "2,1,1"], [32, 12, 0])
+
+# A script like Megatron's; what follows replaces parts of it.
+SCRIPT = f"""
+import sys
+from functools import partial
+
+sys.path.insert(0, {str(REPOSITORY / "examples")!r})
+import pretrain_gpt as gpt
+from megatron.core.utils import get_attr_wrapped_model
+
+"""
+PLAIN_FUNCTIONS = """
+def forward_step(samples, model):
+    batch = gpt.next_batch(samples, get_attr_wrapped_model(model, "vp_stage"))
+    losses = model(batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"])
+    return losses, partial(loss_function, batch["loss_mask"])
+
+def loss_function(mask, losses):
+    total, count = (losses.float() * mask).sum(), mask.sum()
+    return total, count.int(), {"lm loss": gpt.torch.stack([total.detach(), count])}
+
+gpt.forward_step = forward_step
+"""
+TWO_PASSES = """
+def forward_step(samples, model):
+    batch = gpt.next_batch(samples, get_attr_wrapped_model(model, "vp_stage"))
+    model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return losses, partial(gpt.masked_loss, batch["loss_mask"])
+
+gpt.forward_step = forward_step
+"""
+SINGLE_NUMBERS = """
+loss_function = gpt.masked_loss
+
+def masked_loss(mask, losses):
+    total, count, report = loss_function(mask, losses)
+    return total, count, {"lm loss": total.detach() / count}
+
+gpt.masked_loss = masked_loss
+"""
+OTHER_NAMES = """
+loss_function = gpt.masked_loss
+
+def masked_loss(mask, losses):
+    total, count, report = loss_function(mask, losses)
+    if gpt.get_args().curr_iteration == 1:
+        report["another loss"] = report["lm loss"]
+    return total, count, report
+
+gpt.masked_loss = masked_loss
+"""
+MODEL_HOOKS = """
+make_config = gpt.gpt_config_from_args
+
+def gpt_config_from_args(args):
+    config = make_config(args)
+    config.pre_wrap_hooks.append(lambda chunks: chunks)
+    return config
+
+gpt.gpt_config_from_args = gpt_config_from_args
+"""
+MODEL_PROVIDER = """
+train = gpt.pretrain
+
+def pretrain(container, *rest, **options):
+    mine, container.model = container.model, None
+
+    def model_provider(pre_process=True, post_process=True, vp_stage=None, **others):
+        from megatron.training.models.gpt import GPTModelBuilder
+        groups = others.get("pg_collection")
+        return GPTModelBuilder(mine).build_model(groups, pre_process, post_process, vp_stage)
+
+    return train(container, *rest, model_provider=model_provider, **options)
+
+gpt.pretrain = pretrain
+"""
+
+
+def written(folder: Path, changes: str) -> str:
+    """Return the path of a user's script."""
+    script = folder / "pretrain_mine.py"
+    script.write_text(f"{SCRIPT}{changes}\ngpt.main()\n")
+    return str(script)
+
+
+def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
+    script = written(tmp_path, PLAIN_FUNCTIONS)
+    mine = run_pretrain(arguments(*RUN, train_iters=5), 2, script=script, probe=full_parameters)
+    assert_equal_but_for_rounding(mine, hot_run(*RUN, train_iters=5))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (TWO_PASSES, r"the forward step ran \[\d+\] forward passes .* for \d+ micro-batches; .* exactly once for each"),
+        (SINGLE_NUMBERS, "the loss function reports a single number; report its sum and the number of tokens"),
+        (OTHER_NAMES, r"the loss function reports \['another loss', 'lm loss'\]; it reported \['lm loss'\] before"),
+        (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
+        (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
+    ],
+    ids=["two forward passes", "single numbers", "other names", "model hooks", "model provider"],
+)
+def test_what_cannot_work_ends_the_run_with_one_error_and_no_traceback(tmp_path, changes, said):
+    exits = run_failing_pretrain(arguments(*RUN, train_iters=3), 2, script=written(tmp_path, changes))
+    assert all(rank.exit_code != 0 for rank in exits)
+    printed = "".join(rank.stderr for rank in exits)
+    assert len(re.findall(said, printed)) == 1, printed
+    assert "Traceback" not in printed
