@@ -27,7 +27,7 @@ them."""
 
 
 def refuse_bound_format(context: LoadContext) -> None:
-    """Refuse another model-parallel layout when the optimizer's format is bound to the one it was saved in.
+    """Refuse another model-parallel layout when the optimizer's state cannot be read under it.
 
     Args:
         context: of the load; the common state is enough.
@@ -38,6 +38,14 @@ def refuse_bound_format(context: LoadContext) -> None:
     saved, args = context.state.get("args"), context.args
     if saved is None or args.no_load_optim or args.finetune:
         return
+    # Experts that are spread over ranks have an optimizer of their own, and Megatron reads two states or one.
+    if args.num_experts and (saved.expert_model_parallel_size > 1) != (args.expert_model_parallel_size > 1):
+        raise UserError(
+            f"--load {context.directory}: saved with --expert-model-parallel-size {saved.expert_model_parallel_size}, "
+            f"this run has {args.expert_model_parallel_size}, and with 1 experts share the optimizer of the rest, so "
+            "that its state has another form. Resume with 1 on both sides or on neither, or start the optimizers anew "
+            "with --no-load-optim"
+        )
     from megatron.core.dist_checkpointing import load_content_metadata
 
     metadata = load_content_metadata(preloaded_state_dict=context.state) or {}

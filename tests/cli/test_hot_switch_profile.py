@@ -81,3 +81,22 @@ def test_what_no_stage_can_be_is_said_before_anything_is_measured(tmp_path: Any,
     said = capsys.readouterr().err
     for part in ("--tp 4: a vocabulary of 130 rows", "--pp 3 is more than the 2 layers", "is a folder; name a file"):
         assert part in said
+
+
+def test_measured_times_are_written_for_suggest(tmp_path: Any, capsys: Any) -> None:
+    output = tmp_path / "times.json"
+    shape = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--padded-vocab-size", "128"]
+    lengths = ["16", "128", "512"]
+    sizes = ["--tp", "2", "--pp", "2", "--lengths", *lengths, "--repeats", "1"]
+    assert main(["hot-switch", "profile", *shape, *sizes, "--output", str(output)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].split()[:7] == ["tp,pp", *(part for length in lengths for part in (length, "ms"))]
+    assert said[1].split()[0] == "2,2" and said[1].endswith("%")
+    times = [float(value) for value in said[1].split()[1:4]]
+    assert min(times) > 0 and f"suggest --times {output}" in said[-1]
+    (coefficients,) = json.loads(output.read_text()).values()
+    assert len(coefficients) == 3 and min(coefficients) >= 0 < max(coefficients)
+    (tmp_path / "lengths.txt").write_text("".join(f"{length}\n" for length in (20, 40, 300, 500) * 25))
+    asked = ["--lengths", str(tmp_path / "lengths.txt"), "--context", "512", "--gpus", "4", "--times", str(output)]
+    assert main(["hot-switch", "suggest", *shape, *asked, "--global-batch-size", "16"]) == 0
+    assert "--hot-switch-strategies" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -262,6 +263,20 @@ def added_gradients(sizes_name: str) -> list[str]:
             executor.switch(guest, out=home)
         wrong += differences(home, expected)
     return wrong
+
+
+def gradients_through_guests() -> list[str]:
+    """Pass gradients on from guest to guest and home, where nothing is yet; return which have other bits."""
+    group = start()
+    shape = replace(DENSE, dtype=torch.bfloat16)
+    in_fp32 = replace(shape, dtype=torch.float32)
+    layouts = (Layout(dp=4), Layout(tp=4), Layout(dp=2, pp=2), Layout(tp=2, pp=2))
+    gradients = held(in_fp32, layouts[0])
+    for source, target in pairwise(layouts):
+        sums = {name: torch.zeros_like(tensor) for name, tensor in held(in_fp32, target).items()}
+        SwitchExecutor(plan_switch(shape, source, target), group, gradients=True).switch(gradients, out=sums)
+        gradients = sums
+    return differences(gradients, held(in_fp32, layouts[-1]))
 
 
 def _gradients(shape: GptShape, layout: Layout, factor: float) -> Tensors:

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests.hot_switch.runs import COMMON, arguments, hot_run, losses
-from tests.support.presets import toy_gpt
+from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
@@ -66,6 +66,35 @@ def test_another_home_goes_on_from_a_reshardable_checkpoint(tmp_path):
     assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
 
 
+EXPERTS = {**MOE, "moe_aux_loss_coeff": 0.0, "disable_bias_linear": True}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "options"),
+    [
+        ("{dp: 1, tp: 2, pp: 1}", "{dp: 1, tp: 1, pp: 2, vpp: 2}", {}),
+        ("{dp: 1, tp: 1, pp: 2, vpp: 2}", "{dp: 1, tp: 1, pp: 2, first_stage_layers: 1}", {}),
+        ("{dp: 4, tp: 1, pp: 1, ep: 4}", "{dp: 2, tp: 1, pp: 2, ep: 2}", EXPERTS),
+    ],
+    ids=["interleaved", "uneven", "experts"],
+)
+def test_homes_with_other_stages_or_experts_go_on_from_one_too(tmp_path, first, then, options):
+    file = tmp_path / "strategies.yaml"
+    options = {**COMMON, **options, "num_layers": 4, "train_iters": 4, "hot_switch_strategy_file": os.fspath(file)}
+    options |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+
+    ranks = 4 if "dp: 4" in first else 2
+
+    def run(home, **others):
+        file.write_text(f"bucket_sizes: [32, 12, 0]\nstrategies: [{home}, {{dp: {ranks}, tp: 1, pp: 1}}]\n")
+        return losses(run_pretrain(toy_gpt(options, **others), ranks))
+
+    through = run(first, save=os.fspath(tmp_path), save_interval=2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert run(then, load=os.fspath(tmp_path)) == pytest.approx(through[2:], abs=TOLERANCE)
+    assert len(set(through)) == 4
+
+
 @pytest.mark.parametrize("home", ["1,2,1", "2,1,1"], ids=["same home", "another home"])
 def test_the_weights_alone_begin_with_a_fresh_optimizer(tmp_path, home):
     options = {"use_distributed_optimizer": True, "train_iters": 4}
@@ -104,6 +133,24 @@ def test_homes_that_differ_in_other_ways_are_refused_by_name(tmp_path):
         exits = run_failing_pretrain(command(home, load=os.fspath(tmp_path)), 2)
         assert said in exits[0].stderr
         assert "Traceback" not in exits[0].stderr and all(rank.exit_code != 0 for rank in exits)
+
+
+def test_a_home_whose_experts_have_an_optimizer_of_their_own_and_one_whose_have_not_are_two(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    options = {**COMMON, **EXPERTS, "train_iters": 4, "dist_ckpt_optim_fully_reshardable": True}
+    options |= {"use_distributed_optimizer": True, "hot_switch_strategy_file": os.fspath(file)}
+
+    def command(ep, **others):
+        file.write_text(f"bucket_sizes: [32, 0]\nstrategies: [{{dp: 2, tp: 1, pp: 1, ep: {ep}}}]\n")
+        return toy_gpt(options, **others)
+
+    for before, now in ((2, 1), (1, 2)):
+        folder = os.fspath(tmp_path / str(before))
+        run_pretrain(command(before, train_iters=2, save=folder, save_interval=2), 2)
+        exits = run_failing_pretrain(command(now, load=folder), 2)
+        assert f"saved with --expert-model-parallel-size {before}, this run has {now}" in exits[0].stderr
+        assert "Traceback" not in exits[0].stderr and all(rank.exit_code != 0 for rank in exits)
+    assert len(losses(run_pretrain(command(2, load=folder, no_load_optim=True), 2))) == 2
 
 
 def test_options_for_keeping_and_reading_checkpoints(tmp_path):

@@ -11,6 +11,7 @@ from tests.hot_switch.executions import (
     added_gradients,
     counted_bytes,
     go_rounds,
+    gradients_through_guests,
     into_given_tensors,
     refused,
     released,
@@ -66,6 +67,10 @@ def test_results_go_into_given_tensors_even_where_a_guest_shares_their_memory():
 @pytest.mark.parametrize("sizes_name", ["default", "mixed, many rounds"])
 def test_gradients_of_a_guest_are_added_to_those_at_home(sizes_name):
     assert run_ranks(added_gradients, 4, sizes_name) == [[]] * 4
+
+
+def test_gradients_that_go_from_guest_to_guest_arrive_bit_by_bit():
+    assert run_ranks(gradients_through_guests, 4) == [[]] * 4
 
 
 @pytest.mark.parametrize(

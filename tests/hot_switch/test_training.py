@@ -429,6 +429,27 @@ def test_layers_are_used_while_later_ones_are_on_their_way(profiles):
             assert len(set(arrived)) > 4
 
 
+def test_tensorboard_has_what_a_step_padded_trained_and_switched(tmp_path):
+    pytest.importorskip("tensorboard", reason="part of the extra 'tests'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    command = arguments(["1,2,1", "2,1,1"], [32, 12, 0], train_iters=3, tensorboard_dir=str(tmp_path))
+    (last,) = run_pretrain(command, 2)[-1:]
+    events = EventAccumulator(str(tmp_path)).Reload()
+    value = {
+        key.removeprefix("hot-switch/"): [event.value for event in events.Scalars(key)]
+        for key in events.Tags()["scalars"]
+        if key.startswith("hot-switch/") and " vs samples" not in key
+    }
+    switches = ["seconds of parameters home -> 2,1,1", "seconds of gradients 2,1,1 -> home"]
+    assert sorted(value) == sorted(["padding-ratio", "tokens", "switching-seconds", *switches])
+    assert value["tokens"] == [float(tokens) for tokens in re.findall(r" tokens: (\d+)", last.stdout)]
+    padding = [f"{ratio:.1%}" for ratio in value["padding-ratio"]]
+    assert padding == re.findall(r" padding: (\S+)", last.stdout) and len(padding) == 3
+    sums = [sum(times) for times in zip(*(value[switch] for switch in switches), strict=True)]
+    assert value["switching-seconds"] == pytest.approx(sums)
+
+
 _turns: list = []
 
 
