@@ -23,6 +23,7 @@ _empty_collectors: list[str] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let tests that throw dice go on for longer."""
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long each test marked fuzz goes on (1)")
+    parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,8 +45,11 @@ def pytest_collectreport(report: pytest.CollectReport) -> None:
         _empty_collectors.append(report.nodeid)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that need a GPU where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is exhaustive unless asked for; skip tests that need a GPU where there is none."""
+    if not config.getoption("--exhaustive"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("exhaustive")])
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -27,7 +27,7 @@ def train(module, optimizer, steps, number, start=0):
 
 
 def wrapped(
-    inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, gta=None, streaming=None, **fields
+    inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, gta=None, streaming=None, total=None, **fields
 ):
     """Return an inner optimizer wrapped for local SGD."""
     from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
@@ -41,6 +41,7 @@ def wrapped(
         gta_config=GTAConfig(**(gta or {})),
         streaming_config=StreamingConfig(**(streaming or {})),
         shard_group=inside,
+        total_global_steps=total,
     )
     return StatefulPostLocalSGDOptimizer(inner, averager, names)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
+from tests.local_sgd.plain_runs import GUARD, model, train, wrapped
 from tests.support.distributed import run_ranks
 
 ASYNC = {"use_async": True, "local_sgd_sync_time": 600.0, "min_total_global_steps": 1}
@@ -204,6 +205,55 @@ def test_the_ranks_of_a_worker_meet_together():
     assert results[0][0] == results[1][0]
     assert results[2][0] == results[3][0]
     assert results[0][1] == results[2][1]
+
+
+def module_of(kind, mesh):
+    """Return the model of a worker of 2 ranks, as DDP or FSDP2 make one."""
+    from torch.distributed.fsdp import fully_shard
+
+    if kind == "ddp":
+        return torch.nn.parallel.DistributedDataParallel(model(), process_group=mesh["shard"].get_group())
+    module = model()
+    for layer in (module[0], module[2], module):
+        fully_shard(layer, mesh=mesh["shard"])
+    return module
+
+
+def over_modules(kind, fields):
+    """Train workers under DDP or FSDP2, of which one is slow; return steps, meetings and weights, and of a replay."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("worker", "shard"))
+    groups = mesh["worker"].get_group(), mesh["shard"].get_group()
+    worker, number = mesh["worker"].get_local_rank(), dist.get_rank()
+    found, meetings = [], None
+    for _ in range(2):
+        module = module_of(kind, mesh)
+        inner = torch.optim.Adam(module.parameters(), lr=0.02)
+        optimizer = wrapped(inner, module, groups=groups, total=40, **{**ASYNC, "local_sgd_sync_time": 0.2}, **fields)
+        averager = optimizer.averager
+        if meetings is not None:
+            averager.replay(meetings)
+        while not averager.finished:
+            if meetings is None:
+                time.sleep(0.05 if worker else 0.005)
+            train(module, optimizer, averager.step + 1, number, start=averager.step)
+        meetings = averager.meetings
+        weights = [getattr(value, "full_tensor", lambda value=value: value)() for value in module.parameters()]
+        found.append((averager.step, meetings, torch.cat([value.detach().flatten() for value in weights]).tolist()))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("fields", [{}, {"use_step_weight": True, **GUARD}], ids=["plain", "guarded"])
+def test_workers_under_ddp_and_fsdp2_go_at_their_own_speed_and_end_equal(kind, fields):
+    ranks = run_ranks(over_modules, 4, kind, fields)
+    for trained, replayed in ranks:
+        assert trained == replayed
+    (fast, _, weights), (slow, _, _) = ranks[0][0], ranks[2][0]
+    # By how much the one is faster is the machine's business.
+    assert fast + slow >= 40
+    assert all(rank[0][2] == weights for rank in ranks)
 
 
 def resumed():
