@@ -105,7 +105,8 @@ class HotSwitchFeature(Feature):
 
         from megatron_ext.hot_switch.attention import attend_by_document
         from megatron_ext.hot_switch.executor import default_sizes
-        from megatron_ext.hot_switch.guest import SwitchOptions, build_guest
+        from megatron_ext.hot_switch.guest import SwitchOptions
+        from megatron_ext.hot_switch.guest_builder import build_guest
         from megatron_ext.hot_switch.placed_model import PlacedModel, frozen_names
 
         config = HotSwitchConfig.from_args(get_args())
