@@ -20,14 +20,16 @@ from benchmarks.common import add_report_option, report
 from benchmarks.convergence.figures import draw_convergence, draw_noise
 from benchmarks.convergence.results import compare, noise_cases, write
 from benchmarks.convergence.runs import finished_runs, make, make_missing_of
-from benchmarks.convergence.settings import METHODS, WARMUP, Run, Study
+from benchmarks.convergence.settings import METHODS, WARMUP, Noise, Run, Study
 from tests.support.distributed import REPOSITORY
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are asked for and missing, and report on all that there are."""
     options = parser().parse_args(arguments)
-    study = Study(output=options.output.resolve(), iterations=options.iterations)
+    study = Study(
+        output=options.output.resolve(), iterations=options.iterations, evaluation=options.evaluation_interval
+    )
     prepare_corpus(study)
     make_missing(study, options.methods, options.seeds, options.noise_seeds)
     report_on(study, options.seeds, options.noise_seeds, options.json)
@@ -94,6 +96,12 @@ def parser() -> argparse.ArgumentParser:
         help=f"of every run ({Study.iterations}); give another --output with another number",
     )
     found.add_argument(
+        "--evaluation-interval",
+        type=_evaluation,
+        default=Study.evaluation,
+        help=f"iterations between evaluations ({Study.evaluation}); give another --output with another number",
+    )
+    found.add_argument(
         "--output",
         type=Path,
         default=REPOSITORY / "outputs" / "convergence",
@@ -108,6 +116,14 @@ def _iterations(text: str) -> int:
     longest = max(int(str(method.options.get("local_sgd_sync_interval", 1))) for method in METHODS)
     if not text.isdecimal() or int(text) <= WARMUP or (int(text) - WARMUP) % longest:
         raise argparse.ArgumentTypeError(f"{text!r}: give {WARMUP} and a multiple of {longest}, such as 2048")
+    return int(text)
+
+
+def _evaluation(text: str) -> int:
+    """Return a number of iterations between evaluations of which one is where the study looks for recovery."""
+    at = Noise().recovered
+    if not text.isdecimal() or int(text) < 1 or at % int(text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a divisor of {at}, such as 16")
     return int(text)
 
 

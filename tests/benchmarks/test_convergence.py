@@ -156,3 +156,11 @@ def test_a_length_at_which_intervals_do_not_end_is_refused(number, capsys):
         study_main.main(["--iterations", number])
     assert f"argument --iterations: {number!r}: give 128 and a multiple of 64" in capsys.readouterr().err
     assert study_main.parser().parse_args(["--iterations", "2048"]).iterations == 2048
+
+
+@pytest.mark.parametrize("number", ["0", "15", "-16", "often"])
+def test_evaluations_that_miss_the_end_of_the_first_clean_interval_are_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        study_main.main(["--evaluation-interval", number])
+    assert f"argument --evaluation-interval: {number!r}: give a divisor of 368" in capsys.readouterr().err
+    assert study_main.parser().parse_args(["--evaluation-interval", "16"]).evaluation_interval == 16
