@@ -162,7 +162,7 @@ def _pipeline_problems(strategy: Strategy, shape: GptShape) -> list[str]:
             f"first_stage_layers and last_stage_layers in a YAML file"
         ]
     try:
-        uneven_layers(
+        counts = uneven_layers(
             layers,
             pp=strategy.pp,
             vpp=strategy.vpp,
@@ -171,4 +171,9 @@ def _pipeline_problems(strategy: Strategy, shape: GptShape) -> list[str]:
         )
     except ParamsError as error:
         return [f"{name}: {error}; change first_stage_layers or last_stage_layers"]
+    if min(counts) < 1:
+        return [
+            f"{name}: its stages would have {', '.join(map(str, counts))} of {layers} layers, and each needs one; change "
+            "first_stage_layers or last_stage_layers"
+        ]
     return []
