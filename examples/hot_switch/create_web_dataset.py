@@ -45,7 +45,7 @@ def convert(files: Sequence[Path], output: Path, column: str) -> None:
             raise UserError(f"{path}: there is no such file")
     made_from = {"column": column, "files": [_identity(path) for path in files]}
     stamp = output.with_name(output.name + ".made_from.json")
-    if output.is_file() and stamp.is_file() and json.loads(stamp.read_text(encoding="utf-8")) == made_from:
+    if output.is_file() and _read(stamp) == {**made_from, "output": _identity(output)}:
         print(f"{output}: up to date, nothing done")
         return
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -57,8 +57,16 @@ def convert(files: Sequence[Path], output: Path, column: str) -> None:
                 file.write(json.dumps({column: text}) + "\n")
                 count += 1
     partial.replace(output)
-    stamp.write_text(json.dumps(made_from) + "\n", encoding="utf-8")
+    stamp.write_text(json.dumps({**made_from, "output": _identity(output)}) + "\n", encoding="utf-8")
     print(f"{output}: {count:,} documents from {len(files)} files")
+
+
+def _read(stamp: Path) -> Any:
+    """Return what a stamp says; None where there is none, or where its writer was interrupted."""
+    try:
+        return json.loads(stamp.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
 
 
 def _identity(path: Path) -> list[Any]:

@@ -36,5 +36,8 @@ if [[ $DRY_RUN == 1 ]]; then
 fi
 
 find_python
+mkdir -p "$(dirname "$PREFIX")"
+exec {LOCK}>"$PREFIX.lock"
+flock --nonblock "$LOCK" || launch_error "$PREFIX is being made by another process; wait for it, or give another PREFIX"
 python "$ROOT/examples/hot_switch/create_web_dataset.py" "${LINES_ARGS[@]}"
 python -m megatron_ext.cli.main "${PREPARE_ARGS[@]}"

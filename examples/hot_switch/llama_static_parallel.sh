@@ -31,7 +31,8 @@ require_positive CONTEXT GLOBAL_BATCH MICRO_BATCH STEPS EPOCHS
 read_model "$MODEL"
 read_hostfile "$HOSTFILE"
 if [[ -n ${ALL_PARALLEL_STRATEGY:-} ]]; then
-    STRATEGIES=("$ALL_PARALLEL_STRATEGY")
+    STRATEGIES=("$ALL_PARALLEL_STRATEGY") BUCKETS=("$CONTEXT" 0)
+    check_strategies $((${#HOSTS[@]} * SLOTS)) "$CONTEXT"
 else
     choose_strategies "$MODEL" $((${#HOSTS[@]} * SLOTS)) "$CONTEXT" c1
     STRATEGIES=("${STRATEGIES[0]}")

@@ -195,14 +195,14 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
     if config.hot_switch_strategy_file is not None:
         problems += [
-            f"{option} is in --hot-switch-strategy-file already; drop the one or the other"
-            for option, given in (
-                ("--hot-switch-strategies", config.hot_switch_strategies),
-                ("--hot-switch-bucket-sizes", config.hot_switch_bucket_sizes),
-                ("--sequence-parallel", args.sequence_parallel),
-                ("--recompute-granularity", args.recompute_granularity),
-                ("--expert-model-parallel-size", args.expert_model_parallel_size != 1),
-                ("--expert-tensor-parallel-size", args.expert_tensor_parallel_size),
+            f"{option} is not read with --hot-switch-strategy-file; drop it, and write {field} into the file"
+            for option, field, given in (
+                ("--hot-switch-strategies", "strategies", config.hot_switch_strategies),
+                ("--hot-switch-bucket-sizes", "bucket_sizes", config.hot_switch_bucket_sizes),
+                ("--sequence-parallel", "each strategy's sequence_parallel", args.sequence_parallel),
+                ("--recompute-granularity", "each strategy's recompute", args.recompute_granularity),
+                ("--expert-model-parallel-size", "each strategy's ep", args.expert_model_parallel_size != 1),
+                ("--expert-tensor-parallel-size", "each strategy's etp", args.expert_tensor_parallel_size),
             )
             if given
         ]

@@ -173,7 +173,7 @@ def _pipeline_problems(strategy: Strategy, shape: GptShape) -> list[str]:
         return [f"{name}: {error}; change first_stage_layers or last_stage_layers"]
     if min(counts) < 1:
         return [
-            f"{name}: its stages would have {', '.join(map(str, counts))} of {layers} layers, and each needs one; change "
-            "first_stage_layers or last_stage_layers"
+            f"{name}: its stages would have {', '.join(map(str, counts))} of {layers} layers, and each needs one; "
+            "change first_stage_layers or last_stage_layers"
         ]
     return []

@@ -2,9 +2,11 @@
 """The LLaMA scripts of hot switching: what they start, what they refuse, and that they train."""
 
 import argparse
+import fcntl
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 from collections.abc import Mapping
@@ -243,6 +245,11 @@ def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], m
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
 
+def own(buckets: str, strategies: str) -> dict[str, str]:
+    """Return the environment of somebody with strategies of their own."""
+    return {"BUCKET_SIZES": buckets, "ALL_PARALLEL_STRATEGY": strategies}
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "environment", "message"),
     [
@@ -256,9 +263,17 @@ def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], m
         (HOT, ["7b", "4096", "512", "", "1", "1", "", "c1", "more"], {}, "takes 8 arguments, but 9 were given"),
         (HOT, ["--dryrun"], {}, "does not know the option --dryrun"),
         (HOT, [], {"ALL_PARALLEL_STRATEGY": "8,1,1"}, "set both BUCKET_SIZES and ALL_PARALLEL_STRATEGY"),
+        (HOT, [], own("32768 a 0", "8,1,1 4,2,1"), "BUCKET_SIZES has 'a', which is no number of tokens"),
+        (HOT, [], own("32768 0", "8,1,1 4,2,1"), "BUCKET_SIZES has 2 sizes; 2 strategies need one more"),
+        (HOT, [], own("32768 40000 0", "8,1,1 4,2,1"), "BUCKET_SIZES do not descend: 40000 comes after 32768"),
+        (HOT, [], own("4096 0", "8,1,1"), "BUCKET_SIZES begins with 4096, but the context is 32768"),
+        (HOT, [], own("32768 8", "8,1,1"), "BUCKET_SIZES ends with 8; end it with 0"),
+        (HOT, [], own("32768 0", "8,1"), "ALL_PARALLEL_STRATEGY has '8,1'; give DP,TP,PP such as 1,4,2"),
+        (HOT, [], own("32768 0", "1,4,4"), "1,4,4, which is for 16 GPUs, but there are 8"),
         (HOT, [], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
         (HOT, [], {}, "no NVIDIA GPU here"),
         (STATIC, ["7b", "4096", "512", "0"], {}, "MICRO_BATCH is '0'"),
+        (STATIC, [], {"ALL_PARALLEL_STRATEGY": "1,4,4"}, "1,4,4, which is for 16 GPUs, but there are 8"),
         (paper_script("github", "7b", 16), [], {}, "this experiment needs 16 GPUs, and"),
         (DATASET, ["corpus"], {}, "takes PREFIX PARQUET..."),
     ],
@@ -307,6 +322,34 @@ def test_web_pages_become_a_corpus_once(desk: Desk) -> None:
     assert code == 0 and output.count("up to date, nothing done") == 2, output
     code, output = desk.run(DATASET, arguments, COLUMN="text")
     assert code == 2 and "web.parquet: has no column 'text'; --column takes one of content, url" in output
+
+
+def test_two_corpora_cannot_be_made_in_one_place_at_once(desk: Desk) -> None:
+    with (desk.folder / "web.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, output = desk.run(DATASET, ["web", "web.parquet"])
+    assert code != 0 and "web is being made by another process; wait for it, or give another PREFIX" in output
+    assert not (desk.folder / "web.jsonl.partial").exists()
+
+
+def test_lines_that_were_damaged_are_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
+    from pyarrow import parquet
+
+    convert = runpy.run_path(str(REPOSITORY / "examples/hot_switch/create_web_dataset.py"))["convert"]
+    parquet.write_table(pyarrow.table({"content": ["a page", "another"]}), tmp_path / "web.parquet")
+    lines = tmp_path / "web.jsonl"
+    for damage in (
+        lambda: None,
+        lambda: lines.with_name("web.jsonl.made_from.json").write_text("{"),
+        lambda: lines.write_text(lines.read_text()[:-9]),
+    ):
+        damage()
+        convert([tmp_path / "web.parquet"], lines, "content")
+        assert "web.jsonl: 2 documents from 1 files" in capsys.readouterr().out
+        assert [json.loads(line)["content"] for line in lines.read_text().splitlines()] == ["a page", "another"]
+    convert([tmp_path / "web.parquet"], lines, "content")
+    assert "up to date, nothing done" in capsys.readouterr().out
 
 
 def test_toy_runs_have_as_many_strategies_as_the_real_ones(desk: Desk) -> None:

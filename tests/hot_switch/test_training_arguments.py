@@ -187,8 +187,13 @@ def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
     in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
     assert "no list 'bucket_sizes'" in in_file[0]
-    for option in ("--hot-switch-strategies", "--hot-switch-bucket-sizes", "--recompute-granularity"):
-        assert f"{option} is in --hot-switch-strategy-file already" in "\n".join(beside)
+    for option, field in (
+        ("--hot-switch-strategies", "strategies"),
+        ("--hot-switch-bucket-sizes", "bucket_sizes"),
+        ("--recompute-granularity", "each strategy's recompute"),
+    ):
+        said = f"{option} is not read with --hot-switch-strategy-file; drop it, and write {field} into the file"
+        assert said in "\n".join(beside)
 
 
 def test_bad_options_end_the_run_with_one_error_and_no_traceback():

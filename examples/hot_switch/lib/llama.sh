@@ -69,6 +69,7 @@ choose_strategies() {
             launch_error "set both BUCKET_SIZES and ALL_PARALLEL_STRATEGY, or neither"
         read -r -a BUCKETS <<<"$BUCKET_SIZES"
         read -r -a STRATEGIES <<<"$ALL_PARALLEL_STRATEGY"
+        check_strategies "$gpus" "$context"
         return
     fi
     while read -r -a words; do
@@ -84,6 +85,27 @@ choose_strategies() {
     launch_error "configs/hot_switch_strategies.txt has no strategies ($combination) for $model on $gpus GPUs with a context of" \
         "$context (only of: ${contexts[*]:-none}); set BUCKET_SIZES and ALL_PARALLEL_STRATEGY, which" \
         "\`megatron-ext hot-switch suggest\` proposes"
+}
+
+# Refuses BUCKET_SIZES and ALL_PARALLEL_STRATEGY of a user's that cannot be, before anything starts on other hosts.
+check_strategies() {
+    local gpus="$1" context="$2" strategy sizes size above=""
+    for strategy in "${STRATEGIES[@]}"; do
+        [[ $strategy =~ ^[1-9][0-9]{0,4},[1-9][0-9]{0,4},[1-9][0-9]{0,4}$ ]] ||
+            launch_error "ALL_PARALLEL_STRATEGY has '$strategy'; give DP,TP,PP such as 1,4,2"
+        IFS=, read -r -a sizes <<<"$strategy"
+        ((sizes[0] * sizes[1] * sizes[2] == gpus)) ||
+            launch_error "ALL_PARALLEL_STRATEGY has $strategy, which is for $((sizes[0] * sizes[1] * sizes[2])) GPUs, but there are $gpus"
+    done
+    ((${#BUCKETS[@]} == ${#STRATEGIES[@]} + 1)) ||
+        launch_error "BUCKET_SIZES has ${#BUCKETS[@]} sizes; ${#STRATEGIES[@]} strategies need one more than their number"
+    for size in "${BUCKETS[@]}"; do
+        [[ $size =~ ^(0|[1-9][0-9]{0,8})$ ]] || launch_error "BUCKET_SIZES has '$size', which is no number of tokens"
+        [[ -z $above ]] || ((size < above)) || launch_error "BUCKET_SIZES do not descend: $size comes after $above"
+        above=$size
+    done
+    ((BUCKETS[0] == context)) || launch_error "BUCKET_SIZES begins with ${BUCKETS[0]}, but the context is $context; make them equal"
+    ((above == 0)) || launch_error "BUCKET_SIZES ends with $above; end it with 0, so that no short sequence is lost"
 }
 
 # Refuses a DATA_PATH without files, or in another vocabulary than TOKENIZER's.
