@@ -14,7 +14,7 @@ from megatron_ext.errors import UserError
 __all__ = ["add_parser", "run_report"]
 
 _COLUMNS = (
-    *("round", "iteration", "norm", "workers' norms", "cosine", "units left out"),
+    *("round", "iteration", "norm", "workers' norms", "weights", "cosine", "units left out", "skipped"),
     *("MB sent", "wait s", "send s", "apply s"),
 )
 
@@ -26,7 +26,8 @@ def add_parser(subparsers: Any) -> None:
     report = actions.add_parser(
         "report",
         help="show the outer rounds of a run",
-        description="Show the outer rounds of a run, and draw them.",
+        description="Show the outer rounds of a run, and draw them. Weights are means over units; a skipped unit went "
+        "back to its anchor, because all workers were left out of it.",
     )
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's --save folder, or its file of rounds")
     report.add_argument("--last", type=int, default=20, metavar="N", help="rounds in the table (default 20; 0 = all)")
@@ -74,8 +75,9 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
-    from megatron_ext.local_sgd.round_log import as_number, sending_seconds
+    from megatron_ext.local_sgd.round_log import as_number, mean_weights, sending_seconds
 
+    weights = mean_weights(entry)
     norms = [as_number(norm) for norm in entry["worker_norms"]]
     left_out: dict[int, int] = {}
     for workers in entry["rejected"].values():
@@ -86,8 +88,10 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
         str(entry["iteration"]),
         f"{as_number(entry['pseudo_gradient_norm']):.4g}",
         f"{min(norms):.4g} .. {max(norms):.4g}",
+        f"{min(weights):.3f} .. {max(weights):.3f}" if weights else "equal",
         "-" if entry["cosine"] is None else f"{entry['cosine']:.3f}",
         ", ".join(f"worker {worker}: {units}" for worker, units in sorted(left_out.items())) or "-",
+        str(len(entry.get("skipped_units", ()))),
         f"{entry['bytes_sent'] / 1e6:.2f}",
         f"{entry['waiting_seconds']:.3f}",
         f"{sending_seconds(entry):.3f}",

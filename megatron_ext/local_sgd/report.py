@@ -102,8 +102,12 @@ class RoundReport:
         return len(self.worker_norms) if self.worker_steps is None else sum(map(bool, self.worker_steps))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the fields for a JSON line."""
-        return dataclasses.asdict(self)
+        """Return the fields for a JSON line, and what follows from them."""
+        return {
+            **dataclasses.asdict(self),
+            "skipped_units": self.skipped_units,
+            "sending_seconds": self.sending_seconds,
+        }
 
     def remarks(self, debug: bool = False) -> list[str]:
         """Return what the user should know of the workers that were left out, one sentence each.

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.local_sgd.round_log import as_number, sending_seconds
+from megatron_ext.local_sgd.round_log import as_number, mean_weights, sending_seconds
 
 __all__ = ["draw_rounds"]
 
 
 def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
-    """Draw norms, cosine, exclusions and times of rounds over their iterations, into a PNG.
+    """Draw norms, weights, cosine, exclusions, times and bytes of rounds over their iterations, into a PNG.
 
     Args:
         rounds: what `read_rounds` returned, at least one.
@@ -31,8 +31,8 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     from matplotlib.ticker import MaxNLocator
 
     at = [entry["iteration"] for entry in rounds]
-    figure, panels = pyplot.subplots(2, 2, figsize=(12, 7), layout="constrained", sharex=True)
-    norms, cosine, rejected, seconds = panels.flat
+    figure, panels = pyplot.subplots(2, 3, figsize=(17, 7), layout="constrained", sharex=True)
+    norms, weights, cosine, rejected, seconds, sent = panels.flat
 
     workers = max(len(entry["worker_norms"]) for entry in rounds)
     for worker in range(workers):
@@ -43,6 +43,12 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     norms.set(title="Norm of the pseudo-gradient", yscale="log")
     norms.legend(ncols=2)
 
+    for worker in range(workers):
+        # Without a penalty all count alike.
+        own = [(mean_weights(entry) or [1 / len(entry["worker_norms"])] * workers)[worker] for entry in rounds]
+        weights.plot(at, own, marker=".", linewidth=1)
+    weights.set(title="Weight of each worker, mean over units", ylim=(0, None))
+
     known = [(entry["iteration"], entry["cosine"]) for entry in rounds if entry["cosine"] is not None]
     cosine.plot([place for place, _ in known], [value for _, value in known], marker=".")
     cosine.axhline(0, color="grey", linewidth=1)
@@ -52,8 +58,11 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     for worker in range(workers):
         units = [sum(worker in left_out for left_out in entry["rejected"].values()) for entry in rounds]
         if any(units):
-            rejected.bar(at, units, bottom=bottom, width=_bar_width(at), label=f"worker {worker}")
+            rejected.bar(at, units, bottom=bottom, width=_bar_width(at), color=f"C{worker}", label=f"worker {worker}")
             bottom = [before + more for before, more in zip(bottom, units, strict=True)]
+    skipped = [len(entry.get("skipped_units", ())) for entry in rounds]
+    if any(skipped):
+        rejected.plot(at, skipped, "kx", label="all (back to the anchor)")
     rejected.set(title="Units that a worker was left out of", xlabel="iteration")
     rejected.yaxis.set_major_locator(MaxNLocator(integer=True))
     if any(bottom):
@@ -67,6 +76,10 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     seconds.stackplot(at, waiting, sending, applying, labels=["waiting", "sending", "applying"])
     seconds.set(title="Seconds of a round", xlabel="iteration", ylim=(0, None))
     seconds.legend()
+
+    megabytes = [entry["bytes_sent"] / 1e6 for entry in rounds]
+    sent.bar(at, megabytes, width=_bar_width(at))
+    sent.set(title="MB that a rank sent", xlabel="iteration")
 
     for panel in panels.flat:
         panel.grid(alpha=0.3)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["FILE_NAME", "append_round", "read_rounds", "sending_seconds"]
+__all__ = ["FILE_NAME", "append_round", "mean_weights", "read_rounds", "sending_seconds"]
 
 FILE_NAME = "local_sgd_rounds.jsonl"
 
@@ -60,6 +60,11 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 def sending_seconds(entry: dict[str, Any]) -> float:
     """Return what of a round's time was exchange."""
     return max(float(entry["seconds"] - entry["waiting_seconds"] - entry["applying_seconds"]), 0.0)
+
+
+def mean_weights(entry: dict[str, Any]) -> list[float]:
+    """Return each worker's weight in a round, as the mean over its units; nothing for a plain mean."""
+    return [math.fsum(weights) / len(weights) for weights in zip(*entry["weights"].values(), strict=True)]
 
 
 def as_number(value: float | None) -> float:

@@ -2,6 +2,7 @@
 """`megatron-ext local-sgd report` on a run that was really made."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_the_table_shows_every_round_once_and_the_picture_is_drawn(run: Path, ca
     head, *rows, summary, picture = capsys.readouterr().out.splitlines()
     assert head.split()[:3] == ["round", "iteration", "norm"]
     assert [row.split()[:2] for row in rows] == [[str(number), str(2 * number)] for number in range(1, 7)]
+    assert "weights" in head.split() and "skipped" in head.split()
+    assert all(re.search(r" 0\.\d{3} \.\. (0|1)\.\d{3} ", row) for row in rows)
     assert "6 rounds, " in summary and "worker" in summary
     assert Path(picture.removeprefix("picture: ")).read_bytes().startswith(b"\x89PNG")
 
@@ -49,6 +52,10 @@ def test_every_round_says_what_was_decided(run: Path, capsys: pytest.CaptureFixt
     assert all(-1 <= entry["cosine"] <= 1 and entry["cosine"] != 0 for entry in later)
     assert any(entry["rejected"] for entry in later)
     for entry in (first, *later):
+        everyone = [unit for unit, workers in entry["rejected"].items() if len(workers) == 2]
+        assert entry["skipped_units"] == everyone
+        parts = [entry[f"{part}_seconds"] for part in ("waiting", "sending", "applying")]
+        assert sum(parts) == pytest.approx(entry["seconds"])
         assert 0 <= entry["waiting_seconds"] + entry["applying_seconds"] <= entry["seconds"]
         for unit, left_out in entry["rejected"].items():
             assert [entry["weights"][unit][worker] for worker in left_out] == [0.0] * len(left_out)
