@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,22 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
     ]
 
 
+def _connection_problems(strategies: Sequence[Strategy]) -> list[str]:
+    """Return what Megatron's own check, which looks at home alone, would say of guests."""
+    import torch
+    from megatron.training.utils import common_utils
+
+    cut = [strategy.label for strategy in strategies[1:] if strategy.tp > 1 or strategy.cp > 1]
+    if not cut or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" or not torch.cuda.is_available():
+        return []
+    if common_utils.get_device_arch_version() >= 10:  # Blackwell
+        return []
+    return [
+        f"strategy {cut[0]}: on this GPU tensor and context parallelism need the environment variable "
+        "CUDA_DEVICE_MAX_CONNECTIONS to be 1; export it before the start"
+    ]
+
+
 def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
     if config.hot_switch_strategy_file is not None:
@@ -219,6 +236,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
         # Without bucket sizes the list has its own complaint about their number.
         return problems or [str(error)]
     home = listed.home
+    problems += _connection_problems(listed.strategies)
     if args.num_experts:
         problems += [
             f"strategy {strategy.label}: Megatron trains experts under tensor parallelism only with sequence "

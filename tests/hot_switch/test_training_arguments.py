@@ -3,6 +3,8 @@
 
 import re
 
+import pytest
+
 from tests.hot_switch.runs import arguments
 from tests.support.distributed import run_ranks
 from tests.support.presets import toy_gpt
@@ -239,3 +241,27 @@ def test_what_hot_switching_decides_is_said():
     tokens = re.search(r"tokens: (\d+)", last.stdout)
     assert tokens is not None and 8 < int(tokens[1]) < 8 * 32
     assert first.probe == last.probe == [int(tokens[1])]
+
+
+def problems_on(architecture, connections, lines):
+    """What hot switching says where GPUs are of an architecture, and a variable of the environment has a value."""
+    import os
+
+    import torch
+    from megatron.training.utils import common_utils
+
+    torch.cuda.is_available = lambda: True
+    common_utils.get_device_arch_version = lambda: architecture
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    if connections is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
+    return problems_of(lines)
+
+
+@pytest.mark.parametrize(("architecture", "connections"), [(9, None), (9, "8"), (9, "1"), (10, None)])
+def test_guests_that_need_a_single_connection_are_told_at_the_start(architecture, connections):
+    lines = [arguments(["2,1,1", "1,2,1"], [32, 8, 0]), arguments(["1,1,2", "2,1,1"], [32, 8, 0])]
+    ((cut, whole),) = run_ranks(problems_on, 1, architecture, connections, lines)
+    said = "strategy 1,2,1: on this GPU tensor and context parallelism need the environment variable CUDA_DEVICE_MAX"
+    assert any(said in problem for problem in cut) is (architecture == 9 and connections != "1")
+    assert whole == []
