@@ -31,6 +31,9 @@ for name in PORT MERGE_INTERVAL; do
         launch_error "$name is '${!name}'; give a whole number, 0 or more"
     fi
 done
+if [[ -n ${NUM_TRAIN_EXPERTS_PER_NODE:-} ]]; then
+    echo "$(basename "$0"): NUM_TRAIN_EXPERTS_PER_NODE is not read here: every peer says itself which experts it trains" >&2
+fi
 find_python
 
 SERVER_ARGS=(

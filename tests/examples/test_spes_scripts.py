@@ -132,8 +132,10 @@ def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:
 
 def test_the_server_of_peers_that_train_everything_has_an_outer_optimizer_and_merges_nothing(desk: Desk) -> None:
     desk.command("python", RECORD_ARGUMENTS)
-    code, output = desk.run(SERVER, RECORDED_ARGUMENTS=str(desk.folder / "arguments"), MODE="diloco")
+    official = {"MODE": "diloco", "NUM_TRAIN_EXPERTS_PER_NODE": "8"}
+    code, output = desk.run(SERVER, RECORDED_ARGUMENTS=str(desk.folder / "arguments"), **official)
     assert code == 0, output
+    assert "NUM_TRAIN_EXPERTS_PER_NODE is not read here: every peer says itself which experts it trains" in output
     given = (desk.folder / "arguments").read_text().splitlines()
     assert given[given.index("--sync-steps") :] == ["--sync-steps", "50", "--outer-optimizer", "sgd"]
     for script, own in ((SERVER, {}), (CLUSTER, {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1"})):
