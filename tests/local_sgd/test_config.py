@@ -37,6 +37,8 @@ def test_local_sgd_is_off_by_default_and_complains_about_nothing():
         ({"local_sgd_round_log": " "}, "--local-sgd-round-log"),
         ({"is_debug": True}, "--local-sgd-is-debug"),
         ({"weight_softmax_temperature": -1.0, "pseudo_gradnorm_reduce": True}, "-weight-softmax-temperature is -1.0"),
+        ({"weight_softmax_temperature": 0.0, "pseudo_gradnorm_reduce": True}, "-weight-softmax-temperature is 0.0"),
+        ({"ewma_threshold": -1.0, "skip_anomaly": True}, "--local-sgd-ewma-threshold is -1.0"),
         ({"ewma_threshold": 0.0, "skip_anomaly": True}, "--local-sgd-ewma-threshold"),
         ({"ewma_alpha": 1.0, "skip_anomaly": True}, "--local-sgd-ewma-alpha is 1.0; it must be above 0 and below 1"),
         ({"ewma_relative": True, "skip_anomaly": True}, "--local-sgd-ewma-relative needs at least 3 workers"),
@@ -45,6 +47,13 @@ def test_local_sgd_is_off_by_default_and_complains_about_nothing():
 def test_a_bad_value_is_named_by_its_flag(fields, flag):
     config = LocalSGDConfig(**{"use_local_sgd": True, "local_sgd_workers": 2, **fields})
     assert any(flag in problem for problem in config.problems())
+
+
+@pytest.mark.parametrize("density", [0.0, -0.5, 1.5, math.nan])
+def test_a_density_outside_zero_to_one_is_refused(density):
+    config = GTAConfig(reducer="gta", sparsification_method="random", density=density)
+    said = f"--local-sgd-pseudo-grad-density is {density}; it must be above 0 and at most 1"
+    assert config.problems(LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2)) == [said]
 
 
 def test_all_problems_are_reported_together():

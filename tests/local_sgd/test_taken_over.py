@@ -27,6 +27,24 @@ def test_arguments_of_a_class_stay_but_for_the_learning_rate():
         refuse_other_method(saved, method(outer(lr=0.01, amsgrad=True)), "there", "mend it")
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"density": 0.25}, "--local-sgd-pseudo-grad-density was 0.5 in the run that saved it, and is 0.25 now"),
+        ({"consensus_method": "count"}, "--local-sgd-pseudo-grad-consensus was 'sum' .* and is 'count' now"),
+        ({"sparsification_method": "magnitude"}, "-sparsification was 'random' .* and is 'magnitude' now"),
+    ],
+)
+def test_another_way_to_reduce_is_refused(fields, said):
+    def reducing(**changed):
+        gta = {"reducer": "gta", "consensus_method": "sum", "sparsification_method": "random", "density": 0.5}
+        return method_of(LocalSGDConfig(), OuterOptimizerConfig(), GTAConfig(**{**gta, **changed}), StreamingConfig())
+
+    refuse_other_method(reducing(), reducing(), "there", "mend it")
+    with pytest.raises(UserError, match=said):
+        refuse_other_method(reducing(), reducing(**fields), "there", "mend it")
+
+
 def test_what_only_one_side_has_is_a_change_too():
     by_name = tuning_of(LocalSGDConfig(), OuterOptimizerConfig(outer_optimizer=ADAM, outer_optimizer_lr=0.5))
     by_class = tuning_of(LocalSGDConfig(), outer(lr=0.01))
