@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Starts one peer of a SPES run per node, and on the node of rank 0 the server as well. Run it on every node, as schedulers do
-# that set RANK and MASTER_ADDR (SLURM: srun examples/spes/run_cluster.sh, with RANK=$SLURM_PROCID), or over ssh.
+# Starts one peer of a SPES run per node, and on the node of rank 0 the server as well.
 #
-#   run_cluster.sh [--resume]
+#   run_cluster.sh [--resume]                   on every node, as schedulers do that set RANK and MASTER_ADDR
+#   srun --ntasks-per-node=1 run_cluster.sh     under SLURM, which says both
+#   run_cluster.sh --hosts HOSTFILE [--resume]  on one machine: starts the others over ssh, in the same folder. A line of the
+#                                               file is HOST slots=GPUS, and the first host has the server
 #
 # Environment: RANK (0 ...: which peer this node is), MASTER_ADDR (where rank 0 is), NPROC_PER_NODE (GPUS_PER_NODE of
 # run_single_node.sh), PORT (50051). What others reach needs TOKEN_FILE, TLS_CA, TLS_CERT and TLS_KEY (files on every node), or
@@ -15,6 +17,42 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+if [[ ${1:-} == --hosts ]]; then
+    # shellcheck source=examples/hot_switch/lib/hosts.sh
+    source "$ROOT/examples/hot_switch/lib/hosts.sh"
+    (($# >= 2)) || launch_error "--hosts needs a file with a line 'HOST slots=GPUS' for every peer"
+    read_hostfile "$2"
+    shift 2
+    ((${#HOSTS[@]} == ${TOTAL_PEERS:-4})) ||
+        launch_error "there are ${#HOSTS[@]} hosts for ${TOTAL_PEERS:-4} peers; set TOTAL_PEERS, and num_peers in SPES_CONFIG"
+    # shellcheck disable=SC2034 # over_ssh reads it
+    PASSED_ON=(BACKEND BIND DATA_PATH EXTRA_ARGS INSECURE MASTER_PORT MERGE_ALPHA_START MERGE_DECAY_STEPS MERGE_FILE
+        MERGE_INTERVAL MODE MODEL OUTPUT PORT RUN SPES_CONFIG STATE_DIR SYNC_STEPS TLS_CA TLS_CERT TLS_KEY TOKEN_FILE
+        TOTAL_PEERS TRAIN_ITERS VOCAB_FILE)
+    pids=()
+    for rank in "${!HOSTS[@]}"; do
+        JOB=(env RANK="$rank" MASTER_ADDR="${HOSTS[0]#*@}" NPROC_PER_NODE="$SLOTS" "$ROOT/examples/spes/run_cluster.sh" "$@")
+        is_this_machine "${HOSTS[rank]}" || over_ssh "${HOSTS[rank]}" "${JOB[@]}"
+        "${JOB[@]}" </dev/null &
+        pids+=($!)
+    done
+    trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
+    status=0
+    for rank in "${!HOSTS[@]}"; do
+        # One that fails can be started again, and the others go on meanwhile.
+        wait "${pids[rank]}" || {
+            status=$?
+            printf '%s: the peer on %s has ended with exit code %s\n' "$(basename "$0")" "${HOSTS[rank]}" "$status" >&2
+        }
+    done
+    exit "$status"
+fi
+if [[ -z ${RANK:-} && -n ${SLURM_PROCID:-} ]]; then
+    ((${SLURM_LOCALID:-0} == 0)) || launch_error "a peer needs a node of its own; use srun --ntasks-per-node=1"
+    RANK="$SLURM_PROCID"
+    mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+    MASTER_ADDR="${MASTER_ADDR:-${NODES[0]}}"
+fi
 is_number "${RANK:-}" || launch_error "RANK is ${RANK:-not set}; set it to 0, 1, ..., another number on every node"
 [[ -n ${MASTER_ADDR:-} ]] || launch_error "MASTER_ADDR is not set; set it to the address of the node of RANK 0"
 if [[ ${MODE:-} == centralized ]]; then

@@ -2,6 +2,7 @@
 """The SPES scripts: what they start, and what they refuse."""
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,46 @@ def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk)
     ):
         code, output = desk.run(CLUSTER, **{**environment, "RANK": "1", missing: ""})
         assert code == 1 and sentence in output
+
+
+def test_slurm_says_which_peer_a_node_is_and_where_the_first_one_is(desk: Desk) -> None:
+    recorded = desk.folder / "arguments"
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    desk.command("scontrol", "[[ $* == 'show hostnames node[7-8]' ]] && printf 'node7\\nnode8\\n'")
+    slurm = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "node[7-8]"}
+    environment = {**slurm, "BACKEND": "cpu", "INSECURE": "1", "OUTPUT": str(desk.folder)}
+    environment |= {"RANK": "", "MASTER_ADDR": ""}
+    code, output = desk.run(CLUSTER, RECORDED_ARGUMENTS=str(recorded), **environment)
+    assert code == 0, output
+    training = split_at_script(recorded.read_text().splitlines())[1]
+    wanted = ["--sync-service-index", "1", "--sync-service", "node7:50051"]
+    assert training[training.index("--sync-service-index") :][:4] == wanted
+    code, output = desk.run(CLUSTER, **{**environment, "SLURM_LOCALID": "1"})
+    assert code == 1 and "a peer needs a node of its own; use srun --ntasks-per-node=1" in output
+
+
+def test_a_cluster_is_started_over_ssh_and_a_peer_that_fails_ends_no_other(desk: Desk) -> None:
+    host = "${@: -2:1}"
+    desk.command("ssh", f"""printf '%s\\n' "${{@: -1}}" >"$RECORDS/{host}.ssh"; [[ {host} != beta ]] || exit 3""")
+    (desk.folder / "hosts").write_text("me@alpha slots=2\nbeta slots=2\n")
+    environment = {"RECORDS": str(desk.folder), "TOTAL_PEERS": "2", "INSECURE": "1"}
+    environment |= {"NCCL_IB_HCA": "mlx5", "OTHER": "x"}
+    code, output = desk.run(CLUSTER, ["--hosts", "hosts", "--resume"], **environment)
+    assert code == 3 and "the peer on beta has ended with exit code 3" in output, output
+    for rank, name in enumerate(("me@alpha", "beta")):
+        (command,) = (desk.folder / f"{name}.ssh").read_text().splitlines()
+        words = shlex.split(command)
+        assert words[:4] == ["cd", str(desk.folder), "&&", "exec"]
+        assert {"NCCL_IB_HCA=mlx5", "TOTAL_PEERS=2", "INSECURE=1"} <= set(words) and "OTHER=x" not in words
+        own = ["env", f"RANK={rank}", "MASTER_ADDR=alpha", "NPROC_PER_NODE=2", str(CLUSTER), "--resume"]
+        assert words[-len(own) :] == own
+    for arguments, said in (
+        (["--hosts"], "--hosts needs a file with a line 'HOST slots=GPUS'"),
+        (["--hosts", "nowhere"], "there is no file nowhere"),
+        (["--hosts", "hosts"], "there are 2 hosts for 4 peers; set TOTAL_PEERS"),
+    ):
+        code, output = desk.run(CLUSTER, arguments, RECORDS=str(desk.folder))
+        assert code == 1 and said in output
 
 
 def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # shellcheck shell=bash disable=SC2034 # the scripts use the variables
 #
-# Hostfiles, and one torchrun on every host. Source it after examples/local_sgd/lib/launch.sh.
+# Hostfiles, commands over ssh, and one torchrun on every host. Source it after examples/local_sgd/lib/launch.sh.
 
 # Reads a hostfile into HOSTS and SLOTS, the GPUs of each of them.
 read_hostfile() {
@@ -71,16 +71,22 @@ job_on_host() {
         --master_port "${MASTER_PORT:-29500}"
         "$@"
     )
-    if ! is_this_machine "$host"; then
-        local variables=("PATH=$PATH" "PYTHONPATH=$PYTHONPATH")
-        for name in $(compgen -e); do
-            case $name in
-                CUDA_* | NCCL_* | GLOO_* | UCX_* | TORCH_* | PYTORCH_* | OMP_NUM_THREADS) variables+=("$name=${!name}") ;;
-            esac
-        done
-        # The terminal (-tt) hangs up when this end goes away, which ends training there as well.
-        JOB=(ssh -tt -o BatchMode=yes "$host" "cd $(quoted "$PWD") && exec env $(quoted "${variables[@]}" "${JOB[@]}")")
-    fi
+    is_this_machine "$host" || over_ssh "$host" "${JOB[@]}"
+}
+
+# Sets JOB to a command on host $1, over ssh in the same folder with what the environment says about communication and in
+# the variables named in PASSED_ON.
+over_ssh() {
+    local host="$1" name variables=("PATH=$PATH" "PYTHONPATH=${PYTHONPATH:-}")
+    shift
+    for name in $(compgen -e); do
+        case $name in
+            CUDA_* | NCCL_* | GLOO_* | UCX_* | TORCH_* | PYTORCH_* | OMP_NUM_THREADS) variables+=("$name=${!name}") ;;
+            *) [[ " ${PASSED_ON[*]-} " != *" $name "* ]] || variables+=("$name=${!name}") ;;
+        esac
+    done
+    # The terminal (-tt) hangs up when this end goes away, which ends training there as well.
+    JOB=(ssh -tt -o BatchMode=yes "$host" "cd $(quoted "$PWD") && exec env $(quoted "${variables[@]}" "$@")")
 }
 
 # Prints words so that a shell reads them back.
