@@ -42,40 +42,30 @@ def draw_convergence(study: Study, results: Results, seeds: Sequence[int], file:
 
 
 def draw_noise(study: Study, results: Results, seed: int, file: Path) -> None:
-    """Draw validation losses with and without noise, and by how much the undisturbed workers' losses rose."""
+    """Draw by how much noise raised the validation losses, and the training losses of the undisturbed workers."""
     pyplot = _pyplot()
     noise = study.noise
     figure, (losses, rises) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
     for place, method in enumerate(noise.methods):
         clean, noisy = (results[Run(method=method, seed=seed, noisy=noisy)] for noisy in (False, True))
-        losses.plot(*_validation(noisy), color=f"C{place + 1}", marker=".", label=f"{method.title}, noise")
-        losses.plot(*_validation(clean), color=f"C{place + 1}", linestyle="--", label=f"{method.title}, no noise")
+        at = sorted(noisy.validation)
+        above = [100 * (noisy.validation[iteration] / clean.validation[iteration] - 1) for iteration in at]
+        losses.plot(at, above, color=f"C{place + 1}", marker=".", label=method.title)
         rise = [
             statistics.mean(with_noise) - statistics.mean(without)
             for with_noise, without in zip(_undisturbed(study, noisy), _undisturbed(study, clean), strict=True)
         ]
         rises.plot(range(1, len(rise) + 1), rise, color=f"C{place + 1}", label=method.title, linewidth=1)
     window = (noise.first - 4 * noise.interval, noise.recovered + 4 * noise.interval)
-    shown = [
-        loss
-        for method in noise.methods
-        for noisy in (False, True)
-        for at, loss in results[Run(method=method, seed=seed, noisy=noisy)].validation.items()
-        if window[0] <= at <= window[1]
-    ]
-    losses.set(xlim=window, ylim=(min(shown) - 0.05, max(shown) + 0.05))
-    losses.set(xlabel="iteration", ylabel="validation loss (nats per byte)", title="Weights of the last round")
+    losses.set(xlim=window, xlabel="iteration", ylabel="validation loss, % above that without noise")
+    losses.set_title("Weights of the last round")
     rises.set(xlim=window, xlabel="iteration", ylabel="training loss above that without noise")
     rises.set_title("The other workers, step by step")
     for axes in (losses, rises):
         axes.axvspan(noise.first, noise.end, color="grey", alpha=0.2, label=f"random tokens for worker {noise.worker}")
-        axes.legend()
+        axes.legend(loc="upper left", fontsize="small", framealpha=0.5)
+        axes.margins(y=0.4)
     _finish(pyplot, figure, (losses, rises), file)
-
-
-def _validation(run: Measured) -> tuple[list[int], list[float]]:
-    at = sorted(run.validation)
-    return at, [run.validation[iteration] for iteration in at]
 
 
 def _undisturbed(study: Study, run: Measured) -> list[tuple[float, ...]]:
