@@ -159,12 +159,29 @@ def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _damaged(directory: str | None, args: Any) -> str | None:
     """Return in words what is wrong with the files of the checkpoint that was to be loaded, as far as that shows."""
-    from megatron.training.checkpointing import get_load_checkpoint_path_by_args
-
     if directory is None or directory != args.load:
         return None
-    folder = Path(get_load_checkpoint_path_by_args(args))
-    return damaged_file(folder) if folder.is_dir() else None
+    folder = _folder(Path(directory), args)
+    return damaged_file(folder) if folder is not None and folder.is_dir() else None
+
+
+def _folder(directory: Path, args: Any) -> Path | None:
+    """Return the folder of the checkpoint that was to be loaded.
+
+    Megatron's own way asks all ranks for their iteration, and those that could read what one of them could not are
+    elsewhere by now.
+    """
+    from megatron.training.checkpointing import get_checkpoint_name, get_checkpoint_tracker_filename
+
+    iteration = str(args.ckpt_step or "")
+    if not iteration:
+        tracker = Path(get_checkpoint_tracker_filename(str(directory)))
+        iteration = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
+    if iteration == "release":
+        return Path(get_checkpoint_name(str(directory), 0, release=True, return_base_dir=True))
+    if not iteration.isdecimal():
+        return None
+    return Path(get_checkpoint_name(str(directory), int(iteration), return_base_dir=True))
 
 
 def _last_line(error: BaseException) -> str:

@@ -153,6 +153,16 @@ def test_a_home_whose_experts_have_an_optimizer_of_their_own_and_one_whose_have_
     assert len(losses(run_pretrain(command(2, load=folder, no_load_optim=True), 2))) == 2
 
 
+def test_a_file_that_one_rank_alone_cannot_read_ends_the_run_with_its_name(tmp_path):
+    options = {"use_distributed_optimizer": True, "train_iters": 2}
+    hot_run(*HOT, save=os.fspath(tmp_path), save_interval=2, **options)
+    (damaged,) = (tmp_path / "iter_0000002").glob("__1_0.distcp")
+    damaged.write_bytes(damaged.read_bytes()[:500])
+    exits = run_failing_pretrain(arguments(*HOT, load=os.fspath(tmp_path), **options), 2, timeout=60)
+    said = f"the checkpoint cannot be read: {damaged} has 500 bytes instead of "
+    assert any(said in rank.stderr and "--ckpt-step" in rank.stderr for rank in exits)
+
+
 def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     keeping = {
         "save": os.fspath(tmp_path),

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_ext.backends.cpu.options import problems
 from megatron_ext.hooks import Feature
+from megatron_ext.patching import Patch
+from megatron_ext.seams import checkpoint
 
 __all__ = ["CpuFeature"]
 
@@ -23,3 +26,7 @@ class CpuFeature(Feature):
     def validate(self, args: Any) -> list[str]:
         """Return the options that cannot work on CPU."""
         return problems(args)
+
+    def patches(self) -> Sequence[Patch]:
+        """Return what runs on CPU need to go on from their checkpoints, of which most are in fp32."""
+        return checkpoint.repairs()
