@@ -107,16 +107,19 @@ class Run:
                 getattr(self, name).append(float(match[1]))
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says; times without the first iteration."""
+        """Return what summary.json says; times without those of the first two iterations.
+
+        The first one makes plans and groups, and Megatron's second line tells the mean of both.
+        """
         seconds = [milliseconds / 1000 for milliseconds in self.milliseconds]
         return {
             "strategies": list(self.strategies),
             "bucket_sizes": list(self.buckets),
             "final_loss": self.losses[-1],
             "losses": self.losses,
-            "tokens_per_second": sum(self.tokens[1:]) / sum(seconds[1:]),
-            "ms_per_iteration": statistics.median(self.milliseconds[1:]),
-            "switching_ms_per_iteration": statistics.median(self.switching[1:]) if self.switching else 0.0,
+            "tokens_per_second": sum(self.tokens[2:]) / sum(seconds[2:]),
+            "ms_per_iteration": statistics.median(self.milliseconds[2:]),
+            "switching_ms_per_iteration": statistics.median(self.switching[2:]) if self.switching else 0.0,
             "padding_percent": statistics.mean(self.padding),
             "guests": [
                 {"strategy": name, "parameters_mib": parameters, "gradients_mib": gradients}

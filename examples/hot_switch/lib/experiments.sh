@@ -23,7 +23,8 @@ run_experiment() {
     SUMMARY+=("$(summary_of "$name")")
 }
 
-# Prints the speed in a run's log: medians over all steps but the first, which makes plans and groups.
+# Prints the speed in a run's log: medians over all steps but the first, which makes plans and groups, and the second, in whose
+# line Megatron tells the mean of both.
 summary_of() {
     local name="$1"
     awk -v name="$name" '
@@ -38,12 +39,12 @@ summary_of() {
         }
         / iteration +[0-9]+\// && / elapsed time per iteration / {
             gsub(/\(ms\): */, "")
-            if (++seen == 1) next
+            if (++seen <= 2) next
             taken[++count] = number("elapsed time per iteration "); moved[count] = number("switching ")
             tokens += number("tokens: "); total += taken[count]
         }
         END {
-            if (!count) { printf "%-24s (fewer than two steps)", name; exit }
+            if (!count) { printf "%-24s (fewer than three steps)", name; exit }
             printf "%-24s %12.1f %14.1f %12.0f", name, median(taken, count), median(moved, count), 1000 * tokens / total
         }' "$OUTPUT/$name.log"
 }
