@@ -44,9 +44,7 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     norms.legend(ncols=2)
 
     for worker in range(workers):
-        # Without a penalty all count alike.
-        own = [(mean_weights(entry) or [1 / len(entry["worker_norms"])] * workers)[worker] for entry in rounds]
-        weights.plot(at, own, marker=".", linewidth=1)
+        weights.plot(at, [_weight(entry, worker) for entry in rounds], marker=".", linewidth=1)
     weights.set(title="Weight of each worker, mean over units", ylim=(0, None))
 
     known = [(entry["iteration"], entry["cosine"]) for entry in rounds if entry["cosine"] is not None]
@@ -86,6 +84,14 @@ def draw_rounds(rounds: Sequence[dict[str, Any]], file: Path) -> None:
         panel.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
+
+
+def _weight(entry: dict[str, Any], worker: int) -> float:
+    """Return a worker's weight in a round; a gap where it was not among them."""
+    count = len(entry["worker_norms"])
+    # Without a penalty all count alike.
+    weights = mean_weights(entry) or [1 / count] * count
+    return weights[worker] if worker < len(weights) else math.nan
 
 
 def _finite(values: Sequence[float | None], index: int) -> float:

@@ -67,6 +67,22 @@ def test_the_table_can_be_cut(run: Path, capsys: pytest.CaptureFixture[str]):
     assert (run / "other.png").exists()
 
 
+def test_rounds_of_other_numbers_of_workers_are_drawn_together(tmp_path: Path):
+    norms = ([1.0, 2.0, 3.0], [1.0, 2.0])
+    entries = [
+        {
+            **{"round": number, "iteration": 2 * number, "pseudo_gradient_norm": 1.0, "worker_norms": of_workers},
+            **{"weights": {}, "rejected": {}, "cosine": None, "bytes_sent": 10},
+            **{"seconds": 0.2, "waiting_seconds": 0.1, "applying_seconds": 0.0},
+        }
+        for number, of_workers in enumerate(norms, 1)
+    ]
+    file = tmp_path / "local_sgd_rounds.jsonl"
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    assert main(["local-sgd", "report", str(file)]) == 0
+    assert (tmp_path / "local_sgd_rounds.png").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
