@@ -40,7 +40,7 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
         "arguments/errors",
         "arguments/empty-split",
         "wheel/compile-helpers",
-        "checkpoint/fp32-shards",
+        "repairs/fp32-shards",
     }
 
 

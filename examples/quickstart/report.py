@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BACKEND_PATCHES = ("cpu", "norms", "wheel")
+BACKEND_PATCHES = ("cpu", "norms", "repairs", "wheel")
 OPTION_PATCHES = ("arguments",)
 
 

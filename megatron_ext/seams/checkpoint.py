@@ -30,7 +30,7 @@ def repairs() -> list[Patch]:
     """Return the patches of this seam that let Megatron read what it wrote, and do nothing else."""
     return [
         Patch(
-            name="checkpoint/fp32-shards",
+            name="repairs/fp32-shards",
             target="megatron.core.optimizer.distrib_optimizer:"
             "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
             wrap=_wrap_load_shards,
