@@ -107,13 +107,19 @@ def step_counts(model: Any, optimizer: Any, args: Any) -> StepCounts:
 
 
 def _time_patches(clock: HookClock) -> None:
-    """Let local SGD's patches be applied with the clock around their code."""
+    """Let local SGD's patches be applied with the clock around their code.
+
+    Repairs of Megatron are left alone: they are in force already where every run on this backend needs them.
+    """
     from megatron_ext.local_sgd.feature import LocalSGDFeature
 
     patches = LocalSGDFeature.patches
 
     def timed(feature: LocalSGDFeature) -> list[Patch]:
-        return [replace(patch, wrap=clock.wrapper(patch.wrap)) for patch in patches(feature)]
+        return [
+            patch if patch.name.startswith("repairs/") else replace(patch, wrap=clock.wrapper(patch.wrap))
+            for patch in patches(feature)
+        ]
 
     LocalSGDFeature.patches = timed  # type: ignore[assignment,method-assign]  # an instrument, in a process of its own
 

@@ -22,11 +22,12 @@ RANKS = 4
 FEW, MANY = 3, 40
 BOUNDS = (32, 24, 16, 8, 4)
 """Of buckets. Rows of all of them can be cut in every way that is drawn, but for the last."""
+CUTS = [(tp, pp, cp) for tp in (1, 2, 4) for pp in (1, 2, 4) for cp in (1, 2) if tp * pp * cp <= RANKS]
 
 
 def drawn_strategy(dice: random.Random, experts: bool) -> dict[str, int | str | bool]:
     """Return the fields of a strategy of 4 ranks."""
-    tp, pp, cp = dice.choice([sizes for sizes in PRODUCTS if sizes[0] * sizes[1] * sizes[2] <= RANKS])
+    tp, pp, cp = dice.choice(CUTS)
     dp = RANKS // (tp * pp * cp)
     drawn: dict[str, int | str | bool] = {"dp": dp, "tp": tp, "pp": pp, "cp": cp}
     if pp == 2:
@@ -40,9 +41,6 @@ def drawn_strategy(dice: random.Random, experts: bool) -> dict[str, int | str | 
     drawn["recompute"] = dice.choice(("none", "selective", "full"))
     drawn["micro_batch_size"] = dice.choice((1, 2))
     return drawn
-
-
-PRODUCTS = [(tp, pp, cp) for tp in (1, 2, 4) for pp in (1, 2, 4) for cp in (1, 2)]
 
 
 def drawn_list(seed: int) -> tuple[list[dict[str, int | str | bool]], list[int], dict[str, object]]:

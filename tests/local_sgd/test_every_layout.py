@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every ability over every layout: a resume in mid-interval keeps the bits, and rounds leave workers equal.
 
-All pairs take half an hour (`--exhaustive`); without it each ability meets the layouts that other tests leave out.
+All pairs take eleven minutes on two cores (`--exhaustive`); without it each ability meets the layouts that other
+tests leave out.
 """
 
 import pytest

@@ -30,6 +30,8 @@ from tests.support.rank_process import STACK_DUMP_SIGNAL, RankJob, RankReport, r
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TAIL_CHARACTERS = 4000
+FATAL = "Fatal Python error"
+"""What faulthandler writes first when a signal ends a process."""
 EXIT_SECONDS = 5.0
 QUICK_EXIT_SECONDS = 0.5
 """How long a rank may take to end after its release, and what it started after that."""
@@ -311,5 +313,15 @@ def _describe(rank_exit: RankExit) -> str:
     return (
         f"rank {rank_exit.rank} {how}\n{rank_exit.traceback}"
         f"--- end of its standard output ---\n{_tail(rank_exit.stdout)}\n"
+        f"{_before_death(stderr)}"
         f"--- end of its standard error ---\n{_tail(stderr)}"
     )
+
+
+def _before_death(stderr: str) -> str:
+    """What the process said when it died, and where: the stacks of the other threads fill the end."""
+    at = stderr.find(FATAL)
+    if at < 0:
+        return ""
+    around = stderr[max(0, at - TAIL_CHARACTERS // 2) : at + TAIL_CHARACTERS]
+    return f"--- its standard error where it died ---\n{around}\n"
