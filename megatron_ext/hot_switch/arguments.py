@@ -17,7 +17,7 @@ from megatron_ext.hot_switch.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.hot_switch.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategy_list import StrategyList, check_strategies, parse_strategies
-from megatron_ext.params import GptShape, ParamsError
+from megatron_ext.params import GptShape, LatentAttention, ParamsError
 from megatron_ext.support import refusals
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
@@ -306,9 +306,20 @@ def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:
             kv_channels=args.kv_channels,
             padded_vocab_size=math.lcm(*(max(1, strategy.tp) for strategy in strategies)),
             gated_linear_unit=args.swiglu,
+            latent_attention=_latent_attention(args) if args.multi_latent_attention else None,
             num_moe_experts=args.num_experts,
             moe_ffn_hidden_size=args.moe_ffn_hidden_size,
             moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
         )
     except ParamsError:
         return None
+
+
+def _latent_attention(args: Any) -> LatentAttention:
+    return LatentAttention(
+        kv_lora_rank=args.kv_lora_rank,
+        q_lora_rank=args.q_lora_rank,
+        qk_head_dim=args.qk_head_dim,
+        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
+        v_head_dim=args.v_head_dim,
+    )

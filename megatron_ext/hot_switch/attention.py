@@ -42,14 +42,14 @@ def attend_within_documents(
         query: (positions, rows, heads, channels), of the positions in `parts`.
         key: (positions, rows, groups, channels), of whole rows; every group serves as many consecutive heads as any
             other.
-        value: the same.
+        value: the same, but for the number of channels.
         lengths: `document_lengths` of the rows, on the CPU.
         scale: multiplies the scores.
         dropout: probability with which a weight is dropped.
         parts: the stretches of a row that `query` has, ascending; None for the whole row.
 
     Returns:
-        (positions of `query`, rows, heads * channels); zeros where there is padding.
+        (positions of `query`, rows, heads * channels of `value`); zeros where there is padding.
     """
     parts = [(0, key.shape[0])] if parts is None else parts
     rows = []
@@ -63,14 +63,15 @@ def attend_within_documents(
         attended = []
         for own, (document, _, last) in zip(queries, stretches, strict=True):
             if document is None:
-                attended.append(own.new_zeros(own.shape))
+                attended.append(own.new_zeros((*own.shape[:2], value.shape[-1])))
             else:
                 attended.append(_attend(own, keys[document][:last], values[document][:last], scale, dropout))
         if all(document is None for document, _, _ in stretches):
             # It attends nevertheless, at its first position: without gradients of all parameters, and of keys and
             # values, Megatron's gradient reduction and other ranks would wait for ever.
             alone = _attend(tensors[0][:1], tensors[1][:1], tensors[2][:1], scale, dropout)
-            attended = [alone, tensors[0].new_zeros(tensors[0][1:].shape)]
+            rest = tensors[0].shape[0] - 1
+            attended = [alone, tensors[0].new_zeros((rest, *alone.shape[1:]))]
         rows.append(torch.cat(attended))
     return torch.stack(rows, dim=1).flatten(2)
 
@@ -149,7 +150,9 @@ def _take_lengths(module: Any) -> None:
         dropout = module.attention_dropout.p if module.training else 0.0
         parts = row_parts(query.shape[0], group)
         if group.size() > 1:
-            key, value = gather_rows(torch.stack((key, value), dim=1), group).unbind(1)
+            # Latent attention has values of another size.
+            sizes = [key.shape[-1], value.shape[-1]]
+            key, value = torch.split(gather_rows(torch.cat((key, value), dim=-1), group), sizes, dim=-1)
         with _generator(module, dropout):
             return attend_within_documents(
                 query, key, value, attention_mask, scale=scale, dropout=dropout, parts=parts

@@ -19,7 +19,17 @@ from megatron_ext.hot_switch.documents import open_documents
 from megatron_ext.hot_switch.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
-from megatron_ext.seams import attention, checkpoint, logging, model, norms, router, strategies, training
+from megatron_ext.seams import (
+    attention,
+    checkpoint,
+    latent_attention,
+    logging,
+    model,
+    norms,
+    router,
+    strategies,
+    training,
+)
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer_format import refuse_bound_format
 from megatron_ext.seams.process_groups import WorkerGroups
@@ -78,6 +88,7 @@ class HotSwitchFeature(Feature):
             *router.padding_patches(),
             *norms.patches(),
             *attention.patches(),
+            *latent_attention.patches(),
         ]
 
     def guest_layouts(self, args: Any) -> Sequence[Layout]:

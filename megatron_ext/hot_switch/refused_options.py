@@ -112,8 +112,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         f"it has not been tested with packed rows; use one of {', '.join(_POSITIONS)}",
     ),
     (
-        "--multi-latent-attention",
-        lambda args: args.multi_latent_attention,
+        "--mla-down-proj-fusion",
+        lambda args: args.mla_down_proj_fusion,
         "the parameter view does not know it; drop it",
     ),
     ("--spec", lambda args: args.spec is not None, "the parameter view knows Megatron's own GPT layers only; drop it"),

@@ -114,7 +114,7 @@ class ModelledTimes:
         shape, machine = self.shape, self.machine
         layers = -(-shape.num_layers // strategy.pp)
         # Causal attention: scores and their use, 2 * 2 s^2 h operations, one half of which is masked and left out.
-        attention = 2 * shape.num_attention_heads * shape.head_size
+        attention = shape.num_attention_heads * shape.score_size
         squared = _BACKWARD * attention * layers / strategy.tp / machine.operations
         weights = self.largest_stage(strategy.pp)
         compute = _BACKWARD * 2 * weights / strategy.tp / machine.operations

@@ -130,6 +130,12 @@ def _widths(shape: GptShape) -> list[tuple[str, int]]:
         widths.append(("ffn_hidden_size", shape.ffn_hidden_size))
     if shape.num_moe_experts and shape.moe_shared_expert_intermediate_size is not None:
         widths.append(("moe_shared_expert_intermediate_size", shape.moe_shared_expert_intermediate_size))
+    latent = shape.latent_attention
+    if latent is not None and latent.cut_down_projections:
+        common = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+        widths.append(("kv_lora_rank + qk_pos_emb_head_dim", common))
+        if latent.q_lora_rank is not None:
+            widths.append(("q_lora_rank", latent.q_lora_rank))
     return widths
 
 

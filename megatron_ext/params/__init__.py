@@ -19,7 +19,7 @@ from megatron_ext.params.boxes import (
     take,
 )
 from megatron_ext.params.gpt import QkvRows, gpt_parameters, qkv_rows
-from megatron_ext.params.gpt_shape import GptShape
+from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, shard_range, uneven_layers
 from megatron_ext.params.names import global_name
 from megatron_ext.params.placement import Placed, Placement, gather, scatter
@@ -31,6 +31,7 @@ __all__ = [
     "Coordinates",
     "GlobalTensor",
     "GptShape",
+    "LatentAttention",
     "Layout",
     "LocalParameter",
     "Overlap",

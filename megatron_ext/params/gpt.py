@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 
-from megatron_ext.params.gpt_shape import GptShape
+from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.tensors import (
     EMBEDDING_UNIT,
     FINAL_NORM_UNIT,
@@ -115,6 +115,9 @@ def _layer(shape: GptShape, layer: int) -> Iterator[GlobalTensor]:
 
 
 def _attention(shape: GptShape, prefix: str, layer: int) -> Iterator[GlobalTensor]:
+    if shape.latent_attention is not None:
+        yield from _latent_attention(shape, shape.latent_attention, prefix, layer)
+        return
     heads = shape.num_attention_heads * shape.head_size
     fused = qkv_rows(shape)[-1].value[1]
     if shape.learnable_softmax:
@@ -130,6 +133,31 @@ def _attention(shape: GptShape, prefix: str, layer: int) -> Iterator[GlobalTenso
     if shape.qk_layernorm:
         for name in ("q_layernorm", "k_layernorm"):
             yield from _norm(shape, prefix + name, shape.head_size, layer_unit(layer), layer)
+
+
+def _latent_attention(
+    shape: GptShape, latent: LatentAttention, prefix: str, layer: int
+) -> Iterator[GlobalTensor]:
+    heads = shape.num_attention_heads
+    query = latent.qk_head_dim + latent.qk_pos_emb_head_dim
+    common = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+    down = _column if latent.cut_down_projections else _whole
+    if shape.learnable_softmax:
+        yield _column(shape, prefix + "core_attention.softmax_offset", (heads,), layer, None)
+    values = (shape.hidden_size, heads * latent.v_head_dim)
+    yield from _linear(shape, prefix + "linear_proj", values, layer, None, bias=shape.add_bias_linear)
+    if latent.q_lora_rank is None:
+        yield _column(shape, prefix + "linear_q_proj.weight", (heads * query, shape.hidden_size), layer, None)
+    else:
+        yield down(shape, prefix + "linear_q_down_proj.weight", (latent.q_lora_rank, shape.hidden_size), layer, None)
+        yield _column(shape, prefix + "linear_q_up_proj.weight", (heads * query, latent.q_lora_rank), layer, None)
+    yield down(shape, prefix + "linear_kv_down_proj.weight", (common, shape.hidden_size), layer, None)
+    rows = heads * (latent.qk_head_dim + latent.v_head_dim)
+    yield _column(shape, prefix + "linear_kv_up_proj.weight", (rows, latent.kv_lora_rank), layer, None)
+    if shape.qk_layernorm:
+        if latent.q_lora_rank is not None:
+            yield from _norm(shape, prefix + "q_layernorm", latent.q_lora_rank, layer_unit(layer), layer)
+        yield from _norm(shape, prefix + "kv_layernorm", latent.kv_lora_rank, layer_unit(layer), layer)
 
 
 def _mlp(
@@ -216,6 +244,10 @@ def _column(
         expert=expert,
         split=Split(axis=0, blocks=blocks or size[:1]),
     )
+
+
+def _whole(shape: GptShape, name: str, size: tuple[int, ...], layer: int, expert: int | None) -> GlobalTensor:
+    return GlobalTensor(name=name, shape=size, dtype=shape.dtype, unit=layer_unit(layer), layer=layer, expert=expert)
 
 
 def _replicated(shape: GptShape, name: str, size: tuple[int, ...], layer: int) -> GlobalTensor:

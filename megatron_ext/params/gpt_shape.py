@@ -12,6 +12,40 @@ from megatron_ext.params.tensors import ParamsError
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of multi-latent attention (MLA), which projects queries, keys and values down before it makes heads.
+
+    Names are those of Megatron's ``MLATransformerConfig`` wherever it has one.
+    """
+
+    kv_lora_rank: int
+    """Channels that keys and values have in common before they are projected up."""
+
+    q_lora_rank: int | None = None
+    """The same of queries; None for queries that are projected at once."""
+
+    qk_head_dim: int
+    """Size of a query's or key's part without position."""
+
+    qk_pos_emb_head_dim: int
+    """Size of its rotary part, which all heads' keys share."""
+
+    v_head_dim: int
+    """Size of a head's value."""
+
+    cut_down_projections: bool = True
+    """Whether tensor parallelism cuts the down projections, as in Megatron's local implementation; with Transformer
+    Engine every rank has all of them."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be."""
+        for field in ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
+            size = getattr(self, field)
+            if size is not None and size < 1:
+                raise ParamsError(f"multi-latent attention: {field} must be at least 1, got {size}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GptShape:
     """Everything about a dense or mixture-of-experts GPT that its parameters' shapes depend on.
 
@@ -64,7 +98,10 @@ class GptShape:
     """Whether attention has one learnable softmax offset per head (``softmax_type`` learnable)."""
 
     qk_layernorm: bool = False
-    """Whether queries and keys are normalised by a norm with weights."""
+    """Whether queries and keys, or what they are projected up from, are normalised by a norm with weights."""
+
+    latent_attention: LatentAttention | None = None
+    """Multi-latent attention in place of the fused QKV projection; None without it."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm; only LayerNorm has a bias."""
@@ -135,6 +172,14 @@ class GptShape:
         if self.kv_channels is None:
             return self.hidden_size // self.num_attention_heads
         return self.kv_channels
+
+    @property
+    def score_size(self) -> int:
+        """Channels of one head's query and of its value, together."""
+        latent = self.latent_attention
+        if latent is None:
+            return 2 * self.head_size
+        return latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim
 
     @property
     def expert_ffn_size(self) -> int:

@@ -11,14 +11,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.params.checks import check_chunk
-from megatron_ext.params.gpt_shape import GptShape
+from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
 from megatron_ext.params.placement import Placement
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
 UNSUPPORTED_OPTIONS = {
-    "multi_latent_attention": "multi-latent attention",
+    "mla_down_proj_fusion": "multi-latent attention with fused down projections",
     "mtp_num_layers": "multi-token prediction",
     "experimental_attention_variant": "an experimental attention variant",
     "linear_attention_freq": "linear attention",
@@ -80,6 +80,7 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         attention_output_gate=config.attention_output_gate,
         learnable_softmax=config.softmax_type == "learnable",
         qk_layernorm=config.qk_layernorm,
+        latent_attention=_latent_attention(config) if config.multi_latent_attention else None,
         normalization=config.normalization,
         num_moe_experts=config.num_moe_experts,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -89,6 +90,17 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         moe_router_enable_expert_bias=config.moe_router_enable_expert_bias,
         moe_router_quantile_balancing=balancing == "quantile_balancing",
         dtype=config.params_dtype,
+    )
+
+
+def _latent_attention(config: Any) -> LatentAttention:
+    return LatentAttention(
+        kv_lora_rank=config.kv_lora_rank,
+        q_lora_rank=config.q_lora_rank,
+        qk_head_dim=config.qk_head_dim,
+        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim,
+        v_head_dim=config.v_head_dim,
+        cut_down_projections=config.transformer_impl == "local",
     )
 
 

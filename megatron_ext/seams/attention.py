@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -28,19 +27,16 @@ def patches() -> list[Patch]:
 
 
 def _init_for_whole_rows(original: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(original)
-
     @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        config = signature.bind(*args, **kwargs).arguments["config"]
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         size = config.context_parallel_size
         config.context_parallel_size = 1
         try:
-            original(*args, **kwargs)
+            original(self, config, *args, **kwargs)
         finally:
             config.context_parallel_size = size
         if size > 1:
-            args[0].forward = _refuse
+            self.forward = _refuse
 
     return init
 

@@ -9,7 +9,7 @@ import os
 import pytest
 
 from tests.backends.runs import DROPOUT, losses, stock
-from tests.support.presets import LAYOUTS, MOE, PRECISIONS, Options, toy_gpt
+from tests.support.presets import LATENT, LAYOUTS, MOE, PRECISIONS, Options, toy_gpt
 
 DENSE: Options = {
     "num_layers": 4,
@@ -72,6 +72,20 @@ def norm_weights(rank):
 )
 def test_a_dense_layout_computes_what_one_rank_computes(world_size, layout, dense):
     assert_same(DENSE, layout, world_size, dense)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory):
+    """The same with multi-latent attention."""
+    folder = os.fspath(tmp_path_factory.mktemp("latent"))
+    alone = stock(toy_gpt(DENSE, LATENT, save=folder, save_interval=1), 1)
+    return folder, losses(alone)[1:], alone[0].grad_norms[1:]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2-sp", "tp2-pp2"])
+def test_latent_attention_is_cut_as_one_rank_computes_it(layout, latent):
+    chosen = LAYOUTS[layout]
+    assert_same({**DENSE, **LATENT}, chosen.options, chosen.world_size(), latent)
 
 
 def test_the_order_of_ranks_does_not_matter(dense):

@@ -17,7 +17,6 @@ REFUSED = [
     "--attention-backend flash",
     "--attention-backend fused",
     "--use-flash-attn",
-    "--multi-latent-attention",
     "--experimental-attention-variant gated_delta_net",
     "--apply-layernorm-1p",
     "--fp32-residual-connection --bf16",

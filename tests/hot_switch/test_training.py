@@ -18,7 +18,7 @@ from tests.hot_switch.runs import (
     stock_run,
     tell_padding,
 )
-from tests.support.presets import MOE, PRECISIONS, toy_gpt
+from tests.support.presets import LATENT, MOE, PRECISIONS, toy_gpt
 from tests.support.pretrain import run_pretrain
 
 LLAMA = {
@@ -95,8 +95,9 @@ strategies:
     [
         (PARTS_OF_ROWS, "2,1,2", {**LLAMA, "use_distributed_optimizer": True, "num_layers": 4}),
         (GUESTS_OF_PARTS, "2,1,2", {"num_layers": 4}),
+        (PARTS_OF_ROWS, "2,1,2", {**LATENT, "use_distributed_optimizer": True}),
     ],
-    ids=["home and a guest", "guests only"],
+    ids=["home and a guest", "guests only", "latent attention"],
 )
 def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options):
     file = tmp_path / "strategies.yaml"

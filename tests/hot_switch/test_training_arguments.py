@@ -34,6 +34,7 @@ NOT_WITH_IT = {
     "window_size": "8,0",
     "position_embedding_type": "yarn",
     "multi_latent_attention": True,
+    "mla_down_proj_fusion": True,
     "spec": ["module", "layers"],
     "defer_embedding_wgrad_compute": True,
     "transformer_impl": "transformer_engine",
@@ -130,7 +131,7 @@ CASES = {
                     "--dataloader-type",
                 ),
                 *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
-                *("--position-embedding-type", "--multi-latent-attention", "--spec", "--defer-embedding-wgrad-compute"),
+                *("--position-embedding-type", "--mla-down-proj-fusion", "--spec", "--defer-embedding-wgrad-compute"),
                 "--transformer-impl transformer_engine",
             )
         ],

@@ -56,12 +56,13 @@ LAYOUTS = {
     "pp2": ("pp2", "bf16"),
     "pp2-vpp2": ("pp2-vpp2", "bf16-distopt-overlap"),
     "moe-ep2": ("moe-ep2", "bf16-distopt"),
+    "latent-tp2": ("latent-tp2", "bf16-distopt-overlap"),
 }
 # Pairs that run always.
 CHOSEN = {
     *(("in forward", "dp2"), ("in forward", "pp2-vpp2"), ("codec int4", "pp2"), ("codec topk", "moe-ep2")),
     *(("pairs", "pp2"), ("pairs", "moe-ep2"), ("eager", "tp2-sp"), ("eager", "pp2-vpp2"), ("sparse", "moe-ep2")),
-    *(("streaming in 4 bits", "moe-ep2"), ("penalty", "pp2-vpp2")),
+    *(("streaming in 4 bits", "moe-ep2"), ("penalty", "pp2-vpp2"), ("in forward", "latent-tp2")),
 }
 
 

@@ -66,7 +66,7 @@ def build_gpt(
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -79,7 +79,7 @@ def build_gpt(
         create_gloo_process_groups=optimizer,
     )
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
-    config = TransformerConfig(
+    config = (MLATransformerConfig if options.get("multi_latent_attention") else TransformerConfig)(
         **{
             "num_layers": 4,
             "hidden_size": HIDDEN,

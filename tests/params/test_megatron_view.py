@@ -25,6 +25,18 @@ MOE: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 64,
     "add_bias_linear": False,
 }
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+    "rope_type": "rope",
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "qk_layernorm": True,
+}
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {"world": 1},
@@ -49,6 +61,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "attention_output_gate": True,
         "add_qkv_bias": True,
         "add_bias_linear": False,
+    },
+    "latent attention": {"tp": 2, "pp": 2, **LATENT},
+    "latent attention without norms, queries projected at once": {
+        "tp": 4,
+        **LATENT,
+        "q_lora_rank": None,
+        "qk_layernorm": False,
+        "softmax_type": "learnable",
     },
     "learnable softmax": {"tp": 4, "softmax_type": "learnable"},
     "uneven first and last stage": {
@@ -146,8 +166,9 @@ def _stored_value(stored: dict[str, torch.Tensor], tensor: GlobalTensor) -> torc
     if tensor.layer is None:
         return stored[name]
     name = name.replace(f"layers.{tensor.layer}.", "layers.")
-    name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-    name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+    if name not in stored:  # norms have Transformer Engine's names in most checkpoints
+        name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        name = name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
     if tensor.expert is None:
         return stored[name][tensor.layer]
     name = name.replace(f"experts.{tensor.expert}.", "experts.experts.")
@@ -162,6 +183,7 @@ def _stored_value(stored: dict[str, torch.Tensor], tensor: GlobalTensor) -> torc
         pytest.param(2, {"pp": 2, "positions": "learned_absolute"}, id="pp2"),
         pytest.param(2, {"pp": 2, "vpp": 2, "tied": True}, id="pp2-vpp2-tied"),
         pytest.param(2, {"ep": 2, **MOE}, id="moe-ep2"),
+        pytest.param(2, {"tp": 2, **LATENT}, id="tp2-latent-attention"),
         pytest.param(4, {"tp": 2, "pp": 2, "tied": True, **SWIGLU_GQA}, id="tp2-pp2-tied"),
         pytest.param(4, {"tp": 2, "pp": 2, **SWIGLU_GQA}, id="tp2-pp2-untied"),
     ],
@@ -198,6 +220,7 @@ def _logits_of_two_layouts(first: dict[str, Any], second: dict[str, Any]) -> flo
         pytest.param(
             {"tp": 2, "num_query_groups": 1}, {"tp": 1, "num_query_groups": 1}, id="one-query-group"
         ),
+        pytest.param({"tp": 1, **LATENT}, {"tp": 2, **LATENT}, id="latent-attention"),
         pytest.param(
             {"ep": 1, **MOE}, {"ep": 2, "moe_token_dispatcher_type": "alltoall", **MOE}, id="experts"
         ),
@@ -288,7 +311,7 @@ def _refusals() -> list[str]:
     model.decoder.layers[1].extra = torch.nn.Parameter(torch.zeros(1))
     refused(lambda: ParameterView.from_model([model]))
     refused(lambda: ParameterView.from_model([torch.nn.Linear(2, 2)]))
-    model.config.multi_latent_attention = True
+    model.config.mla_down_proj_fusion = True
     model.config.mtp_num_layers = 1
     refused(lambda: ParameterView.from_model([model]))
     return messages
@@ -303,4 +326,4 @@ def test_what_does_not_match_is_refused_with_the_tensors_name() -> None:
     assert "has shape (1, 2), expected (32, 64) of the global (32, 128)" in other_shape
     assert "parameter decoder.layers.1.extra of chunk 0" in unknown
     assert "the model is a Linear" in no_gpt
-    assert "multi_latent_attention (multi-latent attention), mtp_num_layers" in options
+    assert "mla_down_proj_fusion (multi-latent attention with fused down projections), mtp_num_layers" in options

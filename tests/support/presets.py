@@ -55,6 +55,24 @@ MOE: Options = MappingProxyType(
     }
 )
 
+LATENT: Options = MappingProxyType(
+    {
+        "multi_latent_attention": True,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 20,
+        "qk_head_dim": 8,
+        "qk_pos_emb_head_dim": 4,
+        "v_head_dim": 6,
+        "rope_type": "rope",
+        "no_rope_fusion": True,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "disable_bias_linear": True,
+    }
+)
+"""Multi-latent attention."""
+
 PRECISIONS: Mapping[str, Options] = MappingProxyType(
     {
         "fp32": {},
@@ -115,6 +133,12 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
                 name="tp2-pp2",
                 model_parallel_size=4,
                 options={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            ),
+            Layout(name="latent", options=LATENT),
+            Layout(
+                name="latent-tp2",
+                model_parallel_size=2,
+                options={**LATENT, "tensor_model_parallel_size": 2},
             ),
             Layout(
                 name="moe-ep2",

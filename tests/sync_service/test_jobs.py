@@ -55,8 +55,9 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ite
     [
         ([("tp2", "bf16", 2), ("pp2", "bf16-distopt", 2), ("single", "bf16-distopt-overlap", 2), SINGLE], "fp32", 1),
         ([("moe-ep2", "bf16-distopt", 2), ("moe-ep2", "fp32", 2)], "int8", 2),
+        ([("latent-tp2", "bf16-distopt", 2), ("latent", "fp32", 1)], "bf16", 1),
     ],
-    ids=["dense-fp32", "moe-int8-two-servers"],
+    ids=["dense-fp32", "moe-int8-two-servers", "latent-attention-bf16"],
 )
 def test_peers_of_different_layouts_end_with_the_same_bits(
     make_service: MakeService, kinds: list[Kind], codec: str, servers: int

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ext.patching import Patch
-from megatron_ext.seams import norms
+from megatron_ext.seams import latent_attention, norms
 
 __all__ = ["compile_helpers_patch", "patches"]
 
@@ -113,6 +113,7 @@ _PATCHES = (
         reason="Older GPUs need CUDA_DEVICE_MAX_CONNECTIONS=1 for tensor parallelism; a CPU has no queues.",
     ),
     *norms.patches(),
+    *latent_attention.patches(),
     Patch(
         name="cpu/moe-split-sizes",
         target="megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",

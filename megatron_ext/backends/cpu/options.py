@@ -132,11 +132,6 @@ RULES: tuple[Rule, ...] = (
         why="FlashAttention is a CUDA kernel",
     ),
     Rule(
-        option="--multi-latent-attention",
-        asked=lambda args: args.multi_latent_attention,
-        why=_NEEDS_TE,
-    ),
-    Rule(
         option="--experimental-attention-variant",
         asked=lambda args: args.experimental_attention_variant is not None,
         why=_NEEDS_TE,
