@@ -76,6 +76,11 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if too_many is not None:
         problems.append(too_many)
     problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
+    if gta.reducer == "pairwise" and args.moe_router_enable_expert_bias:
+        problems.append(
+            "--local-sgd-pseudo-grad-reducer pairwise is not combined with --moe-router-enable-expert-bias, of whose "
+            "biases rounds take the mean over all workers; drop one of them"
+        )
     length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:
         length, said = args.train_samples // args.global_batch_size, f"--train-samples {args.train_samples}"

@@ -33,6 +33,7 @@ from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import forward, gradients, logging, process_groups, training
 from megatron_ext.seams.arguments import add_config_group, say
+from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.process_groups import WorkerGroups
 
@@ -53,6 +54,7 @@ class LocalSGDFeature(Feature):
         self._groups: WorkerGroups | None = None
         self._values: InnerValues | None = None
         self._engine: LocalSGD | None = None
+        self._biases: ExpertBiases | None = None
         self._restored = False
         self._in_warmup = False
         self._last: RoundReport | None = None
@@ -184,10 +186,17 @@ class LocalSGDFeature(Feature):
         elif self._arrivals is not None:
             self._arrivals.expect()
             self._launched_at = context.iteration
+        if engine.met:
+            self._share_biases()
         timer.stop()
         self._account(progress, context.iteration)
         if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
             self._conclude()
+
+    def _share_biases(self) -> None:
+        """Give all workers the mean of their routers' biases."""
+        assert self._biases is not None, "local SGD: training has not started"
+        self._biases.take_mean(self._require_groups().across)
 
     def _all_will_wait(self) -> bool:
         """Return whether the next forward pass of every worker can end a round; they get ready once and for all."""
@@ -205,6 +214,7 @@ class LocalSGDFeature(Feature):
         into = plural(engine.steps_since_sync, "step")
         progress = engine.finish()
         self._require_values().refresh()
+        self._share_biases()
         self._account(progress, context.iteration)
         say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
 
@@ -326,6 +336,7 @@ class LocalSGDFeature(Feature):
             groups = self._require_groups()
             view = ParameterView.from_model(model)
             self._values = InnerValues(optimizer, view)
+            self._biases = ExpertBiases(view)
             self._engine = LocalSGD(
                 [
                     SyncedTensor(
@@ -354,6 +365,8 @@ class LocalSGDFeature(Feature):
         source = dist.get_process_group_ranks(groups.across)[0]
         for tensor in values.tensors:
             dist.broadcast(tensor, src=source, group=groups.across)
+        assert self._biases is not None, "local SGD: training has not started"
+        self._biases.take_from_first(groups.across)
         values.refresh(now=True)
 
     @torch.no_grad()

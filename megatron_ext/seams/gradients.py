@@ -58,10 +58,9 @@ def install_synchronous_warmup(config: Any, groups: WorkerGroups, in_warmup: Cal
         if not in_warmup():
             inner(model, num_tokens, pg_collection=pg_collection, **kwargs)
             return
-        if num_tokens is not None:
-            # Gradients are divided by the number of tokens: of all workers here, so that their sum below is
-            # the gradient per token of the whole batch, however unequal the workers' token counts are.
-            pg_collection = _over_all_workers(pg_collection)
+        # Gradients may be divided by the number of tokens: of all workers here, so that their sum below is the gradient
+        # per token of the whole batch, however unequal the workers' token counts are.
+        pg_collection = _over_all_workers(pg_collection, config, of_tokens=num_tokens is not None)
         inner(model, num_tokens, pg_collection=pg_collection, **kwargs)
         _sum_over_workers(model, groups, average=num_tokens is None)
 
@@ -116,11 +115,20 @@ def _sum_over_workers(model: list[Any], groups: WorkerGroups, average: bool) -> 
             gradient.div_(groups.num_workers)
 
 
-def _over_all_workers(collection: Any) -> Any:
-    """Return a copy of a process-group collection whose data-parallel groups span all workers."""
+def _over_all_workers(collection: Any, config: Any, *, of_tokens: bool) -> Any:
+    """Return a copy of a process-group collection whose groups that count something span all workers.
+
+    Args:
+        collection: a worker's.
+        config: says whether routers count the tokens of experts.
+        of_tokens: whether tokens are counted.
+    """
     from megatron.core import parallel_state
 
     wide = copy.copy(collection)
-    wide.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    wide.dp_cp_gtp_remat = wide.dp_cp
+    if of_tokens:
+        wide.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        wide.dp_cp_gtp_remat = wide.dp_cp
+    if config.moe_router_enable_expert_bias:
+        wide.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return wide

@@ -15,6 +15,7 @@ from megatron_ext.support.verdicts import (
     UNTRIED,
     UNTRIED_HOT,
     UNTRIED_ON_CPU,
+    WORKERS,
 )
 
 __all__ = ["DATA_PARALLEL"]
@@ -71,7 +72,7 @@ DATA_PARALLEL = (
     ),
     option(
         "--moe-router-enable-expert-bias",
-        local_sgd=refused("the bias follows each worker's own token counts, and rounds do not merge it yet"),
+        local_sgd=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases"),
     ),
     option(
         "--moe-router-load-balancing-type quantile_balancing",

@@ -86,9 +86,12 @@ from tests.support.pretrain import run_failing_pretrain
                 "local_sgd_use_async": True,
                 "local_sgd_sync_interval": 4,
                 "local_sgd_pseudo_grad_reducer": "pairwise",
+                "num_experts": 4,
+                "moe_router_enable_expert_bias": True,
             },
             [
-                "4 problems",
+                "5 problems",
+                "--local-sgd-pseudo-grad-reducer pairwise is not combined with --moe-router-enable-expert-bias",
                 "--local-sgd-pseudo-grad-reducer pairwise is not combined with --local-sgd-use-async",
                 "--local-sgd-pseudo-grad-reducer pairwise has no synced weights",
                 "--local-sgd-use-async has rounds every --local-sgd-sync-time seconds; drop --local-sgd-sync-interval",

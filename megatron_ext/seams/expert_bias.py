@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: the biases that routers keep for balancing without auxiliary loss (`--moe-router-enable-expert-bias`).
+
+No optimizer trains them: after every step Megatron moves each by a constant, towards experts with fewer tokens than the
+mean (arXiv 2408.15664). Nothing here is a patch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_ext.params import ParameterView
+
+__all__ = ["ExpertBiases"]
+
+
+class ExpertBiases:
+    """The biases of this rank's routers; every rank of a worker holds those of its layers."""
+
+    def __init__(self, view: ParameterView) -> None:
+        """Find them.
+
+        Args:
+            view: of the model; its buffers are routers' biases.
+        """
+        self.entries = view.buffers
+        for entry in self.entries:
+            # A model in half precision has halved them; Megatron makes them fp32 in the first forward pass, too late
+            # for values that come before it.
+            entry.parameter.data = entry.parameter.data.float()
+
+    @torch.no_grad()
+    def take_mean(self, group: Any) -> None:
+        """Give the routers of all ranks of a group the mean of their biases, summed up in the order of the ranks."""
+        if not self.entries:
+            return
+        own = torch.cat([entry.parameter.detach() for entry in self.entries])
+        all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(all_of_them, own, group=group)
+        self._put(torch.stack(all_of_them).mean(dim=0))
+
+    @torch.no_grad()
+    def take_from_first(self, group: Any) -> None:
+        """Give the routers of all ranks of a group the biases of its first rank."""
+        if not self.entries:
+            return
+        common = torch.cat([entry.parameter.detach() for entry in self.entries])
+        dist.broadcast(common, src=dist.get_process_group_ranks(group)[0], group=group)
+        self._put(common)
+
+    def _put(self, values: torch.Tensor) -> None:
+        sizes = [entry.parameter.numel() for entry in self.entries]
+        for entry, value in zip(self.entries, torch.split(values, sizes), strict=True):
+            entry.parameter.copy_(value)
