@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.support.row import asks_for, differs, option, refused, says
+from megatron_ext.support.row import asks_for, differs, option, refused, says, tested
 from megatron_ext.support.verdicts import RESILIENCY
 
 __all__ = ["SYNC_SERVICE"]
@@ -40,7 +40,7 @@ SYNC_SERVICE = (
     option("--freeze-all-layers", sync_service=refused("there would be nothing to train")),
     option(
         "--moe-router-enable-expert-bias",
-        sync_service=refused("the bias follows each peer's own token counts, and rounds do not merge it yet"),
+        sync_service=tested("tests/sync_service/test_expert_bias.py::test_a_round_takes_the_mean_of_the_peers_biases"),
     ),
     option(
         "--num-distributed-optimizer-instances above 1",

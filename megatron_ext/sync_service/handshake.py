@@ -33,7 +33,8 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
             raise Refusal(
                 "invalid",
                 f"tensor {spec.name!r} has owners, and the run asynchronous rounds, which cannot be combined yet; let "
-                "all peers train everything, or use synchronous rounds",
+                "all peers train everything, and no biases of routers (--moe-router-enable-expert-bias), or use "
+                "synchronous rounds",
             )
         if spec.owners and spec.owners[-1] >= run.peers:
             raise Refusal(

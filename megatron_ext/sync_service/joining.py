@@ -108,9 +108,10 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
     config = SyncServiceConfig.from_args(context.args)
     # `problems` has seen to it.
     assert config.sync_service and config.sync_service_run and config.sync_service_peer
+    assert config.sync_service_peers
     view = ParameterView.from_model(context.model)
     values = InnerValues(context.optimizer, view)
-    catalog = catalog_of(view, ownership_of(context.args))
+    catalog = catalog_of(view, config.sync_service_peers, ownership_of(context.args))
     slices = PeerValues(Slices(values, catalog), groups)
     longest = config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(longest)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_ext.params import LocalParameter, ParameterView, global_views
+from megatron_ext.params import GlobalTensor, LocalParameter, ParameterView, global_views
+from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.optimizer import InnerValues, is_distributed
 from megatron_ext.spes.ownership import Ownership
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
@@ -15,27 +16,30 @@ from megatron_ext.sync_service.parts import Part, Values
 __all__ = ["Slices", "catalog_of"]
 
 
-def catalog_of(view: ParameterView, ownership: Ownership | None = None) -> Catalog:
-    """Return the parameters of the whole model, the same for all layouts with equal vocabulary padding.
+def catalog_of(view: ParameterView, peers: int, ownership: Ownership | None = None) -> Catalog:
+    """Return the tensors of the whole model, the same for all layouts with equal vocabulary padding.
 
     Args:
         view: of a rank.
+        peers: how many the run has.
         ownership: which peers train which experts; all train everything unless given.
     """
+
+    def owners_of(tensor: GlobalTensor) -> tuple[int, ...]:
+        if tensor.kind == "buffer":
+            # What has owners is no outer optimizer's: of routers' biases all have the mean.
+            return tuple(range(peers))
+        return () if ownership is None else ownership.owners_of(tensor.name)
+
     return Catalog(
-        TensorSpec(
-            name=tensor.name,
-            shape=tensor.shape,
-            unit=tensor.unit,
-            owners=() if ownership is None else ownership.owners_of(tensor.name),
-        )
+        TensorSpec(name=tensor.name, shape=tensor.shape, unit=tensor.unit, owners=owners_of(tensor))
         for tensor in view.placement.tensors
-        if tensor.kind == "parameter"
     )
 
 
 class Slices:
-    """The rank's authoritative values, box by box: those of its optimizer, and the frozen parameters themselves.
+    """The rank's authoritative values, box by box: those of its optimizer, the biases of routers, and the frozen
+    parameters themselves.
 
     Primary are those of the first of several equal copies: of tensor parallel duplicates, of tied embeddings, and of
     data parallel replicas where the optimizer is not distributed. Over all ranks of a job every element is primary
@@ -54,6 +58,8 @@ class Slices:
         for value in values.values:
             is_shard = is_distributed(values.members[value.member])
             self._add(catalog, value.entry, value.tensor, value.start, is_shard)
+        for entry in ExpertBiases(values.view).entries:
+            self._add(catalog, entry, entry.parameter, 0, False)
         trained = set(self._views)
         for entry in values.view.entries:
             if not entry.parameter.requires_grad:

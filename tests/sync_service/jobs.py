@@ -99,11 +99,11 @@ def values_held(model, optimizer, args):
         for start, view in global_views(value.entry.slice, value.tensor, value.start, stop):
             content = view.detach().contiguous().numpy().tobytes()
             found.append((value.entry.tensor.name, start, tuple(view.shape), content))
-    for entry in values.view.entries:
+    for entry in (*values.view.entries, *values.view.buffers):
         if not entry.parameter.requires_grad:
             for start, view in global_views(entry.slice, entry.parameter.detach(), 0, entry.parameter.numel()):
                 found.append((entry.tensor.name, start, tuple(view.shape), view.float().contiguous().numpy().tobytes()))
-    slices = Slices(values, catalog_of(values.view))
+    slices = Slices(values, catalog_of(values.view, args.sync_service_peers))
     primary = sum(part.box.numel for part in slices.parts if part.is_primary)
     return found, getattr(args, "samples_seen", None), primary
 
