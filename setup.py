@@ -33,6 +33,7 @@ SPES = [
     # The generated code of the protocol asks for no less than these two.
     "grpcio>=1.74",
     "protobuf>=6.31.1",
+    "grpcio-health-checking>=1.74",
     "isal>=1.7",  # checksums
     "PyYAML>=6",  # configuration files of the server
 ]

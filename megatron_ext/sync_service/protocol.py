@@ -8,16 +8,27 @@ from megatron_ext.errors import UserError
 try:
     import grpc
     from google.protobuf.message import DecodeError
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
     from megatron_ext.sync_service import sync_pb2 as pb2
     from megatron_ext.sync_service import sync_pb2_grpc as pb2_grpc
 except ImportError as problem:
     raise UserError(
-        f"the sync service needs the packages grpcio and protobuf ({problem}); install them with: "
-        "pip install 'megatron-ext[spes]'"
+        f"the sync service needs the packages grpcio, grpcio-health-checking and protobuf ({problem}); install them "
+        "with: pip install 'megatron-ext[spes]'"
     ) from problem
 
-__all__ = ["MAX_MESSAGE", "PROTOCOL_VERSION", "DecodeError", "grpc", "pb2", "pb2_grpc"]
+__all__ = [
+    "MAX_MESSAGE",
+    "PROTOCOL_VERSION",
+    "DecodeError",
+    "grpc",
+    "health",
+    "health_pb2",
+    "health_pb2_grpc",
+    "pb2",
+    "pb2_grpc",
+]
 
 PROTOCOL_VERSION = 1
 """Changes when client and server of different releases would misunderstand each other."""

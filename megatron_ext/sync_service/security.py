@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.grpc_health import HEALTH_METHODS
 from megatron_ext.sync_service.protocol import grpc
 
 __all__ = ["TOKEN_KEY", "TokenInterceptor", "read_pem", "read_token", "server_credentials"]
@@ -69,7 +70,7 @@ def server_credentials(cert: str, key: str, client_ca: str | None) -> Any:
 
 
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """Refuses every call that does not show the token."""
+    """Refuses every call that does not show the token, but for questions after the server's health."""
 
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
@@ -83,6 +84,8 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio 
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Let a call through, or refuse it."""
+        if details.method.startswith(HEALTH_METHODS):
+            return continuation(details)
         shown = dict(details.invocation_metadata).get(TOKEN_KEY, "")
         shown = shown if isinstance(shown, bytes) else shown.encode()
         return continuation(details) if hmac.compare_digest(shown, self._wanted) else self._refusal

@@ -20,6 +20,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.grpc_health import HealthService
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import PATIENCE_SECONDS
@@ -61,6 +62,7 @@ class Server:
         self._ended = threading.Event()
         self._draining = False
         self._failed: dict[str, BaseException] = {}
+        self._health = HealthService(config.runs)
         self._config = config
         token = read_token(config.token_file)
         folder = config.folder
@@ -95,6 +97,7 @@ class Server:
         if self._shard_runs:
             servicer = ShardServicer(self._shard_runs, config.shard, config.shards[0])
         pb2_grpc.add_SyncServiceServicer_to_server(servicer, self._grpc)
+        self._health.add_to(self._grpc)
         self._status_page = None
         if config.status_port is not None and config.shard == 0:
             self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
@@ -113,6 +116,7 @@ class Server:
             if (self._draining or self._shard_runs) and all(run.is_drained for run in runs):
                 log.info("drained")
                 break
+        self._health.end()
         if self._status_page is not None:
             self._status_page.close()
         stopped = self._grpc.stop(_STOP_SECONDS)
@@ -167,6 +171,7 @@ class Server:
     def _fail(self, name: str, error: BaseException) -> None:
         """Go on for the other runs, if there are any: what ends one may be its own, such as an outer optimizer."""
         self._failed[name] = error
+        self._health.stopped(name)
         if len(self._failed) == len(self._config.runs):
             self._ended.set()
 
