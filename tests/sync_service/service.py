@@ -151,9 +151,9 @@ class Service:
         path = self.state / "runs" / (run or next(iter(self.runs))) / "journal.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()]
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind: str, run: str | None = None) -> list[dict[str, Any]]:
         """Return the events of one kind."""
-        return [event for event in self.journal() if event["event"] == kind]
+        return [event for event in self.journal(run) if event["event"] == kind]
 
     def client(
         self, name: str, values: Catalog | Values, *, parts: Sequence[Part] | None = None, **options: Any

@@ -50,7 +50,7 @@ def test_peers_are_bit_identical_and_are_where_the_formula_says(make_service: Ma
     assert traffic == [[size, size]] * 9
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
 def test_peers_are_bit_identical_with_lossy_codecs(make_service: MakeService, codec: str):
     service = make_service(outer_optimizer="sgd")
     service.start()
