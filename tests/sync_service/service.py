@@ -100,7 +100,7 @@ class Service:
     extra: dict[str, Any] = field(default_factory=dict)
     server: Process | None = None
 
-    def start(self, *failpoints: str, file_size: int = 0) -> Process:
+    def start(self, *failpoints: str, file_size: int = 0, clock_jumps: bool = False) -> Process:
         """Start the server, at the same port as before if there was one."""
         config = self.folder / "server.yaml"
         config.write_text(json.dumps({"dir": str(self.state), "bind": self.address, "runs": self.runs, **self.extra}))
@@ -108,7 +108,7 @@ class Service:
         for name in failpoints:
             argv += ["--failpoint", name]
         log = self.folder / f"server.{len(self.processes)}.log"
-        self.server = Process(self.zygote, log, {"argv": argv, "file_size": file_size})
+        self.server = Process(self.zygote, log, {"argv": argv, "file_size": file_size, "clock_jumps": clock_jumps})
         self.processes.append(self.server)
         until(lambda: "listening at" in self.output or self.server.exit_code is not None, "the server's start")
         if self.server.exit_code is None:

@@ -7,11 +7,13 @@ and writes the exit status of a process that has ended to `log` + ".exit".
 """
 
 import gc
+import itertools
 import json
 import os
 import resource
 import select
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +54,12 @@ def _lines(logs: dict[int, str]) -> Iterator[str]:
         yield from (line.decode() for line in lines)
 
 
+def _let_the_clock_jump() -> None:
+    """Let the clock of the calendar go a day forth or two days back whenever somebody looks at it."""
+    jumps, real = itertools.cycle((0.0, 86400.0, -86400.0)), time.time
+    time.time = lambda: real() + next(jumps)
+
+
 def _child(job: dict[str, Any]) -> int:
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     null = os.open(os.devnull, os.O_RDWR)
@@ -60,6 +68,8 @@ def _child(job: dict[str, Any]) -> int:
     os.dup2(log, 2)
     if job.get("file_size"):
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], resource.RLIM_INFINITY))
+    if job.get("clock_jumps") or job.get("peer", {}).pop("clock_jumps", False):
+        _let_the_clock_jump()
     return main(job["argv"]) if "argv" in job else run_peer(job["peer"])
 
 
