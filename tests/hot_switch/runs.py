@@ -14,6 +14,9 @@ from tests.support.pretrain import RankOutcome, run_pretrain
 
 __all__ = [
     "COMMON",
+    "GUESTS_OF_PARTS",
+    "LLAMA",
+    "PARTS_OF_ROWS",
     "arguments",
     "assert_equal_but_for_rounding",
     "full_parameters",
@@ -22,6 +25,7 @@ __all__ = [
     "many_rounds",
     "one_document_per_row",
     "same_weights",
+    "says",
     "stock_run",
     "tell_padding",
 ]
@@ -35,6 +39,34 @@ COMMON: Options = {
     "vocab_size": 127,
     "make_vocab_size_divisible_by": 8,
 }
+
+LLAMA = {
+    "swiglu": True,
+    "no_bias_swiglu_fusion": True,
+    "no_rope_fusion": True,
+    "group_query_attention": True,
+    "num_query_groups": 2,
+    "normalization": "RMSNorm",
+    "position_embedding_type": "rope",
+    "disable_bias_linear": True,
+    "untie_embeddings_and_output_weights": True,
+}
+
+PARTS_OF_ROWS = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 1, tp: 1, pp: 2, cp: 2}
+  - {dp: 4, tp: 1, pp: 1}
+  - {dp: 1, tp: 2, pp: 1, cp: 2, sequence_parallel: true, recompute: full}
+"""
+
+GUESTS_OF_PARTS = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 2, tp: 1, pp: 2}
+  - {dp: 1, tp: 1, pp: 1, cp: 4, recompute: selective}
+  - {dp: 1, tp: 1, pp: 2, vpp: 2, cp: 2, micro_batch_size: 2}
+"""
 
 
 def arguments(strategies: Sequence[str], buckets: Sequence[int], **overrides: Any) -> list[str]:
@@ -197,3 +229,8 @@ def full_parameters(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
         for rank, tensors in enumerate(everyone)
     ]
     return {name: value.numpy() for name, value in gather(view.placement.tensors, held).items()}
+
+
+def says(ranks: list[RankOutcome], text: str) -> bool:
+    """Return whether the run's first rank printed a text."""
+    return text in ranks[0].stdout
