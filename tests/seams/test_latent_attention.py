@@ -3,7 +3,6 @@
 
 from typing import Any
 
-import pytest
 import torch
 
 from tests.params.models import SEQUENCE, VOCABULARY, build_gpt, full_values, gather_object, load_values, start_cpu
@@ -39,16 +38,19 @@ def gradients(**layout: Any) -> dict[str, torch.Tensor]:
     return gather(wanted, [([p for p in placed if p.tensor in wanted], values) for placed, values in shards])
 
 
-def largest_difference(layout: dict[str, Any]) -> dict[str, float]:
+def largest_differences(layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Return by how much gradients differ from those of one rank, relative to the largest of the tensor."""
     start_cpu()
-    cut, whole = gradients(**layout), gradients()
+    whole = gradients()
     assert len(whole) == 2 * 5
-    return {name: float((cut[name] - value).abs().max() / value.abs().max()) for name, value in whole.items()}
+    cut = [gradients(**layout) for layout in layouts]
+    return [
+        {name: float((found[name] - value).abs().max() / value.abs().max()) for name, value in whole.items()}
+        for found in cut
+    ]
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_gradients_are_those_of_one_rank_under_tensor_parallelism(sequence_parallel: bool):
-    layout = {"tp": 2, "sequence_parallel": sequence_parallel}
-    for differences in run_ranks(largest_difference, 2, layout):
-        assert max(differences.values()) < 1e-4, differences
+def test_gradients_are_those_of_one_rank_under_tensor_and_sequence_parallelism():
+    layouts = [{"tp": 2, "sequence_parallel": in_parts} for in_parts in (False, True)]
+    for differences in run_ranks(largest_differences, 2, layouts):
+        assert max(value for layout in differences for value in layout.values()) < 1e-4, differences
