@@ -69,6 +69,18 @@ def test_a_spes_peer_that_is_killed_in_mid_interval_changes_no_bit(make_service:
     assert same_bits(model_of(again.result()), whole[0])
 
 
+def test_workers_inside_a_peer_take_part_in_the_mean(make_service: MakeService):
+    service = make_service({"demo": {"peers": 2, **SGD}})
+    service.start()
+    workers = {"use_local_sgd": True, "local_sgd_workers": 2, "local_sgd_sync_interval": 2}
+    jobs = [
+        start_job(service, "a", ("moe-ep2", "bf16", 4), train_iters=4, **workers, **BIASED),
+        start_job(service, "b", KINDS[1], train_iters=4, **BIASED),
+    ]
+    # `model_of` sees to it that all workers of a job hold the same bits.
+    assert same_bits(*(model_of(job.result()) for job in jobs))
+
+
 def test_peers_that_do_not_wait_cannot_take_a_mean(make_service: MakeService):
     service = make_service({"demo": {"peers": 2, "rounds": "asynchronous"}})
     service.start()
