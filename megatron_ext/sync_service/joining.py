@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import ModelContext
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
@@ -135,11 +137,33 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
         round_seconds=config.sync_service_round_seconds,
     )
     job = Ranks(group)
+    job.on_all(partial(_refuse_frozen, view, context.args))
     client = SyncClient(client_config, catalog, job=job, parts=slices.parts)
     interval = Interval(job, steps=config.sync_service_interval, seconds=config.sync_service_interval_seconds)
     return Peer(
         client=client, slices=slices, values=values, interval=interval, job=job, delay=config.sync_service_delay
     )
+
+
+def _refuse_frozen(view: ParameterView, args: Any) -> None:
+    """Refuse parameters that nobody trains.
+
+    Raises:
+        UserError: there are some beside the experts that are other peers'.
+    """
+    ownership, index = ownership_of(args), args.sync_service_index
+    frozen = [
+        entry.tensor.name
+        for entry in view.entries
+        if not entry.parameter.requires_grad
+        and (ownership is None or ownership.is_trained(entry.tensor.name, index))
+    ]
+    if frozen:
+        others = f" and {len(frozen) - 1} other parameters of this rank are" if len(frozen) > 1 else " is"
+        raise UserError(
+            f"--sync-service: {frozen[0]}{others} frozen (requires_grad is False) by the model's own code, and a round "
+            "takes every parameter but other peers' experts from those who train it; let the model train them"
+        )
 
 
 def agreed(args: Any) -> dict[str, str]:

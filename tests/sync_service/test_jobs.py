@@ -234,6 +234,32 @@ def tick(seconds: dict[int, float]) -> None:
     Interval.__init__, Interval.count_step = init, count
 
 
+def freeze_positions() -> None:
+    """Before: a model of the user's own does not train its position embeddings."""
+    from megatron.core.models.gpt import GPTModel
+
+    original = GPTModel.__init__
+
+    @functools.wraps(original)
+    def init(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        if self.pre_process:
+            self.embedding.position_embeddings.weight.requires_grad_(False)
+
+    GPTModel.__init__ = init
+
+
+def test_parameters_that_nobody_trains_are_refused_at_the_start(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    # The last stage has none of them, and must not wait for the first one.
+    stages = ("pp2", "fp32", 2)
+    said = failing_job(service, "a", stages, before=freeze_positions, untie_embeddings_and_output_weights=True)
+    errors = [line for line in said.splitlines() if "megatron-ext: error:" in line]
+    assert len(errors) == 1 and "embedding.position_embeddings.weight is frozen" in errors[0], said
+    assert "Traceback" not in said
+
+
 def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):
     service, _ = undisturbed
     for option, sentence in (
