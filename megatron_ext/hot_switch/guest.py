@@ -111,6 +111,8 @@ class Guest(PlacedModel):
         from megatron.core import parallel_state
 
         super().__init__(strategy, state, chunks, attention=options.attention)
+        # Its routers count, and have biases, but these are home's to change.
+        self.config.moe_router_enable_expert_bias = False
         self.before = before
         self.from_home, self.to_home = options.plan(home, self.view), options.plan(self.view, home, gradients=True)
         self.from_before = None if before is None else options.plan(before.view, self.view)

@@ -2,7 +2,7 @@
 """Tells every forward pass where its micro-batch has documents, whatever the user's `get_batch` does about masks.
 
 Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline. Routers with auxiliary
-losses are told besides which positions are padding.
+losses, or biases that follow the tokens of experts, are told besides which positions are padding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class DocumentMasks:
                 attend_by_document(chunk)
         self._batches: Sequence[PackedBatch] | None = None
         self._passes = [0] * len(chunks)
-        self._has_router_losses = bool(reported_losses(chunks[0].config))
+        config = chunks[0].config
+        self._tells_padding = bool(reported_losses(config)) or config.moe_router_enable_expert_bias
         for number, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(partial(self._give, number), with_kwargs=True)
 
@@ -78,7 +79,7 @@ class DocumentMasks:
         segments = self._batches[number].segments
         # Lengths stay where they can be read without waiting for the device.
         mask = document_lengths(segments) if self._by_document else document_mask(segments.to(self._device))
-        if self._has_router_losses:
+        if self._tells_padding:
             kwargs = {**kwargs, "padding_mask": _padding_mask(module, segments.to(self._device))}
         if len(args) > _PLACE:
             return (*args[:_PLACE], mask, *args[_PLACE + 1 :]), kwargs

@@ -17,6 +17,7 @@ from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.arguments import with_arguments
+from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.strategies import ParallelState
 
 __all__ = ["PlacedModel", "frozen_names"]
@@ -47,6 +48,7 @@ class PlacedModel:
         is_last_stage: whether this rank has the last pipeline stage.
         reports: whether losses and tokens of this rank's positions are its to report.
         adds_for_all: whether this rank is the one, of those among which Megatron adds up, that adds other strategies'.
+        counts_positions: whether what this rank's routers see is not another tensor-parallel rank's to count.
     """
 
     def __init__(self, strategy: Strategy, state: ParallelState, chunks: Sequence[Any], *, attention: str) -> None:
@@ -68,6 +70,7 @@ class PlacedModel:
         self.state = state
         self.chunks = list(chunks)
         self.view = ParameterView.from_model(self.chunks)
+        ExpertBiases(self.view)  # fp32 from here on, as they are moved
         layers = self.view.shape.num_layers
         built = self.view.layout.chunk_layers(layers)
         if built != strategy.layout(layers).chunk_layers(layers):
@@ -81,7 +84,9 @@ class PlacedModel:
         self.adds_for_all = self.replica == 0 and context_rank == 0
         self.is_last_stage = bool(parallel_state.is_pipeline_last_stage(ignore_virtual=True))
         # Losses and tokens are known to all ranks of the last stage; one of those with the same positions speaks.
-        self.reports = self.is_last_stage and parallel_state.get_tensor_model_parallel_rank() == 0
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        self.reports = self.is_last_stage and is_first
+        self.counts_positions = is_first or strategy.sequence_parallel
 
     @property
     def device(self) -> torch.device:

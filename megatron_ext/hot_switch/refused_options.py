@@ -47,13 +47,10 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "which tokens are dropped would depend on the strategies; drop it",
     ),
     (
-        "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
+        "--moe-router-load-balancing-type quantile_balancing or sinkhorn",
         lambda args: (
             bool(args.num_experts)
-            and (
-                args.moe_router_enable_expert_bias
-                or bool({"quantile_balancing", "sinkhorn"} & {*_listed(args.moe_router_load_balancing_type)})
-            )
+            and bool({"quantile_balancing", "sinkhorn"} & {*_listed(args.moe_router_load_balancing_type)})
         ),
         "home's would follow home's tokens alone; use another type",
     ),

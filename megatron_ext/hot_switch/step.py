@@ -18,6 +18,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch, batch_dictionaries
+from megatron_ext.hot_switch.expert_counts import ExpertCounts
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.guest import Guest, held_tensors
 from megatron_ext.hot_switch.losses import GuestLosses
@@ -82,6 +83,7 @@ class SwitchingStep:
         self._routers = RouterReport(home.config, home.device)
         self._worker = worker
         self._losses = GuestLosses(home.device, worker.group, self._routers)
+        self._counts = ExpertCounts(home, worker.group)
         self._guests_ran = False
         # Memory for them is there from the first that arrive until home has added them.
         self._sums = home.gradient_sums() if guests else FlatTensors({}, home.device)
@@ -109,6 +111,8 @@ class SwitchingStep:
             if self._guests_ran and self._home.is_last_stage and self._home.adds_for_all:
                 # Megatron adds up what the last stage counted, over replicas and parts of rows.
                 num_tokens += self._losses.tokens.to(num_tokens.dtype)
+            if self._guests_ran and self._counts.active:
+                self._counts.give()
             inner(model, num_tokens, pg_collection=pg_collection, **kwargs)
             if self._guests_ran:
                 self._add_guests_gradients(num_tokens)
@@ -155,6 +159,7 @@ class SwitchingStep:
             return
         self._home.gather_parameters()
         self._losses.start()
+        self._counts.start()
         source: dict[str, torch.Tensor] = {}
         before: tuple[int, Guest] | None = None
         for number, guest in enumerate(self._guests, 1):
@@ -180,6 +185,8 @@ class SwitchingStep:
             if not follows:
                 self.switches.prolong(guest.seconds_of_arrival)
             self._routers.add(of_routers, guest.strategy.tp * guest.strategy.cp)
+            if self._counts.active:
+                self._counts.take(guest)
             if guest.reports:
                 self._losses.add(losses, guest.counted_tokens)
             self._send_gradients(batch, number, guest)

@@ -37,7 +37,15 @@ def padding_patches() -> list[Patch]:
             wrap=_wrap_counts,
             parameters=("routing_map", "reduce_group", "topk", "with_padding_mask"),
             reason="weight the loss of a padded row alike on all tensor-parallel ranks, and that of an empty one by 0",
-        )
+        ),
+        Patch(
+            name="router/bias-counts",
+            target="megatron.core.transformer.moe.router:TopKRouter._apply_expert_bias",
+            wrap=_wrap_bias_counts,
+            parameters=("routing_map", "padding_mask"),
+            reason="Megatron 0.19 leaves padding out of the counts that move experts' biases by a mask of the wrong "
+            "shape, and fails",
+        ),
     ]
 
 
@@ -58,6 +66,16 @@ def metrics_apart() -> Iterator[dict[str, Any]]:
     finally:
         moe_logging.set_moe_metrics_tracker(before)
         found.update({name: entry.values for name, entry in tracker.metrics.items()})
+
+
+def _wrap_bias_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply_expert_bias(self: Any, routing_map: Any, padding_mask: Any = None) -> None:
+        if padding_mask is not None:
+            padding_mask = padding_mask.view(-1, 1)
+        original(self, routing_map, padding_mask=padding_mask)
+
+    return apply_expert_bias
 
 
 def _wrap_counts(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -131,11 +131,18 @@ def feed_documents() -> None:
 
 
 def tell_padding() -> None:
-    """Let stock Megatron's routers know where its rows have padding, as its GPTModel offers."""
+    """Let stock Megatron's routers know where its rows have padding, as its GPTModel offers.
+
+    Without our repair it fails where it keeps padding from the counts that move experts' biases.
+    """
     import functools
 
     from megatron.core.models.gpt import GPTModel
 
+    from megatron_ext.patching import PatchRegistry
+    from megatron_ext.seams.router import padding_patches
+
+    PatchRegistry().apply([patch for patch in padding_patches() if patch.name == "router/bias-counts"])
     forward = GPTModel.forward
 
     @functools.wraps(forward)
@@ -210,7 +217,9 @@ def _rows(length: int, seed: int, first: int, step: int) -> Iterator[dict[str, A
 
 
 def full_parameters(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
-    """Return on a worker's first rank its parameters, each as a whole, as numpy arrays; copies must be equal bits."""
+    """Return on a worker's first rank its parameters, and biases of routers, each as a whole, as numpy arrays; copies
+    must be equal bits.
+    """
     import torch.distributed as dist
 
     from megatron_ext.params import ParameterView, gather
@@ -219,7 +228,7 @@ def full_parameters(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
     # Stock Megatron does not know the option.
     group = current_groups().inside if getattr(args, "use_local_sgd", False) else dist.group.WORLD
     view = ParameterView.from_model(model)
-    mine = {entry.placed.name: entry.parameter.detach().float() for entry in view.entries}
+    mine = {entry.placed.name: entry.parameter.detach().float() for entry in (*view.entries, *view.buffers)}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     if dist.get_rank(group) > 0:

@@ -3,6 +3,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from tests.hot_switch.runs import (
@@ -99,6 +100,27 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
     assert_equal_but_for_rounding(hot, stock)
     assert says(hot, "of gradients to guest 2,2,1")
+
+
+def test_biases_of_routers_follow_the_tokens_of_all_strategies(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(EXPERTS)
+    options = {
+        **MOE,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.01,
+        "disable_bias_linear": True,
+        "use_distributed_optimizer": True,
+        "train_iters": 6,
+    }
+    hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
+    stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
+    assert_equal_but_for_rounding(hot, stock)
+    biases = [hot[0].probe[f"decoder.layers.{layer}.mlp.router.expert_bias"] for layer in range(2)]
+    assert all(np.abs(bias).max() > 0.015 for bias in biases)
 
 
 BALANCED = """

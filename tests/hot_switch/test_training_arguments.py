@@ -17,9 +17,8 @@ NOT_WITH_IT = {
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
-    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"],
     "moe_expert_capacity_factor": 1.0,
-    "moe_router_enable_expert_bias": True,
     "hierarchical_context_parallel_sizes": [1, 1],
     "num_virtual_stages_per_pipeline_rank": 2,
     "decoder_first_pipeline_num_layers": 1,
@@ -122,7 +121,7 @@ CASES = {
                 "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
                 *(
                     "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
-                    "--moe-router-enable-expert-bias or a --moe-router-load-balancing-type that keeps a state",
+                    "--moe-router-load-balancing-type quantile_balancing or sinkhorn",
                 ),
                 *(
                     "virtual pipeline stages",
