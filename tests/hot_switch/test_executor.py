@@ -104,4 +104,6 @@ def test_what_cannot_be_switched_is_named_on_every_rank(case, complaints):
 def test_a_lost_peer_is_an_error_and_no_hang(how):
     first, _ = run_ranks(with_a_lost_peer, 2, how, expect_failure=True, failure_grace=1.0, timeout=60)
     assert first.exit_code == 1
-    assert "_advance" in first.traceback
+    # A dead one may be noticed as soon as a message is to be sent, a silent one when it is waited for.
+    assert "in switch" in first.traceback
+    assert ("_advance" if how == "silent" else "executor.py") in first.traceback
