@@ -9,10 +9,18 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.params import GlobalTensor
+from tests.support import presets
 
 HIDDEN = 32
 VOCABULARY = 128
 SEQUENCE = 16
+
+_FLAGS = ("no_rope_fusion", "position_embedding_type", "disable_bias_linear")
+LATENT: dict[str, Any] = {
+    **{name: value for name, value in presets.LATENT.items() if name not in _FLAGS},
+    "add_bias_linear": False,
+}
+"""Multi-latent attention, as fields of `MLATransformerConfig`."""
 
 
 def start_cpu(backend: str = "gloo", rank: int | None = None, world_size: int | None = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_ext.params import GlobalTensor, ParameterView, ParamsError, gather
-from tests.params.models import VOCABULARY, build_gpt, full_values, gather_object, load_values, start_cpu
+from tests.params.models import LATENT, VOCABULARY, build_gpt, full_values, gather_object, load_values, start_cpu
 from tests.support.distributed import run_ranks
 
 SWIGLU_GQA: dict[str, Any] = {
@@ -24,18 +24,6 @@ MOE: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 64,
     "add_bias_linear": False,
-}
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "rope_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "qk_layernorm": True,
 }
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -5,29 +5,24 @@ from typing import Any
 
 import torch
 
-from tests.params.models import SEQUENCE, VOCABULARY, build_gpt, full_values, gather_object, load_values, start_cpu
+from tests.params.models import (
+    LATENT,
+    SEQUENCE,
+    VOCABULARY,
+    build_gpt,
+    full_values,
+    gather_object,
+    load_values,
+    start_cpu,
+)
 from tests.support.distributed import run_ranks
-
-LATENT: dict[str, Any] = {
-    "multi_latent_attention": True,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 20,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 6,
-    "rope_type": "rope",
-    "normalization": "RMSNorm",
-    "add_bias_linear": False,
-    "qk_layernorm": True,
-    "num_layers": 2,
-}
 
 
 def gradients(**layout: Any) -> dict[str, torch.Tensor]:
-    """Return the gradients of a model's first layer by global name, whole."""
+    """Return the gradients of the projections in attention by global name, whole."""
     from megatron_ext.params import ParameterView, gather
 
-    (model,) = build_gpt(**LATENT, **layout)
+    (model,) = build_gpt(num_layers=2, **LATENT, **layout)
     view = ParameterView.from_model([model])
     load_values(view, {name: 5 * value for name, value in full_values(view.placement.tensors).items()})
     tokens = torch.arange(2 * SEQUENCE).reshape(2, SEQUENCE) * 7 % VOCABULARY
