@@ -15,6 +15,7 @@ from megatron_ext.local_sgd.report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
 from megatron_ext.seams.arguments import asks_for_cuda_graphs
 from megatron_ext.support import refusals
+from megatron_ext.transport.codecs import build_codec
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
 
@@ -75,7 +76,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     too_many = fragment_problem(streaming.fragments, args.num_layers, "--num-layers") if args.num_layers else None
     if too_many is not None:
         problems.append(too_many)
-    problems += _shape_problems(args, config) + _copy_problems(args, config, gta)
+    problems += _shape_problems(args, config)
     if gta.reducer == "pairwise" and args.moe_router_enable_expert_bias:
         problems.append(
             "--local-sgd-pseudo-grad-reducer pairwise is not combined with --moe-router-enable-expert-bias, of whose "
@@ -143,6 +144,9 @@ def notices(args: Any) -> list[str]:
             "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
             "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
         )
+    tied = _tied_notice(args, config.codec, gta.sparsification_method is not None)
+    if tied is not None:
+        lines.append(tied)
     if config.skip_anomaly and getattr(args, "check_for_nan_in_loss_and_grad", False):
         lines.append(
             "local SGD: a gradient that is not finite still ends the run, before a round could leave the worker out; "
@@ -199,18 +203,18 @@ def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
     return []
 
 
-def _copy_problems(args: Any, config: LocalSGDConfig, gta: GTAConfig) -> list[str]:
-    """Return why the options would make copies of one tensor drift apart."""
+def _tied_notice(args: Any, codec: str | None, sparsified: bool) -> str | None:
+    """Return how a tied embedding is treated that two pipeline stages hold, where others are treated otherwise."""
     if args.pipeline_model_parallel_size == 1 or args.untie_embeddings_and_output_weights:
-        return []
-    options = []
-    if gta.sparsification_method is not None:
-        options.append("--local-sgd-pseudo-grad-sparsification")
-    if config.codec not in (None, "bf16", "fp16"):
-        # These code a value by itself; the others look at its neighbours, which differ between the stages.
-        options.append(f"--local-sgd-codec {config.codec}")
-    return [
-        f"{option} would change the two copies of the tied embedding differently; with "
-        "--pipeline-model-parallel-size above 1 it needs --untie-embeddings-and-output-weights"
-        for option in options
-    ]
+        return None
+    exceptions = []
+    if codec is not None and not build_codec(codec).elementwise:
+        exceptions.append(f"travels in bf16 instead of {codec}")
+    if sparsified:
+        exceptions.append("keeps all of its elements in every round")
+    if not exceptions:
+        return None
+    return (
+        f"local SGD: the tied embedding, which two pipeline stages hold, {' and '.join(exceptions)}, so that both "
+        "copies stay equal (--untie-embeddings-and-output-weights lifts this)"
+    )

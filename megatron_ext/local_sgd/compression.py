@@ -6,8 +6,9 @@ how much its anchor has moved away from the replica of it that all workers hold.
 message loses stays in the difference, and is part of the next one. All workers, the owner too, add what the message
 says to their replicas, which so stay equal bit for bit, and go on from there.
 
-Messages are coded tensor by tensor: one that the ranks of a worker hold twice decodes to the same values on all of
-them, whatever it is packed with.
+Messages are coded tensor by tensor: one that tensor parallel ranks of a worker hold twice decodes to the same values
+on all of them, whatever it is packed with. Copies on two pipeline stages need a codec of their own besides, since their
+tensors may be cut elsewhere.
 """
 
 from __future__ import annotations
@@ -31,14 +32,16 @@ __all__ = ["CompressedRound"]
 class CompressedRound:
     """Rounds with a codec, and the state that they need: replicas and residuals, 8 bytes per value."""
 
-    def __init__(self, owned: OwnedRuns, judge: Judge, *, outward: Codec, homeward: Codec) -> None:
+    def __init__(
+        self, owned: OwnedRuns, judge: Judge, *, outward: Sequence[Codec], homeward: Sequence[Codec]
+    ) -> None:
         """Prepare; `begin` comes before the first round.
 
         Args:
             owned: who owns what.
             judge: decides over the workers.
-            outward: codec of the pseudo-gradients.
-            homeward: codec of the anchors' moves.
+            outward: codecs of the pseudo-gradients, one per tensor.
+            homeward: codecs of the anchors' moves, likewise.
         """
         self._owned = owned
         self._judge = judge
@@ -134,8 +137,9 @@ class CompressedRound:
                 for piece in self._owned.pieces(segment, worker):
                     at = slice(piece.start, piece.stop)
                     wanted = replicas[piece.index][at] - values[piece.index][at] + residuals[piece.index][at]
-                    message = self._out.encode(wanted)
-                    lost = wanted.sub_(self._out.decode(message, piece.numel))
+                    codec = self._out[piece.index]
+                    message = codec.encode(wanted)
+                    lost = wanted.sub_(codec.decode(message, piece.numel))
                     if not keeps_residuals:
                         # A broken worker must not be broken for ever.
                         residuals[piece.index][at] = lost.nan_to_num_(0.0, 0.0, 0.0)
@@ -151,7 +155,7 @@ class CompressedRound:
             for piece in run.pieces:
                 ahead = anchors[number][offset : offset + piece.numel]
                 ahead = ahead - replicas[piece.index][piece.start : piece.stop]
-                own_messages[index].append(self._home.encode(ahead))
+                own_messages[index].append(self._home[piece.index].encode(ahead))
                 offset += piece.numel
         memory = Memory()
         for index, segment in enumerate(self._owned.segments):
@@ -191,17 +195,20 @@ class CompressedRound:
             yield number, self._owned.segments[index].unit, terms
 
 
-def _decoded(codec: Codec, pieces: Sequence[Piece], data: torch.Tensor) -> Iterator[tuple[Piece, torch.Tensor]]:
+def _decoded(
+    codecs: Sequence[Codec], pieces: Sequence[Piece], data: torch.Tensor
+) -> Iterator[tuple[Piece, torch.Tensor]]:
     """Yield the values of pieces that were coded one after the other."""
     offset = 0
     for piece in pieces:
+        codec = codecs[piece.index]
         size = codec.nbytes(piece.numel)
         yield piece, codec.decode(data[offset : offset + size], piece.numel)
         offset += size
 
 
-def _nbytes(codec: Codec, pieces: Sequence[Piece]) -> int:
-    return sum(codec.nbytes(piece.numel) for piece in pieces)
+def _nbytes(codecs: Sequence[Codec], pieces: Sequence[Piece]) -> int:
+    return sum(codecs[piece.index].nbytes(piece.numel) for piece in pieces)
 
 
 def _joined(messages: list[torch.Tensor], like: list[torch.Tensor]) -> torch.Tensor:

@@ -344,6 +344,7 @@ class LocalSGDFeature(Feature):
                         name=value.entry.tensor.name,
                         unit=value.entry.unit,
                         counted=value.entry.is_primary,
+                        on_two_stages=value.entry.is_on_two_stages,
                     )
                     for value in self._values.values
                 ],

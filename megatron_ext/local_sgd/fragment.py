@@ -42,7 +42,7 @@ from megatron_ext.local_sgd.rounds import (
 )
 from megatron_ext.local_sgd.segments import plan_segments
 from megatron_ext.local_sgd.summary import summarize
-from megatron_ext.transport.codecs import build_codec
+from megatron_ext.transport.codecs import Codec, build_codec
 from megatron_ext.transport.collectives import SEGMENT_NUMEL, ordered_sum
 
 __all__ = ["Fragment"]
@@ -129,7 +129,7 @@ class Fragment:
             small=SMALL_NUMEL,
         )
         self._owned = owned = OwnedRuns(segments, across, apart=apart)
-        self._compressed = None if config.codec is None else _compressed(config.codec, config, owned, judge)
+        self._compressed = None if config.codec is None else _compressed(config.codec, config, synced, owned, judge)
         self._eager = EagerRound(owned, judge, device) if eager else None
         self._background: BackgroundRound = self._compressed or GuardedRound(owned, judge)
         plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not guarded
@@ -369,8 +369,20 @@ class Fragment:
         self.state.move_to_values()
 
 
-def _compressed(codec: str, config: LocalSGDConfig, owned: OwnedRuns, judge: Judge) -> CompressedRound:
+def _compressed(
+    codec: str, config: LocalSGDConfig, synced: Sequence[SyncedTensor], owned: OwnedRuns, judge: Judge
+) -> CompressedRound:
     # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
     union = min(1.0, config.codec_density * owned.workers)
     outward, homeward = build_codec(codec, config.codec_density), build_codec(codec, union)
-    return CompressedRound(owned, judge, outward=outward, homeward=homeward)
+    return CompressedRound(
+        owned,
+        judge,
+        outward=[_for(entry, outward) for entry in synced],
+        homeward=[_for(entry, homeward) for entry in synced],
+    )
+
+
+def _for(entry: SyncedTensor, codec: Codec) -> Codec:
+    """Return the codec of a tensor: on two stages one that codes every value by itself."""
+    return build_codec("bf16") if entry.on_two_stages and not codec.elementwise else codec

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,10 @@ class SyncedTensor:
 
     counted: bool = True
     """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
+
+    on_two_stages: bool = False
+    """Whether two pipeline stages of the worker hold it (a tied embedding). Their ranks may be given it in other parts,
+    so that no element of it may be treated by what stands beside it."""
 
 
 class OuterState:
@@ -196,8 +200,9 @@ class OuterState:
         """Begin at these parts of the anchor."""
         self._shard = OuterShard(
             anchors,
-            [self._ranges(run) for _, run in self._owned.numbered],
-            [self._ranges(run, counted=True) for _, run in self._owned.numbered],
+            [self._ranges(run, lambda entry: True) for _, run in self._owned.numbered],
+            [self._ranges(run, lambda entry: entry.counted) for _, run in self._owned.numbered],
+            [self._ranges(run, lambda entry: entry.on_two_stages) for _, run in self._owned.numbered],
             optimizer=build_outer_optimizer(self._outer, anchors),
             reducer=build_reducer(self._gta),
             sparsifier=build_sparsifier(self._gta),
@@ -209,12 +214,12 @@ class OuterState:
         )
         return self._shard
 
-    def _ranges(self, run: Run, counted: bool = False) -> list[tuple[int, int]]:
-        """Return where the pieces of a run are, all of them or those that count in norms."""
+    def _ranges(self, run: Run, wanted: Callable[[SyncedTensor], bool]) -> list[tuple[int, int]]:
+        """Return where the pieces of a run are that belong to tensors that are wanted."""
         ranges = []
         offset = 0
         for piece in run.pieces:
-            if not counted or self._synced[piece.index].counted:
+            if wanted(self._synced[piece.index]):
                 ranges.append((offset, offset + piece.numel))
             offset += piece.numel
         return ranges

@@ -36,6 +36,7 @@ class OuterShard:
         anchors: list[torch.Tensor],
         tensors: Sequence[Ranges],
         counted: Sequence[Ranges],
+        dense: Sequence[Ranges],
         *,
         optimizer: OuterOptimizer,
         reducer: Reducer,
@@ -51,6 +52,7 @@ class OuterShard:
             anchors: fp32, 1-D, one per run; updated in place.
             tensors: where each run's tensors, or parts of tensors, are.
             counted: the ranges of each run that count in norms.
+            dense: those of `tensors` that are not thinned out.
             optimizer: the outer optimizer over the anchors.
             reducer: makes one pseudo-gradient of several.
             sparsifier: thins out every worker's pseudo-gradient of a tensor before they are reduced.
@@ -63,6 +65,7 @@ class OuterShard:
         self.optimizer = optimizer
         self._tensors = tensors
         self._counted = counted
+        self._dense = [set(ranges) for ranges in dense]
         self._reducer = reducer
         self._sparsifier = sparsifier
         self._worker = worker
@@ -146,7 +149,7 @@ class OuterShard:
         with self._anchor_here(run):
             for start, part in self._reduced_parts(run):
                 gradients = [self._gradient(run, part, terms[worker]) for worker in verdict.accepted]
-                if self._sparsifier is not None:
+                if self._sparsifier is not None and (start, part.stop) not in self._dense[run]:
                     gradients = [
                         self._sparsifier(gradient, (*seed, start, worker))
                         for gradient, worker in zip(gradients, verdict.accepted, strict=True)

@@ -41,6 +41,9 @@ class Placed:
     """Whether this rank's elements count when the elements of one replica are counted once: true on
     tensor parallel rank 0 for duplicates, and on the embedding's stage for tied copies."""
 
+    is_on_two_stages: bool
+    """Whether another pipeline stage of the replica holds these same elements too: a tied embedding."""
+
     @property
     def is_tied_copy(self) -> bool:
         """Whether it is the copy of a tied tensor, on a stage other than the tensor's own."""
@@ -143,6 +146,7 @@ class Placement:
             replica=self.layout.replica(place, tensor.is_expert),
             is_duplicate_across_tp=duplicate,
             is_primary=name == tensor.name and not (duplicate and index > 0),
+            is_on_two_stages=len(self.stages_of(tensor)) > 1,
         )
 
 

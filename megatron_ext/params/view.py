@@ -66,6 +66,11 @@ class LocalParameter:
         return self.placed.is_tied_copy
 
     @property
+    def is_on_two_stages(self) -> bool:
+        """Whether another pipeline stage holds these same elements too: a tied embedding."""
+        return self.placed.is_on_two_stages
+
+    @property
     def is_primary(self) -> bool:
         """Whether it counts where elements are counted once within a data parallel replica.
 

@@ -79,8 +79,7 @@ def test_a_resume_keeps_the_bits_and_rounds_leave_workers_equal(tmp_path, abilit
     name, precision = LAYOUTS[layout]
     options = {**SCHEDULE, **ABILITIES[ability]}
     if name.startswith("pp2"):
-        # Two copies of a tied embedding would be changed differently.
-        options |= {"untie_embeddings_and_output_weights": True, "global_batch_size": 8}
+        options["global_batch_size"] = 8
     if "distopt" in precision and options.get("local_sgd_sync_in_forward"):
         precision = "bf16-distopt-overlap"  # the only one whose parameters are gathered in the forward pass
     count = 3 if options.get("local_sgd_ewma_relative") else 2

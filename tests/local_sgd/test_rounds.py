@@ -163,6 +163,13 @@ def test_workers_differ_between_rounds_so_that_the_equality_means_something():
     assert ranks[0].optimizer != ranks[1].optimizer
 
 
+SPARSE = {
+    "local_sgd_pseudo_grad_reducer": "gta",
+    "local_sgd_pseudo_grad_sparsification": "random",
+    "local_sgd_pseudo_grad_density": 0.5,
+}
+
+
 def embeddings(model, optimizer, args):
     """Probe: digest of the word embedding or of its tied copy on the last stage."""
     import hashlib
@@ -177,9 +184,19 @@ def embeddings(model, optimizer, args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16-distopt"])
-def test_tied_embeddings_stay_equal_on_both_stages_with_three_workers(precision):
-    run = arguments("pp2", precision, workers=3, local_sgd_sync_interval=2, local_sgd_warmup_steps=2)
+@pytest.mark.parametrize(
+    ("precision", "options"),
+    [
+        ("fp32", {}),
+        ("bf16-distopt", {}),
+        ("bf16-distopt", {"local_sgd_codec": "int4", **SPARSE}),
+        ("fp32", {"local_sgd_codec": "topk", "local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1}),
+    ],
+    ids=["plain", "distributed optimizer", "4 bits and sparse", "topk in fragments"],
+)
+def test_tied_embeddings_stay_equal_on_both_stages_with_three_workers(precision, options):
+    options = {"local_sgd_sync_interval": 2, "local_sgd_warmup_steps": 2, **options}
+    run = arguments("pp2", precision, workers=3, **options)
     ranks = run_pretrain(run, 6, probe=embeddings)
     digests = [rank.probe for rank in ranks]
     assert all(len(digest) == 1 for digest in digests)

@@ -225,6 +225,8 @@ def test_tied_embeddings_are_one_tensor_with_a_copy_on_the_last_stage() -> None:
     )
     assert (copy.name, copy.is_primary, copy.is_tied_copy) == ("output_layer.weight", False, True)
     assert copy.slice == embedding.slice
+    assert {p.tensor.name for p in (*first, *last) if p.is_on_two_stages} == {embedding.tensor.name}
+    assert not any(p.is_on_two_stages for p in Placement(tied, Layout()).on_rank(0))
     single = Counter(p.tensor.name for p in Placement(tied, Layout()).on_rank(0))
     assert single["embedding.word_embeddings.weight"] == 1
 
