@@ -5,22 +5,27 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from typing import Self
 
 __all__ = ["ByteRelay"]
 
 _CHUNK = 1 << 18
+_SLOW_CHUNK = 1 << 16
 
 
 class ByteRelay:
     """Listens on this machine, and passes on what it gets to another port of it and back."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, *, rate: float | None = None) -> None:
         """Begin to listen.
 
         Args:
             port: where to pass it on to.
+            rate: bytes per second of a connection in each direction; as fast as can be when None.
         """
+        self._pause = 0.0 if rate is None else 1 / rate
+        self._chunk = _CHUNK if rate is None else _SLOW_CHUNK
         self.up = 0
         self.down = 0
         self._target = port
@@ -51,12 +56,14 @@ class ByteRelay:
 
     def _pass_on(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
         try:
-            while data := source.recv(_CHUNK):
+            while data := source.recv(self._chunk):
                 if is_up:
                     self.up += len(data)
                 else:
                     self.down += len(data)
                 target.sendall(data)
+                if self._pause:
+                    time.sleep(len(data) * self._pause)
             target.shutdown(socket.SHUT_WR)
         except OSError:  # either side is gone
             source.close()

@@ -64,6 +64,9 @@ class Job:
     counts_bytes: bool = False
     """Whether the first peer's connection leads through a relay that counts."""
 
+    link: float | None = None
+    """Bytes per second that every peer's connection passes in each direction, and are counted; no limit when None."""
+
 
 @dataclass(kw_only=True)
 class Measured:
@@ -182,7 +185,8 @@ def peer_rounds(job: Job) -> Measured:
         TensorSpec(name=name, shape=shape, unit=name.split(".mlp")[0], owners=ownership.owners_of(name))
         for name, shape in job.shapes.items()
     )
-    relay = ByteRelay(int(job.address.rpartition(":")[2])) if job.counts_bytes and rank == 0 else None
+    is_relayed = job.link is not None or (job.counts_bytes and rank == 0)
+    relay = ByteRelay(int(job.address.rpartition(":")[2]), rate=job.link) if is_relayed else None
     config = ClientConfig(
         connection=ConnectionConfig(server=relay.address if relay else job.address),
         run=job.codec,

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases += _rounds(folder, shapes, options)
         if "bytes" in options.parts:
             cases += _bytes(folder, options)
+        if "link" in options.parts:
+            cases += _link(folder, options)
         if "merge" in options.parts:
             cases += _merge(folder, options)
     report(cases, options.json)
@@ -54,11 +57,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("rounds", "bytes", "merge")
+    parts = ("rounds", "bytes", "link", "merge")
     found.add_argument("--parts", choices=parts, nargs="+", default=parts, help="what to measure (all)")
     found.add_argument("--peers", type=at_least(1), nargs="+", default=[2, 4, 8], help="numbers of peers (2 4 8)")
     found.add_argument("--millions", type=float, default=126.0, help="parameters of the rounds' model (126)")
     found.add_argument("--bytes-millions", type=float, default=24.0, help="of the model whose bytes are counted (24)")
+    found.add_argument(
+        "--link", type=float, default=20.0, help="MB/s of every peer's slow link, up and down, with that model (20)"
+    )
     found.add_argument("--layers", type=at_least(1), default=8, help="its layers (8)")
     found.add_argument("--hidden", type=at_least(1), default=512, help="its hidden size (512)")
     found.add_argument("--experts", type=at_least(1), default=16, help="its experts per layer (16)")
@@ -121,6 +127,19 @@ def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
             fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))
             cases.append(_case(f"bytes_{BYTES_NAMES.get(codec, codec)}", fraction, goal))
     return cases
+
+
+def _link(folder: Path, options: argparse.Namespace) -> list[Case]:
+    """Return the case of rounds over slow links, against the time that the bytes of a peer take one after the other."""
+    shapes = spes_peers.model(1e6 * options.bytes_millions, options.layers, options.hidden, options.experts)
+    peers = 4 if 4 in options.peers else max(options.peers)
+    rate = 1e6 * options.link
+    own = folder / "link"
+    own.mkdir()
+    with spes_peers.server_of(own, {"fp32": {"peers": peers}}) as server:
+        found = _run(replace(_job(shapes, server, "fp32", options), link=rate), peers)
+    ratios = [seconds * rate / moved for seconds, moved in zip(found.seconds, found.wire_bytes, strict=True)]
+    return [_case("slow_link_over_its_bytes", statistics.median(ratios), None)]
 
 
 def _merge(folder: Path, options: argparse.Namespace) -> list[Case]:

@@ -16,15 +16,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.ahead import Ahead, Taken
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
@@ -32,6 +32,7 @@ from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.download import download
 from megatron_ext.sync_service.job import Job, OneProcess
 from megatron_ext.sync_service.membership import Answer, Membership
+from megatron_ext.sync_service.outcome import RoundOutcome
 from megatron_ext.sync_service.outgoing import Outgoing
 from megatron_ext.sync_service.parts import Part, Values, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
@@ -43,37 +44,11 @@ __all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
 
 log = logging.getLogger(__name__)
 
+Frozen = Callable[[str], torch.Tensor | None]
+"""Returns the values of a part that a peer does not train, given its key; None where they are not at hand."""
+
 _UPLOADS = 3
 """How many times a contribution is uploaded when servers lose it meanwhile."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RoundOutcome:
-    """What a round gave."""
-
-    number: int
-    """The round to go on from: the one that was asked for, or a later one."""
-
-    values: dict[str, torch.Tensor]
-    """Its values: of every tensor by name, or of this process's parts by their keys."""
-
-    contributed: bool
-    """Whether this peer's contribution counted in the round it was made for."""
-
-    contributors: tuple[str, ...]
-    """Who counted in it; empty when that is long ago."""
-
-    message: str
-    """Why this peer's contribution did not count."""
-
-    excluded: dict[str, str]
-    """Units in which the server's guards have left it out although it counted in others, with the reasons."""
-
-    sent: int
-    """Bytes of values, in the codec, that all processes of this peer have sent; the frames' heads do not count."""
-
-    received: int
-    """Bytes of values that they have received."""
 
 
 class SyncClient:
@@ -117,6 +92,8 @@ class SyncClient:
         self._sent = -1
         self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
+        self._looks_ahead = False
+        self._ahead: Ahead | None = None
         self._job.on_all(self._connect)
         self._membership = Membership(config, self._connection, self._job)
         self._pool = ThreadPoolExecutor(config.streams)
@@ -129,11 +106,12 @@ class SyncClient:
 
     def close(self) -> None:
         """Close the connections; the membership stays."""
+        self.rest()
         self._pool.shutdown()
-        self._route.close()
 
     def rest(self) -> None:
         """Close the connections until the next call."""
+        self._take_ahead(-1)
         self._route.close()
 
     def abandon(self) -> None:
@@ -154,6 +132,7 @@ class SyncClient:
         self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
         self.asynchronous, self._contributed = registered.asynchronous, registered.contributed
         self._outgoing.sends_gradients |= registered.asynchronous
+        self._looks_ahead = registered.looks_ahead
         self._job.on_all(lambda: self._route.lead(registered.shards, self.catalog, registered.shard_of))
         return registered.open_round
 
@@ -253,12 +232,14 @@ class SyncClient:
         log.warning("round %d is no longer kept; this peer goes on from round %d", number, self.round)
         return taken
 
-    def sync(self, values: Values, report: Report | None = None) -> RoundOutcome:
+    def sync(self, values: Values, report: Report | None = None, frozen: Frozen = lambda key: None) -> RoundOutcome:
         """Make a round: upload, wait for the others, download.
 
         Args:
             values: after this peer's interval; at least those that it trains.
             report: what there is to say of the interval; the first process's counts.
+            frozen: returns the values of a part that this peer does not train, given its key, if they are at hand
+                exactly as the last round had them.
 
         Raises:
             UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
@@ -267,7 +248,7 @@ class SyncClient:
         self._route.take_traffic()  # of the start
         if not self.uploaded:
             self.upload(number, values, report or Report())
-        return self.fetch(number, values)
+        return self.fetch(number, values, frozen)
 
     def upload(self, number: int, values: Values, report: Report | None = None) -> bool:
         """Upload and commit a contribution.
@@ -299,12 +280,13 @@ class SyncClient:
         self._sent = number
         return not closed
 
-    def fetch(self, number: int, values: Values) -> RoundOutcome:
+    def fetch(self, number: int, values: Values, frozen: Frozen = lambda key: None) -> RoundOutcome:
         """Wait for a round and take its values.
 
         Args:
             number: the round.
             values: what was uploaded, should it be wanted again.
+            frozen: as for `sync`.
 
         Raises:
             UserError: as for `sync`.
@@ -317,6 +299,8 @@ class SyncClient:
             self._outgoing.counted(number, self.index, values)
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
+        if answer.newest == self.round + 1:
+            expected |= self._kept(answer.kept, frozen)
         adopted = self._adopt(answer, expected)
         traffic = self._job.on_all(self._route.take_traffic)
         return RoundOutcome(
@@ -347,8 +331,28 @@ class SyncClient:
         self._connection = Connection(self.config.connection)
         self._route = Route(self._connection)
 
+    def _kept(self, places: frozenset[int], frozen: Frozen) -> dict[str, torch.Tensor]:
+        """Return the last round's values of the parts that the next one leaves as they are, as far as they are here."""
+        names = {spec.name for place, spec in enumerate(self.catalog) if place in places}
+        anchors, found = self._outgoing.anchors, {}
+        for part in self.parts if names else ():
+            if part.spec.name in names and not part.spec.is_trained_by(self.index):
+                value = anchors.get(part.key) if anchors else frozen(part.key)
+                if value is not None:
+                    found[part.key] = value
+        return found
+
+    def _take_ahead(self, number: int) -> Taken:
+        """Take no more of the open round before it is made; return what there is, if it is this one."""
+        ahead, self._ahead = self._ahead, None
+        taken = Taken() if ahead is None else ahead.end()
+        return taken if ahead is not None and ahead.number == number else Taken()
+
     def _upload(self, number: int, values: Values) -> bool:
         """Upload this process's share; return whether the round was closed before."""
+        if self._looks_ahead and self._ahead is None and number == self.round + 1 > 0:
+            before = self._outgoing.anchors
+            self._ahead = Ahead(self._route, self._membership.caller, self.parts, number, self.index, before)
         return upload(
             self._route,
             self._pool,
@@ -412,7 +416,10 @@ class SyncClient:
         try:
             streams = self.config.streams
             before = self._outgoing.anchors if number == self.round + 1 else None
-            taken.update(download(self._route, self._pool, caller, self.parts, number, streams, expected, before))
+            ahead = self._take_ahead(number)
+            taken.update(
+                download(self._route, self._pool, caller, self.parts, number, streams, expected, before, ahead)
+            )
         except UserError as error:
             return str(error), digest.sums
         for part in self.parts:

@@ -137,9 +137,13 @@ class Connection:
 
         return self.again(method, once)
 
+    def begin(self, method: str, request: Any) -> Any:
+        """Return one try of a call whose answer is a stream, to be iterated over or cancelled; it has no deadline."""
+        return getattr(self._methods(), method)(request, metadata=self._metadata)
+
     def stream(self, method: str, request: Any) -> Iterator[Any]:
         """Yield the messages of one try of a call, which may take as long as it likes while messages come."""
-        call = getattr(self._methods(), method)(request, metadata=self._metadata)
+        call = self.begin(method, request)
         limit, heard, ended, stalled = self.config.call_seconds, time.monotonic(), threading.Event(), False
 
         def watch() -> None:

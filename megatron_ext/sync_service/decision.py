@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.guards import Guards, Judged, judged_as
+from megatron_ext.sync_service.merge import Merge
 
 __all__ = ["Decision", "Measured", "decide"]
 
@@ -94,6 +95,31 @@ def decide(
             if units:
                 decision.excluded[peer] = units
     return decision
+
+
+def untouched(
+    catalog: Catalog, contributors: Sequence[tuple[str, int]], decision: Decision, merge: Merge | None
+) -> list[int]:
+    """Return the places in the catalog of tensors that a round leaves as they were.
+
+    Args:
+        catalog: the tensors.
+        contributors: (peer, index) of whose contributions were in.
+        decision: who of them counts.
+        merge: what the round makes of the experts besides.
+    """
+    sound = {index for peer, index in contributors if peer not in decision.rejected}
+    found = []
+    for place, spec in enumerate(catalog):
+        # What all train has an outer step, whose momentum moves it.
+        if not spec.owners or (merge is not None and spec.name in merge.names):
+            continue
+        counting = sound & set(spec.owners)
+        if decision.verdicts is not None:
+            counting &= set(decision.verdicts[judged_as(spec)].accepted)
+        if not counting:
+            found.append(place)
+    return found
 
 
 def _units_without(catalog: Catalog, index: int, guards: Guards) -> dict[str, str]:

@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 
+from megatron_ext.sync_service.ahead import Taken
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
-from megatron_ext.sync_service.frames import Box, Frame
+from megatron_ext.sync_service.frames import Frame
+from megatron_ext.sync_service.incoming import Incoming, Place
 from megatron_ext.sync_service.parts import Part, Values
 from megatron_ext.sync_service.protocol import pb2
-from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.route import Route
 
 __all__ = ["download"]
-
-_Place = tuple[str, Box]
-"""A tensor's name and a box of it."""
 
 
 def download(
@@ -33,6 +31,7 @@ def download(
     streams: int,
     expected: Values | None = None,
     before: Values | None = None,
+    ahead: Taken | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the values that a round has for parts.
 
@@ -46,31 +45,42 @@ def download(
         expected: values that the round should have for some parts, by their keys. The server sends them only where they
             are others.
         before: values of the round before for all parts, by their keys; updates of them are then taken as well.
+        ahead: what the round should have of some boxes besides; what is returned of them is in this memory.
 
     Raises:
         UserError: the server refuses, or is away for too long.
     """
-    values = {(part.spec.name, part.box): torch.empty(part.box.shape) for part in parts}
+    ahead = ahead or Taken()
+    own = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
+    # What a round has left as it was may have been sent ahead nevertheless, in a contribution that did not count.
+    known = {**ahead.values, **own}
+    places = dict.fromkeys((part.spec.name, part.box) for part in parts)
+    values = dict(ahead.values)
+    values |= {place: torch.empty(place[1].shape) for place in places if place not in values}
     base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
-    known = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
 
-    def take(connection: Connection, share: list[_Place]) -> None:
+    def take(connection: Connection, share: list[Place]) -> None:
         slices = {}
-        for name, box in share:
-            expected = _digest(known.get((name, box)))
-            slices[name, box] = pb2.Slice(name=name, start=box.start, shape=box.shape, expected=expected)
-        since = number - 1 if base else None
-        wanted = {place: values[place] for place in share}
-        left = len(wanted)
+        for place in share:
+            name, box = place
+            expected = _digest(own[place]) if place in own else ahead.sources[place] if place in known else b""
+            slices[place] = pb2.Slice(name=name, start=box.start, shape=box.shape, expected=expected)
+        incoming = Incoming(share, base, values)
+        left = len(share)
 
         def once() -> None:
-            rest = [slices[place] for place in wanted]
-            request = pb2.DownloadRequest(caller=caller, round=number, slices=rest, since=since)
-            _receive(connection, request, wanted, known, base)
+            places = list(incoming.left)
+            request = pb2.DownloadRequest(
+                caller=caller,
+                round=number,
+                slices=[slices[place] for place in places],
+                since=number - 1 if base else None,
+            )
+            _receive(connection, request, places, incoming, known)
 
         def advanced() -> bool:
             nonlocal left
-            before, left = left, len(wanted)
+            before, left = left, len(incoming.left)
             return left < before
 
         connection.again("Download", once, advanced)
@@ -85,9 +95,9 @@ def download(
     return {part.key: values[part.spec.name, part.box] for part in parts}
 
 
-def _shares(places: list[_Place], streams: int) -> list[list[_Place]]:
+def _shares(places: list[Place], streams: int) -> list[list[Place]]:
     """Return places in up to so many shares of about the same size."""
-    shares: list[list[_Place]] = [[] for _ in range(streams)]
+    shares: list[list[Place]] = [[] for _ in range(streams)]
     sizes = [0] * streams
     for place in sorted(places, key=lambda place: -place[1].numel):
         smallest = sizes.index(min(sizes))
@@ -99,52 +109,24 @@ def _shares(places: list[_Place], streams: int) -> list[list[_Place]]:
 def _receive(
     connection: Connection,
     request: Any,
-    values: dict[_Place, torch.Tensor],
-    known: Mapping[_Place, torch.Tensor],
-    base: Mapping[_Place, torch.Tensor],
+    places: Sequence[Place],
+    incoming: Incoming,
+    known: Mapping[Place, torch.Tensor],
 ) -> None:
-    """Fill boxes with what one stream brings, adds to values of the round before, or says to be as expected.
-
-    A box that is whole is taken out of `values`: it is not asked for again when the stream fails later.
-    """
-    arrived = dict.fromkeys(values, 0)
-    places = list(values)
+    """Take what one stream brings: frames, or the word that boxes are as expected."""
+    incoming.begin()
     for batch in connection.stream("Download", request):
         for index in batch.unchanged:
             if index >= len(places) or places[index] not in known:
                 raise DamagedOnTheWay(f"slice {index} is said to be as expected, and was not")
-            if places[index] in values:
-                values.pop(places[index]).copy_(known[places[index]].view(places[index][1].shape))
+            incoming.take_as(places[index], known[places[index]])
         for message in batch.frames:
-            frame = _checked(message)
+            frame = Frame.from_message(message)
             connection.count(received=len(frame.payload))
-            place = (frame.name, frame.box)
-            if place not in values or frame.offset != arrived[place]:
-                raise DamagedOnTheWay(f"a frame that was not asked for: {frame.place}")
-            at = slice(frame.offset, frame.offset + frame.count)
-            if frame.codec == "fp32":
-                frame.decode_into(values[place].view(-1)[at])
-            elif place in base:
-                torch.add(base[place].view(-1)[at], frame.values(), out=values[place].view(-1)[at])
-            else:
-                raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")
-            arrived[place] += frame.count
-            if arrived[place] == values[place].numel():
-                del values[place]
-    if values:
+            incoming.take(frame)
+    if incoming.left:
         raise DamagedOnTheWay("the download ended too early")
 
 
-def _digest(values: torch.Tensor | None) -> bytes:
-    if values is None:
-        return b""
+def _digest(values: torch.Tensor) -> bytes:
     return hashlib.sha256(memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")).digest()
-
-
-def _checked(message: Any) -> Frame:
-    frame = Frame.from_message(message)
-    try:
-        frame.check()
-    except Refusal as refusal:
-        raise DamagedOnTheWay(str(refusal)) from refusal
-    return frame

@@ -142,7 +142,7 @@ class SyncServiceFeature(Feature):
         elif is_over:
             with _timed():
                 tell = peer.report()
-                outcome = peer.client.sync(peer.slices.read(frozen=False), tell())
+                outcome = peer.client.sync(peer.slices.read(frozen=False), tell(), peer.slices.frozen)
                 self._go_on(peer, outcome, outcome.values)
                 peer.client.rest()
             peer.begin_interval()
@@ -153,7 +153,7 @@ class SyncServiceFeature(Feature):
 
         def make() -> RoundOutcome:
             try:
-                return peer.client.sync(values, tell())
+                return peer.client.sync(values, tell(), peer.slices.frozen)
             finally:
                 peer.client.rest()
 

@@ -156,6 +156,12 @@ class Frame:
         """Return the elements as fp32, 1-D, in memory of their own."""
         return codec_of(self.codec).decode(torch.frombuffer(bytearray(self.payload), dtype=torch.uint8), self.count)
 
+    def step(self) -> torch.Tensor:
+        """Return what a pseudo-gradient adds to the values, fp32, 1-D, as the server codes it."""
+        # Not just the opposite: a codec may turn -0 into 0, which added to -0 is 0.
+        codec = codec_of(self.codec)
+        return codec.decode(codec.encode(self.values().neg_()), self.count)
+
     def decode_into(self, out: torch.Tensor) -> None:
         """Put the elements into fp32 memory, 1-D on the CPU."""
         if self.codec == "fp32":
@@ -212,7 +218,7 @@ class Frame:
         )
 
     @classmethod
-    def from_message(cls, message: Any, payload: memoryview | None = None) -> Frame:
+    def from_message(cls, message: Any, payload: bytes | memoryview | None = None) -> Frame:
         """Return what a message holds, unchecked; with the payload from elsewhere, if one is given."""
         return cls(
             name=message.name,

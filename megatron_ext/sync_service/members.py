@@ -74,6 +74,9 @@ class RoundResult:
     excluded: dict[str, dict[str, str]] = field(default_factory=dict)
     """Who counted, but not in these units, with the reasons."""
 
+    kept: tuple[int, ...] = ()
+    """Places in the catalog of tensors that it has left as they were, because nobody who trains them counted."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:

@@ -52,6 +52,9 @@ class Registered:
     shard_of: tuple[int, ...]
     """Which of them has a tensor, in the order of the catalog."""
 
+    looks_ahead: bool
+    """Whether they can be asked for what is known of the open round."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
@@ -77,6 +80,9 @@ class Answer:
 
     excluded: dict[str, str]
     """Units in which this peer's contribution did not count although it did in others, with the reasons."""
+
+    kept: frozenset[int]
+    """Places in the catalog of tensors that the newest round has left as they were."""
 
     @property
     def is_committed(self) -> bool:
@@ -134,6 +140,7 @@ class Membership:
                 contributed=reply.contributed if reply.HasField("contributed") else None,
                 shards=tuple(reply.shards),
                 shard_of=tuple(reply.shard_of),
+                looks_ahead=reply.looks_ahead,
             )
 
         return self._job.on_first(register)
@@ -196,6 +203,7 @@ class Membership:
                     contributors=tuple(reply.contributors),
                     message=reply.message,
                     excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
+                    kept=frozenset(reply.kept),
                 )
             if time.monotonic() > end:
                 raise UserError(

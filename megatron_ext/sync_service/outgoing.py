@@ -131,15 +131,17 @@ class Outgoing:
             if self._codec == "fp32":
                 found[part.key] = values[part.key]
                 continue
-            decoded = torch.empty(part.box.numel)
+            step = torch.empty(part.box.numel)
             for offset, count in cut(part.box.numel, self._frame_bytes):
-                decoded[offset : offset + count] = self._frame(number, (part, offset, count), values).values()
-            found[part.key] = torch.sub(self._anchors[part.key].view(-1), decoded, out=decoded).view(part.box.shape)
+                step[offset : offset + count] = self._frame(number, (part, offset, count), values).step()
+            found[part.key] = step.add_(self._anchors[part.key].view(-1)).view(part.box.shape)
         return found
 
     def _parts_of(self, number: int, index: int) -> list[Part]:
         """Return what is sent to a round: at the start everything, later what the peer trains."""
-        return [part for part in self._parts if number == 0 or part.spec.is_trained_by(index)]
+        wanted = [part for part in self._parts if number == 0 or part.spec.is_trained_by(index)]
+        # First what others can take before the round is made.
+        return sorted(wanted, key=lambda part: len(part.spec.owners) != 1)
 
     def _frame(self, number: int, piece: Piece, values: Values) -> Frame:
         part, offset, count = piece

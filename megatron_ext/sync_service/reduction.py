@@ -10,7 +10,7 @@ bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -85,6 +85,9 @@ class Made:
 
     outer_scalars: dict[str, float]
     """States of the outer optimizer that all tensors share."""
+
+    as_uploaded: dict[str, str] = field(default_factory=dict)
+    """By the names of tensors, whose contribution alone is what they have become."""
 
 
 class _Scratch:
@@ -194,10 +197,14 @@ class Reduction:
         else:
             writer = SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, [UPDATE])
         scalars = dict(self._scalars)
+        as_uploaded: dict[str, str] = {}
         try:
             digest = RoundDigest()
             for spec in self._catalog:
                 values, kept, stepped = self._reduced(spec, contributors, decision)
+                owner = self._sole_owner(spec, contributors, decision)
+                if owner is not None and not (UPDATE in kept and bool(kept[UPDATE][0].isnan())):
+                    as_uploaded[spec.name] = owner
                 scalars = scalars if stepped is None else stepped
                 if self._merge is None:
                     digest.add(spec.name, spec.shape, whole_box(spec.shape), values)
@@ -214,7 +221,7 @@ class Reduction:
         except BaseException:
             writer.abandon()
             raise
-        return writer, Made(sums=digest.sums, outer_scalars=scalars)
+        return writer, Made(sums=digest.sums, outer_scalars=scalars, as_uploaded=as_uploaded)
 
     def _measured(self, contributor: Contributor, scratch: _Scratch) -> Measured:
         nbytes = contributor.contribution.nbytes
@@ -241,6 +248,13 @@ class Reduction:
         if self._absolute:
             return (_mean(partial(self._values, spec), accepted, verdict) if accepted else self._anchor(spec)), {}, None
         return *self._of_owners(spec, accepted, verdict), None
+
+    def _sole_owner(self, spec: TensorSpec, contributors: list[Contributor], decision: Decision) -> str | None:
+        """Return the peer whose contribution alone counts in a tensor with owners that is not merged."""
+        if self._before is None or not spec.owners or spec.name in self._merged:
+            return None
+        accepted = self._verdict(spec, contributors, decision).accepted
+        return contributors[accepted[0]].peer if len(accepted) == 1 else None
 
     def _of_owners(
         self, spec: TensorSpec, accepted: list[Contributor], verdict: Verdict

@@ -324,6 +324,7 @@ class RunState:
             contributors=tuple(event["contributors"]),
             rejected=dict(event["rejected"]),
             excluded=dict(event.get("excluded", {})),
+            kept=tuple(event.get("kept", ())),
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
         self.outer_scalars = event["outer_scalars"]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.config import RunConfig
-from megatron_ext.sync_service.decision import Decision, decide
+from megatron_ext.sync_service.decision import Decision, decide, untouched
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.reduction import Alone, DamagedContribution, Made
@@ -175,6 +175,8 @@ class RoundMaker:
     def _commit(self, job: RoundJob, decision: Decision, made: Made, seconds: float) -> None:
         number, merge = job.number, self._store.shard.merge(job.number)
         snapshot = Snapshot(self._store.shard.snapshot_path(number))
+        counted = [(uploader.peer, uploader.index) for uploader in job.uploaders]
+        kept = [] if number == 0 or job.alone is not None else untouched(self._store.catalog, counted, decision, merge)
         event = {
             "event": "committed",
             "round": number,
@@ -183,6 +185,7 @@ class RoundMaker:
             "rejected": decision.rejected,
             **({"excluded": decision.excluded} if decision.excluded else {}),
             **({"merged": merge.alpha} if merge is not None else {}),
+            **({"kept": kept} if kept else {}),
             **self._came(number),
             "norms": {peer: norm for peer, norm in decision.norms.items() if math.isfinite(norm)},
             "bytes": decision.nbytes,

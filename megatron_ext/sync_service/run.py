@@ -20,6 +20,7 @@ from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.members import Admission, Member, RoundResult
+from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState
@@ -275,6 +276,18 @@ class Run:
         finally:
             with self._changed:
                 self._draining.end_fetching()
+
+    def open_values(self, peer: str, instance: str, number: int) -> OpenValues | None:
+        """Return what is known of the open round's values; None when it is another one, or no round awaits others.
+
+        Raises:
+            Refusal: the caller is refused.
+        """
+        with self._changed:
+            self._caller(peer, instance)
+            if number != self._state.open_round or number == 0 or self.config.is_asynchronous:
+                return None
+            return self._store.shard.open_values(number)
 
     def leave(self, peer: str, instance: str) -> None:
         """End a membership.

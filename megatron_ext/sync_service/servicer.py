@@ -61,6 +61,7 @@ class Servicer(ValuesServicer):
                 contributed=admission.contributed,
                 shards=admission.shards,
                 shard_of=admission.shard_of,
+                looks_ahead=not config.is_asynchronous,
             )
 
     def Commit(self, request: Any, context: Any) -> Any:
@@ -101,6 +102,7 @@ class Servicer(ValuesServicer):
                 contributors=[] if asked is None else asked.contributors,
                 message=reason,
                 excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
+                kept=taken.kept,
             )
 
     def Leave(self, request: Any, context: Any) -> Any:

@@ -21,6 +21,7 @@ from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Judged
 from megatron_ext.sync_service.merge import Merge
+from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 from megatron_ext.sync_service.spool import Contribution, Spool
@@ -82,6 +83,7 @@ class Shard:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._catalog: Catalog | None = None
         self._codec = ""
+        self._sources: tuple[int, dict[str, bytes]] = (-1, {})
 
     def open(self, catalog: Catalog, codec: str) -> None:
         """Say which tensors there are, and how contributions travel."""
@@ -140,6 +142,8 @@ class Shard:
             snapshot: its values, if they have been opened.
         """
         self.snapshots[number] = Snapshot(self.snapshot_path(number)) if snapshot is None else snapshot
+        if self._sources[0] == number:
+            self.snapshots[number].sources = self._sources[1]
         for old in [old for old in self.snapshots if old <= number - self._keep]:
             # A download that is under way keeps the file open.
             self.snapshots.pop(old).path.unlink(missing_ok=True)
@@ -153,6 +157,16 @@ class Shard:
     def missing(self, contribution: Contribution, index: int, number: int) -> str | None:
         """Return in words what a contribution to a round lacks; None when it is whole."""
         return contribution.missing(None if number == 0 else index)
+
+    def open_values(self, number: int) -> OpenValues:
+        """Return what is known of the values of a round, above 0, that is not made yet."""
+        merge = self.merge(number)
+        return OpenValues(
+            self.catalog,
+            self._codec,
+            sent=lambda spec: self.spool.sent_alone(number, spec),
+            merged=frozenset() if merge is None else merge.names,
+        )
 
     def measure(self, job: RoundJob) -> list[Measured]:
         """Return what the decision about a round needs, in the order of its uploaders.
@@ -183,6 +197,8 @@ class Shard:
             self._failpoints.hit("snapshot_written")
             writer.publish()
             self._failpoints.hit("snapshot_renamed")
+            identities = {entry.peer: entry.contribution.identity for entry in contributors}
+            self._sources = job.number, {name: identities[peer] for name, peer in made.as_uploaded.items()}
             return made
 
         return self._made(job, write)

@@ -24,6 +24,7 @@ from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.journal import sync_folder
+from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.reduction import DamagedContribution
 from megatron_ext.sync_service.refusal import Refusal
@@ -107,6 +108,14 @@ class ShardRun:
         finally:
             with self._changed:
                 self._draining.end_fetching()
+
+    def open_values(self, peer: str, instance: str, number: int) -> OpenValues | None:
+        """See `Run.open_values`."""
+        with self._changed:
+            self._hear(peer, instance, lambda open_round: open_round >= number)
+            if number != self._word["open_round"] or number == 0 or self.config.is_asynchronous:
+                return None
+            return self._shard.open_values(number)
 
     # -----------------------------------------------------------------------------------------------------------
     # What the first server asks for

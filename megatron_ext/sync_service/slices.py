@@ -97,6 +97,12 @@ class Slices:
             if frozen or key not in self._frozen
         }
 
+    def frozen(self, key: str) -> torch.Tensor | None:
+        """Return the values of a frozen part on the CPU; None for another one, and where they are not in fp32."""
+        view = self._views[key]
+        exact = key in self._frozen and view.dtype == torch.float32
+        return view.detach().to("cpu") if exact else None
+
     @torch.no_grad()
     def write(self, values: Values) -> None:
         """Put values in the place of the optimizer's; the model's parameters are to be refreshed then."""

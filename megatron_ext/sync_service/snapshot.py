@@ -132,7 +132,12 @@ class SnapshotWriter:
 
 
 class Snapshot:
-    """A snapshot, for reading. May be read from several threads."""
+    """A snapshot, for reading. May be read from several threads.
+
+    Attributes:
+        sources: identities of the contributions that are all of a tensor's values, by its name, as far as this process
+            has made the round.
+    """
 
     def __init__(self, path: Path) -> None:
         """Open the file.
@@ -141,6 +146,7 @@ class Snapshot:
             UserError: it is missing or not one of ours.
         """
         self.path = path
+        self.sources: dict[str, bytes] = {}
         try:
             self._file = path.open("rb", buffering=0)
             (length,) = _LENGTH.unpack(self._file.read(_LENGTH.size))

@@ -14,6 +14,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
 from megatron_ext.sync_service.frames import MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.journal import sync_folder
+from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["Contribution", "Discarded", "Spool"]
@@ -60,7 +62,11 @@ class Discarded(Exception):
 
 
 class Contribution:
-    """What one peer has uploaded for one round. May be appended to from several threads."""
+    """What one peer has uploaded for one round. May be appended to from several threads.
+
+    Attributes:
+        identity: of what is in it, 16 bytes: no other contribution's, nor that of this one after a restart.
+    """
 
     def __init__(self, path: Path, catalog: Catalog, codec: str) -> None:
         """Open the file, or create it, and find the frames that are in it; a last one that is cut off is dropped."""
@@ -70,6 +76,7 @@ class Contribution:
         self._index: dict[str, dict[_Key, _Record]] = {}
         self._coverage: dict[str, Coverage] = {}
         self._discarded = False
+        self.identity = os.urandom(16)
         self._path = path
         self._file = path.open("a+b", buffering=0)
         self._size = 0
@@ -130,13 +137,20 @@ class Contribution:
             index: of the peer; None for one that has to upload everything.
         """
         for spec in self._catalog:
-            covered = self._coverage[spec.name].covered if spec.name in self._coverage else 0
+            covered = self._covered(spec)
             is_wanted = index is None or spec.is_trained_by(index)
             if is_wanted and covered != spec.numel:
                 return f"{covered} of the {spec.numel} elements of tensor {spec.name!r} have arrived"
             if not is_wanted and covered:
                 return f"tensor {spec.name!r} is not this peer's to train"
         return None
+
+    def is_whole(self, spec: TensorSpec) -> bool:
+        """Return whether all of a tensor has arrived."""
+        return self._covered(spec) == spec.numel
+
+    def _covered(self, spec: TensorSpec) -> int:
+        return self._coverage[spec.name].covered if spec.name in self._coverage else 0
 
     def sync(self) -> None:
         """Make everything durable."""
@@ -152,7 +166,12 @@ class Contribution:
 
         Raises:
             Refusal: the file is damaged.
+            Discarded: the contribution is no longer wanted.
         """
+        with self._handle() as handle:
+            return self._read(handle, spec, out)
+
+    def _read(self, handle: int, spec: TensorSpec, out: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(spec.numel, dtype=torch.float32) if out is None else out[: spec.numel]
         total = out.view(spec.shape)
         for box, entries in self._by_box(spec.name).items():
@@ -161,9 +180,9 @@ class Contribution:
             for offset, record in entries:
                 if self._codec == "fp32":
                     # From the disk to where it belongs.
-                    frame = self._load(record, values[offset : offset + record.payload // 4])
+                    frame = self._load(handle, record, values[offset : offset + record.payload // 4])
                 else:
-                    frame = self._load(record)
+                    frame = self._load(handle, record)
                 if (frame.name, *_key(frame)) != (spec.name, box, offset):
                     raise Refusal("damaged", f"another frame is where {spec.name!r} should be ({frame.place})")
                 if self._codec != "fp32":
@@ -172,12 +191,43 @@ class Contribution:
                 total[box.slices] = values.view(box.shape)
         return total.view(-1)
 
+    def frames_of(self, name: str, box: Box) -> Iterator[Frame] | None:
+        """Return the frames of a box of a tensor that is whole, in order; None when it came in other boxes.
+
+        They are unchecked: that is done where they arrive. Iterating raises `Discarded` when the contribution is not
+        wanted any more.
+        """
+        found = self._by_box(name)
+        if box not in found:
+            return None
+
+        def frames() -> Iterator[Frame]:
+            with self._handle() as handle:
+                for _, record in sorted(found[box], key=lambda entry: entry[0]):
+                    start = record.start + _LENGTHS.size
+                    head = pb2.Frame.FromString(os.pread(handle, record.head, start))
+                    yield Frame.from_message(head, os.pread(handle, record.payload, start + record.head))
+
+        return frames()
+
     def discard(self) -> None:
         """Refuse further frames, and remove the file."""
         with self._lock:
             self._discarded = True
             self._file.close()
             self._path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _handle(self) -> Iterator[int]:
+        """Yield a handle of the file that is there until the end, should the contribution be discarded meanwhile."""
+        with self._lock:
+            if self._discarded:
+                raise Discarded
+            handle = os.dup(self._file.fileno())
+        try:
+            yield handle
+        finally:
+            os.close(handle)
 
     def _take(self, frame: Frame, record: _Record) -> None:
         self._index.setdefault(frame.name, {})[_key(frame)] = replace(record, checksum=frame.checksum)
@@ -191,11 +241,11 @@ class Contribution:
             found.setdefault(box, []).append((offset, record))
         return found
 
-    def _load(self, record: _Record, out: torch.Tensor | None = None) -> Frame:
+    def _load(self, handle: int, record: _Record, out: torch.Tensor | None = None) -> Frame:
         """Return a frame, checked, with its payload in `out` (fp32, 1-D), if that is given."""
         head = bytearray(record.head)
         payload = memoryview(bytearray(record.payload)) if out is None else memoryview(out.numpy()).cast("B")
-        read = os.preadv(self._file.fileno(), [head, payload], record.start + _LENGTHS.size)
+        read = os.preadv(handle, [head, payload], record.start + _LENGTHS.size)
         if read != record.head + record.payload:
             raise Refusal("damaged", "the file ends in the middle of a frame")
         return Frame.from_bytes(bytes(head), payload)
@@ -209,7 +259,7 @@ class Contribution:
             if record.head > _MAX_HEAD or record.payload > MAX_PAYLOAD or record.end > size:
                 return
             try:
-                frame = self._load(record)
+                frame = self._load(self._file.fileno(), record)
             except Refusal:
                 return
             yield frame, record
@@ -265,6 +315,12 @@ class Spool:
                     sync_folder(self._folder)
                 self._found[peer] = number, Contribution(folder / f"{peer}.frames", catalog, codec)
             return self._found[peer][1]
+
+    def sent_alone(self, number: int, spec: TensorSpec) -> Contribution | None:
+        """Return the contribution to a round that has all of a tensor; None while there is none, or are several."""
+        with self._lock:
+            found = [entry for at, entry in self._found.values() if at == number and entry.is_whole(spec)]
+        return found[0] if len(found) == 1 else None
 
     def discard(self, peer: str) -> None:
         """Remove what a peer has uploaded."""

@@ -119,7 +119,7 @@ class SyncServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """Sends the values of a committed round.
+        """Sends the values of a committed round, or what is known of the open one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

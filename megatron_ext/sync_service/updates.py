@@ -16,7 +16,7 @@ from megatron_ext.sync_service.frames import Box, codec_of, cut
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
 from megatron_ext.transport.codecs import BLOCK
 
-__all__ = ["RESIDUAL", "UPDATE", "Published", "full", "has_update", "publish", "publish_exactly"]
+__all__ = ["RESIDUAL", "UPDATE", "Published", "can_be_cut", "full", "has_update", "publish", "publish_exactly"]
 
 UPDATE = "update"
 """State of a snapshot: what the round has added to the values; begins with NaN where that cannot be coded."""
@@ -91,6 +91,18 @@ def has_update(snapshot: Snapshot, name: str, codec: str, first: int | None, box
     state = state_name(UPDATE, name)
     if state not in snapshot or bool(snapshot.read(state, 0, 1).isnan()):
         return False
+    return can_be_cut(codec, first, box, numel)
+
+
+def can_be_cut(codec: str, first: int | None, box: Box, numel: int) -> bool:
+    """Return whether a box of a tensor that was coded as a whole can be coded again, by itself, without loss.
+
+    Args:
+        codec: in which.
+        first: position of the box's first element in the tensor when it has no gaps, else None.
+        box: the box.
+        numel: number of elements of the tensor.
+    """
     if codec_of(codec).elementwise:
         return True
     # Blocks share a scale: only whole ones can be coded again without loss.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
+from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.protocol import grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.remote_shard import ShardProblem
@@ -28,6 +29,8 @@ _CODES = {
     "later": grpc.StatusCode.UNAVAILABLE,
 }
 
+_DIGEST_BYTES = 32
+
 FRAME_BYTES = 1 << 18
 """Of fp32 values in a frame. Every stream holds some copies of one, and there are many streams."""
 
@@ -39,6 +42,9 @@ class HasValues(Protocol):
         """See `Run`."""
 
     def snapshot(self, peer: str, instance: str, number: int) -> AbstractContextManager[tuple[Snapshot, Catalog]]:
+        """See `Run`."""
+
+    def open_values(self, peer: str, instance: str, number: int) -> OpenValues | None:
         """See `Run`."""
 
     @property
@@ -75,6 +81,10 @@ class ValuesServicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # gen
         with refusing(context):
             caller = request.caller
             run = served(self._values, caller.run)
+            if request.ahead:
+                known = run.open_values(caller.peer, caller.instance, request.round)
+                yield from () if known is None else _known_batches(known, request.slices)
+                return
             with run.snapshot(caller.peer, caller.instance, request.round) as (snapshot, catalog):
                 is_update = request.HasField("since") and request.since + 1 == request.round
                 codec = run.codec if is_update else "fp32"
@@ -83,22 +93,58 @@ class ValuesServicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # gen
 
 def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec: str) -> Iterator[Any]:
     """Yield messages with the frames of slices, or that they are as expected."""
-    batch: list[Any] = []
-    size = 0
     unchanged: list[int] = []
-    for place, wanted in enumerate(slices):
-        where = snapshot, catalog[wanted.name], tuple(wanted.start), tuple(wanted.shape)
-        if wanted.expected and wanted.expected == _digest(*where):
-            unchanged.append(place)
-            continue
-        for frame in _frames(*where, codec):
-            batch.append(frame.to_message())
-            size += len(frame.payload)
-            if size >= FRAME_BYTES:
-                yield pb2.FrameBatch(frames=batch)
-                batch, size = [], 0
-    if batch or unchanged:
-        yield pb2.FrameBatch(frames=batch, unchanged=unchanged)
+
+    def frames() -> Iterator[Frame]:
+        for place, wanted in enumerate(slices):
+            spec = catalog[wanted.name]
+            box, first = _box(spec, tuple(wanted.start), tuple(wanted.shape))
+            if wanted.expected and wanted.expected in _known_as(snapshot, spec, box, first, len(wanted.expected)):
+                unchanged.append(place)
+            else:
+                yield from _frames(snapshot, spec, box, first, codec)
+
+    yield from _messages((b"", frame) for frame in frames())
+    if unchanged:
+        yield pb2.FrameBatch(unchanged=unchanged)
+
+
+def _known_as(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, size: int) -> list[bytes]:
+    """Return by what a caller may expect the values of a box, in so many bytes."""
+    if size != _DIGEST_BYTES:
+        return [snapshot.sources[spec.name]] if spec.name in snapshot.sources else []
+    found = hashlib.sha256()
+    if first is None:
+        found.update(memoryview(snapshot.read_box(spec.name, box).numpy()).cast("B"))
+        return [found.digest()]
+    for offset, count in cut(box.numel, FRAME_BYTES):
+        found.update(snapshot.read_bytes(spec.name, first + offset, count))
+    return [found.digest()]
+
+
+def _known_batches(known: OpenValues, slices: Iterable[Any]) -> Iterator[Any]:
+    """Yield messages with the frames of those slices of the open round that are known."""
+
+    def frames() -> Iterator[tuple[bytes, Frame]]:
+        for wanted in slices:
+            spec = known.catalog[wanted.name]
+            yield from known.frames(spec, *_box(spec, tuple(wanted.start), tuple(wanted.shape)), FRAME_BYTES)
+
+    return _messages(frames())
+
+
+def _messages(frames: Iterable[tuple[bytes, Frame]]) -> Iterator[Any]:
+    """Yield messages of about the size of a frame, each of one contribution."""
+    batch: list[Any] = []
+    size, last = 0, b""
+    for source, frame in frames:
+        if batch and (size >= FRAME_BYTES or source != last):
+            yield pb2.FrameBatch(frames=batch, source=last)
+            batch, size = [], 0
+        batch.append(frame.to_message())
+        size, last = size + len(frame.payload), source
+    if batch:
+        yield pb2.FrameBatch(frames=batch, source=last)
 
 
 def served[T](runs: Mapping[str, T], name: str) -> T:
@@ -125,18 +171,6 @@ def refusing(context: Any) -> Iterator[None]:
         context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server cannot write: {error}")
 
 
-def _digest(snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> bytes:
-    """Return the SHA-256 of the values of a box of a tensor; of the whole tensor when the box is empty."""
-    found = hashlib.sha256()
-    box, first = _box(spec, start, shape)
-    if first is None:
-        found.update(memoryview(snapshot.read_box(spec.name, box).numpy()).cast("B"))
-        return found.digest()
-    for offset, count in cut(box.numel, FRAME_BYTES):
-        found.update(snapshot.read_bytes(spec.name, first + offset, count))
-    return found.digest()
-
-
 def _box(spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int | None]:
     """Return a box of a tensor, the whole when it is empty, and where it begins in the tensor if it has no gaps.
 
@@ -150,14 +184,8 @@ def _box(spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> tu
     return box, flat_offset(spec.shape, box.start, box.shape)
 
 
-def _frames(
-    snapshot: Snapshot, spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...], codec: str = "fp32"
-) -> Iterator[Frame]:
-    """Yield the frames of a box of a tensor; of the whole tensor when the box is empty.
-
-    With a lossy codec they are of its update, where there is one for this box, else of its values.
-    """
-    box, first = _box(spec, start, shape)
+def _frames(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, codec: str) -> Iterator[Frame]:
+    """Yield the frames of a box of a tensor: with a lossy codec of its update, where it has one, else of its values."""
     if codec != "fp32" and not has_update(snapshot, spec.name, codec, first, box, spec.numel):
         codec = "fp32"
     source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)

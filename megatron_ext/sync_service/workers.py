@@ -40,6 +40,10 @@ class PeerValues:
         """Return the values of `parts`, see `Slices.read`."""
         return self._slices.read(frozen=frozen, copy=copy) if self._moves else {}
 
+    def frozen(self, key: str) -> torch.Tensor | None:
+        """Return the values of a part that is frozen, see `Slices.frozen`."""
+        return self._slices.frozen(key)
+
     def write(self, values: Values) -> None:
         """Take the first worker's values, on all workers; all ranks must call it.
 

@@ -13,18 +13,16 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.spes import Ownership, merge_experts
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.client import SyncClient
 from megatron_ext.sync_service.connection import DamagedOnTheWay
 from megatron_ext.sync_service.download import download
 from megatron_ext.sync_service.parts import whole_parts
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 from tests.sync_service.service import Service
+from tests.sync_service.watching import Received, watch
 
 MakeService = Callable[..., Service]
 Values = dict[str, torch.Tensor]
-Received = tuple[str, int, str, str]
-"""Peer, round, tensor and codec of a frame."""
 EXPERTS, LAYERS = 6, 2
 OWNERSHIP = Ownership.contiguous(2, EXPERTS)
 MERGING = {"sync_steps": 10, "merge_interval": 20, "merge_alpha_start": 0.5, "merge_decay_steps": 100, "merge_topk": 2}
@@ -81,7 +79,7 @@ def run_rounds(
     with service.client("p0", CATALOG, codec=codec) as first, service.client("p1", CATALOG, codec=codec) as second:
         clients = (first, second)
         for client in clients if received is not None else ():
-            client._connection.stream = watched(client, client._connection.stream, received)
+            watch(client, received)
         found = [client.start(start_values()) for client in clients][:1]
         for number in range(1, rounds + 1):
             sent = [trained(found[-1], client.index, number) for client in clients]
@@ -91,15 +89,6 @@ def run_rounds(
             assert all(torch.equal(taken[0][name], taken[1][name]) for name in taken[0])
             found.append(taken[0])
     return found
-
-
-def watched(client: SyncClient, stream: Callable[..., Any], received: list[Received]) -> Callable[..., Any]:
-    def messages(method: str, request: Any) -> Iterator[Any]:
-        for batch in stream(method, request):
-            received.extend((client.config.peer, request.round, frame.name, frame.codec) for frame in batch.frames)
-            yield batch
-
-    return messages
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
