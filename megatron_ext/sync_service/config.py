@@ -130,8 +130,6 @@ class ServerConfig:
             found.append(f"shards are {', '.join(map(str, self.shards))}; give 2 or more, each once, or drop shards")
         if not 0 <= self.shard < len(self.shards):
             found.append(f"shard is {self.shard}; it must be 0 to {len(self.shards) - 1} (--shard)")
-        if self.state is not None:
-            found.append("state cannot be combined with shards yet; drop one of them")
         if self.tls_cert is not None and self.tls_ca is None:
             found.append("shards with tls_cert need tls_ca, by which the first one knows the others; add it")
         return found

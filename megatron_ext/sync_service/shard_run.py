@@ -28,6 +28,7 @@ from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.reduction import DamagedContribution
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.remote_shard_copy import IDENTITY, ShardCopy
 from megatron_ext.sync_service.shard import Shard
 from megatron_ext.sync_service.shard_messages import (
     by_judged_to_json,
@@ -35,7 +36,7 @@ from megatron_ext.sync_service.shard_messages import (
     job_from_json,
     measured_to_json,
 )
-from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 from megatron_ext.sync_service.spool import Contribution
 
 __all__ = ["ShardRun"]
@@ -65,10 +66,13 @@ class ShardRun:
         self.config = server.runs[name]
         self._server = server
         self._title = f"shard {server.shard}"
-        self._identity = folder / "shard.json"
+        self._identity = folder / IDENTITY
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / "journal.jsonl").exists():
             raise UserError(f"{folder}: belongs to a server that has whole runs; give {self._title} another dir")
+        self._copy = None if server.state is None else ShardCopy(server.state, name, server.shard)
+        if self._copy is not None:
+            self._copy.meet(folder)
         self._shard = Shard(self.config, folder, server.keep_snapshots, failpoints)
         self._failpoints = failpoints
         self._changed = threading.Condition()
@@ -203,6 +207,8 @@ class ShardRun:
             )
         elif open_round > self._word["open_round"]:
             self._shard.committed(open_round - 1)
+            if self._copy is not None:
+                self._copy.drop_snapshots({snapshot_name(number) for number in (*self._shard.snapshots, open_round)})
         for peer, instance in self._word["members"].items():
             if members.get(peer) != instance and peer not in kept:
                 spool.discard(peer)
@@ -219,6 +225,8 @@ class ShardRun:
             identity = {"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}
             new = self._identity.with_suffix(".new")
             new.write_text(json.dumps(identity))
+            if self._copy is not None:
+                self._copy.put_identity(new.read_bytes())
             new.replace(self._identity)
             sync_folder(self._identity.parent)
         self._shard.open(Catalog.from_json(word["catalog"]), word["codec"])
@@ -265,6 +273,8 @@ class ShardRun:
                 if arguments["call"] == "common_squares":
                     return {"squares": by_judged_to_json(self._shard.common_squares(job, decision))}
                 made = self._shard.write(job, decision)
+                if self._copy is not None:
+                    self._copy.put_snapshot(self._shard.snapshot_path(job.number))
                 return {"sums": made.sums, "outer_scalars": made.outer_scalars}
             except DamagedContribution as damaged:
                 return {"damaged": [damaged.peer, damaged.problem]}

@@ -383,7 +383,6 @@ def test_another_number_of_shards_than_the_run_began_with_is_refused(tmp_path: P
         ({"shards": ["a:1", "b"]}, "shards: 'b' is no address"),
         ({"shards": ["a:1", "b:1"], "shard": 2}, "shard is 2; it must be 0 to 1"),
         ({"shard": 1}, "shard is 1, and there are no shards"),
-        ({"shards": ["a:1", "b:1"], "state": "s3://x/y"}, "state cannot be combined with shards yet"),
     ],
 )
 def test_shards_that_cannot_be_are_refused(changes: dict[str, Any], problem: str):
