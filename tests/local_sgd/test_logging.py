@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The iteration line, TensorBoard and the timers carry our fields after Megatron's own."""
 
+import re
+
 import pytest
 
 from tests.local_sgd.runs import arguments, local_run, worker_slices
@@ -80,8 +82,13 @@ def test_tensorboard_has_all_rounds_since_it_was_written_to(tmp_path):
     assert together[0] == (4, apart[0][1] + apart[1][1])
 
 
-def test_the_outer_sync_timer_is_listed_with_megatrons():
-    ranks = local_run(
-        "single", "fp32", workers=2, train_iters=4, local_sgd_sync_interval=2, timing_log_level=1
-    )
-    assert any("outer-sync" in rank.stdout for rank in ranks)
+@pytest.mark.parametrize("option", ["minmax", "max", "all"])
+def test_the_outer_sync_timer_is_listed_with_megatrons(option):
+    timing = {"timing_log_level": 2, "timing_log_option": option}
+    ranks = local_run("dp2", "bf16-distopt", workers=2, train_iters=4, local_sgd_sync_interval=2, **timing)
+    said = ranks[-1].stdout  # Megatron's last rank says it, for the ranks of all workers
+    times = said.rpartition("outer-sync")[2]
+    if option == "all":
+        assert re.match(r":(\n +rank +\d+: [\d.]+){4}", times), said
+    else:
+        assert re.match(r" *\.*: *\(?[\d.]+", times), said
