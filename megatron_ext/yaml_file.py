@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["load_yaml", "read_yaml"]
+__all__ = ["read_yaml"]
 
 _MERGE = "tag:yaml.org,2002:merge"
 """Of the key `<<`."""
@@ -31,14 +31,14 @@ def read_yaml(path: Path, extra: str) -> Any:
             f"{path}: reading YAML needs PyYAML; install it with: pip install 'megatron-ext[{extra}]'"
         ) from None
     try:
-        return load_yaml(path.read_text(encoding="utf-8"))
+        return _load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def load_yaml(text: str) -> Any:
+def _load(text: str) -> Any:
     """Return the content of YAML in which no mapping has a key twice; PyYAML itself would take the last one.
 
     Raises:

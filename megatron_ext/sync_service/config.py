@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.run_config import RunConfig
-from megatron_ext.yaml_file import load_yaml
+from megatron_ext.yaml_file import read_yaml
 
 __all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
 
@@ -149,19 +149,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, or a field is unknown or of the wrong type.
     """
-    try:
-        import yaml
-    except ImportError as error:
-        raise UserError(
-            "--config needs the package PyYAML; install it with: pip install 'megatron-ext[spes]'"
-        ) from error
-    try:
-        content = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: is not YAML: {error}") from error
-    given = _checked(content, ServerConfig, str(path))
+    given = _checked(read_yaml(path, "spes"), ServerConfig, str(path))
     if not isinstance(given.get("shards", []), list):
         raise UserError(f"{path}: shards must be a list of addresses, such as [host0:50051, host1:50051]")
     for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca"):
