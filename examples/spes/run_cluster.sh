@@ -18,8 +18,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 if [[ ${1:-} == --hosts ]]; then
-    # shellcheck source=examples/hot_switch/lib/hosts.sh
-    source "$ROOT/examples/hot_switch/lib/hosts.sh"
+    # shellcheck source=scripts/lib/hosts.sh
+    source "$ROOT/scripts/lib/hosts.sh"
     (($# >= 2)) || launch_error "--hosts needs a file with a line 'HOST slots=GPUS' for every peer"
     read_hostfile "$2"
     shift 2

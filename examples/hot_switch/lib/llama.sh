@@ -5,8 +5,8 @@
 
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
-# shellcheck source=examples/hot_switch/lib/hosts.sh
-source "$ROOT/examples/hot_switch/lib/hosts.sh"
+# shellcheck source=scripts/lib/hosts.sh
+source "$ROOT/scripts/lib/hosts.sh"
 
 STRATEGY_TABLE="$ROOT/configs/hot_switch_strategies.txt"
 MODEL_TABLE="$ROOT/megatron_ext/hot_switch/presets.txt"
