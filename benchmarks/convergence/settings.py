@@ -91,6 +91,14 @@ DILOCO = Method(name="diloco_h16", title="DiLoCo, H = 16", options=_diloco(SHORT
 EDIT = Method(name="edit_h16", title="EDiT, H = 16", options={**_diloco(SHORT_INTERVAL), **PENALTY}, goal=1.02)
 EDIT_LONG = Method(name="edit_h64", title="EDiT, H = 64", options={**_diloco(64), **PENALTY}, goal=1.02)
 
+# With so few rounds a larger outer step, and less momentum that has to build up, lead further.
+EDIT_FEW = Method(
+    name="edit_h64_few",
+    title="EDiT, H = 64, outer lr 1, momentum 0.7",
+    options={**EDIT_LONG.options, "outer_optimizer_lr": 1.0, "outer_optimizer_momentum": 0.7},
+    goal=1.02,
+)
+
 STREAMING = Method(
     name="streaming_int4",
     title="Streaming DiLoCo, H = 16, 4-bit",
@@ -111,7 +119,7 @@ RELATIVE = Method(
     goal=1.02,
 )
 
-METHODS = (SYNCHRONOUS, DILOCO, EDIT, EDIT_LONG, STREAMING, RELATIVE)
+METHODS = (SYNCHRONOUS, DILOCO, EDIT, EDIT_LONG, EDIT_FEW, STREAMING, RELATIVE)
 """All of them; another one is one more entry."""
 
 
