@@ -30,6 +30,9 @@ class ByteRelay:
         self.down = 0
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
+        if rate is not None:
+            # What stands in buffers is no longer the sender's, whose pace would not be the link's.
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SLOW_CHUNK)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 

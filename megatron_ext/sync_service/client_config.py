@@ -46,7 +46,7 @@ class ClientConfig:
     frame_bytes: int = 1 << 18
     """Bytes of a frame."""
 
-    call_bytes: int = 32 << 20
+    call_bytes: int = 8 << 20
     """Bytes of an upload call: what is sent again when one fails."""
 
     round_seconds: float = 3600.0

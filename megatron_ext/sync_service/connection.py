@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import is_loopback
@@ -21,6 +21,9 @@ __all__ = ["Connection", "ConnectionConfig", "DamagedOnTheWay"]
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+_SEE_THAT_IT_RUNS = "see that it runs there, and that nothing is in the way"
+_ADVICE = {grpc.StatusCode.RESOURCE_EXHAUSTED: "mend that on its machine"}
 
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
@@ -71,7 +74,42 @@ class ConnectionConfig:
     """How long a call is tried again while the server is away or its disk is full."""
 
     call_seconds: float = 120.0
-    """Deadline of one try of a call; of a download, how long nothing may come."""
+    """Deadline of one try of a call; of an upload or download, how long nothing may go on."""
+
+
+class _Watch:
+    """Cancels a call after some seconds of silence."""
+
+    def __init__(self, call: Any, seconds: float, what: str) -> None:
+        self.call = call
+        self._seconds = seconds
+        self._what = what
+        self._last = time.monotonic()
+        self._ended = threading.Event()
+        self._stalled = False
+
+    def heard(self) -> None:
+        """Say that there is no silence now."""
+        self._last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._ended.set()
+        self.call.cancel()
+        if self._stalled and isinstance(error, grpc.RpcError | grpc.FutureCancelledError):
+            raise _Stalled(f"nothing has {self._what} for {self._seconds:g} s") from error
+        if isinstance(error, grpc.FutureCancelledError):
+            raise _Stalled("it was cancelled") from error
+
+    def _watch(self) -> None:
+        while not self._ended.wait(max(self._last + self._seconds - time.monotonic(), 0.01)):
+            if time.monotonic() > self._last + self._seconds:
+                self._stalled = True
+                self.call.cancel()
+                return
 
 
 class Connection:
@@ -144,29 +182,37 @@ class Connection:
     def stream(self, method: str, request: Any) -> Iterator[Any]:
         """Yield the messages of one try of a call, which may take as long as it likes while messages come."""
         call = self.begin(method, request)
-        limit, heard, ended, stalled = self.config.call_seconds, time.monotonic(), threading.Event(), False
-
-        def watch() -> None:
-            nonlocal stalled
-            while not ended.wait(max(heard + limit - time.monotonic(), 0.01)):
-                if time.monotonic() > heard + limit:
-                    stalled = True
-                    call.cancel()
-                    return
-
-        threading.Thread(target=watch, name=f"{method} watch", daemon=True).start()
-        try:
+        with _Watch(call, self.config.call_seconds, "come") as watch:
             for message in call:
-                heard = time.monotonic()
+                watch.heard()
                 yield message
-                heard = time.monotonic()  # what the caller took to work on it does not count
-        except grpc.RpcError as error:
-            if stalled:
-                raise _Stalled(f"nothing has come for {limit:g} s") from error
-            raise
-        finally:
-            ended.set()
-            call.cancel()
+                watch.heard()  # what the caller took to work on it does not count
+
+    def send(self, method: str, messages: Callable[[], Iterator[Any]]) -> Any:
+        """Return the answer to a call whose request is a stream, which may take as long as it likes while it is taken.
+
+        Args:
+            method: its name in the protocol.
+            messages: makes the messages anew for every try.
+
+        Raises:
+            UserError: the server refuses, or is away for longer than the patience.
+        """
+
+        def once() -> Any:
+            watch = _Watch(None, self.config.call_seconds, "been taken")
+
+            def watched() -> Iterator[Any]:
+                for message in messages():
+                    watch.heard()
+                    yield message  # it is asked for the next one when there is room for it on the way
+                watch.heard()
+
+            watch.call = getattr(self._methods(), method).future(watched(), metadata=self._metadata)
+            with watch:
+                return watch.call.result()
+
+        return self.again(method, once)
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
         """Add to the bytes of values that went through this connection; what is sent again counts again."""
@@ -217,7 +263,7 @@ class Connection:
             if time.monotonic() + pause > end:
                 raise UserError(
                     f"server {self.config.server} has not answered {what} for {self.config.patience_seconds:.0f} s "
-                    f"({code.name}: {text}); see that it runs (megatron-ext server status), then start again"
+                    f"({code.name}: {text}); {_ADVICE.get(code, _SEE_THAT_IT_RUNS)}, then start again"
                 ) from problem
             if not said:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)

@@ -24,7 +24,7 @@ from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState
-from megatron_ext.sync_service.remote_shard import RemoteShard
+from megatron_ext.sync_service.remote_shard import RemoteShard, ShardProblem
 from megatron_ext.sync_service.report import Report
 from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
@@ -75,6 +75,7 @@ class Run:
         self._failpoints = failpoints
         self._on_fatal = on_fatal
         self._stopped_by = ""
+        self._unwritten = ""
         self._changed = threading.Condition()
         self._stopping = False
         self._draining = Draining()
@@ -122,7 +123,7 @@ class Run:
         Raises:
             Refusal: it does not fit the run.
         """
-        with self._changed:
+        with self._noting(), self._changed:
             self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
@@ -166,7 +167,8 @@ class Run:
             Refusal: a frame or the caller is refused; the frames before it are kept.
             OSError: the disk refuses.
         """
-        return receive(lambda: self._contribution(peer, instance, number), frames, self._failpoints)
+        with self._noting():
+            return receive(lambda: self._contribution(peer, instance, number), frames, self._failpoints)
 
     def commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         """Count a contribution as whole.
@@ -185,6 +187,10 @@ class Run:
             Refusal: the caller is refused.
             OSError: the disk refuses, or a shard does.
         """
+        with self._noting():
+            return self._commit(peer, instance, number, report)
+
+    def _commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         if self.config.step_weights and number > 0 and not report.steps:
             raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
         contribution = self._contribution(peer, instance, number)
@@ -401,7 +407,21 @@ class Run:
     @property
     def _problem(self) -> str:
         """Why the open round cannot be made; empty when it can."""
-        return self._stopped_by or self._maker.problem
+        return self._stopped_by or self._maker.problem or self._unwritten
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        """Say in the log, and in the status until something can be written again, what a peer could not write."""
+        try:
+            yield
+        except ShardProblem:
+            raise  # its status says so
+        except OSError as error:
+            said, self._unwritten = self._unwritten, f"what peers send cannot be written: {error}"
+            if said != self._unwritten:
+                log.error("run %s: %s", self.name, self._unwritten)
+            raise
+        self._unwritten = ""
 
     def _word(self) -> dict[str, Any]:
         """Return what other servers have to know of the run that have parts of its values."""

@@ -73,15 +73,10 @@ class Server:
         self._failpoints = failpoints or Failpoints()
         self._runs: dict[str, Run] = {}
         self._shard_runs: dict[str, ShardRun] = {}
-        if config.shard == 0:
-            self._runs = {name: self._run(name, folder / "runs" / name) for name in config.runs}
-        else:
-            self._shard_runs = {
-                name: ShardRun(name, config, folder / "runs" / name, self._failpoints) for name in config.runs
-            }
         self._grpc = grpc.server(
-            # Whoever awaits a round holds a thread, and so does every stream.
-            ThreadPoolExecutor(max_workers=min(16 + 8 * sum(run.peers for run in config.runs.values()), 512)),
+            # Whoever awaits a round holds a thread, and so does every stream, of which a peer of many ranks has many;
+            # there are only as many threads as have been needed.
+            ThreadPoolExecutor(max_workers=min(64 * (1 + sum(run.peers for run in config.runs.values())), 4096)),
             interceptors=[TokenInterceptor(token)] if token is not None else [],
             options=[
                 ("grpc.max_receive_message_length", MAX_MESSAGE),
@@ -93,15 +88,23 @@ class Server:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
+        # First what may go wrong and concerns nobody else: an open run has taken its URL from whoever had it.
+        self.address = self._bind()
+        self._status_page = None
+        if config.status_port is not None and config.shard == 0:
+            self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
+        try:
+            self._open_runs(folder / "runs")
+        except BaseException:
+            if self._status_page is not None:
+                self._status_page.close()
+            raise
         servicer: ValuesServicer = Servicer(self._runs, self._drain)
         if self._shard_runs:
             servicer = ShardServicer(self._shard_runs, config.shard, config.shards[0])
         pb2_grpc.add_SyncServiceServicer_to_server(servicer, self._grpc)
         self._health.add_to(self._grpc)
-        self._status_page = None
-        if config.status_port is not None and config.shard == 0:
-            self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
-        self.address = self._listen()
+        self._grpc.start()
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
 
     def wait(self) -> None:
@@ -137,6 +140,14 @@ class Server:
         """End soon. Nothing is lost: what counts is on the disk."""
         self._ended.set()
 
+    def _open_runs(self, folder: Path) -> None:
+        config = self._config
+        for name in config.runs:
+            if config.shard == 0:
+                self._runs[name] = self._run(name, folder / name)
+            else:
+                self._shard_runs[name] = ShardRun(name, config, folder / name, self._failpoints)
+
     def _run(self, name: str, folder: Path) -> Run:
         config = self._config
         return Run(
@@ -163,7 +174,7 @@ class Server:
         )
 
     def _overview(self) -> list[dict[str, Any]]:
-        return [run.overview() for run in self._runs.values()]
+        return [run.overview() for run in list(self._runs.values())]
 
     def _drain(self) -> None:
         self._draining = True
@@ -175,7 +186,8 @@ class Server:
         if len(self._failed) == len(self._config.runs):
             self._ended.set()
 
-    def _listen(self) -> str:
+    def _bind(self) -> str:
+        """Take the port, at which nobody is answered before the server is started."""
         config = self._config
         host, _, wanted = config.bind.rpartition(":")
         try:
@@ -189,7 +201,6 @@ class Server:
                 f"bind {config.bind}: cannot listen there (port {wanted} in use, no such address, or a bad "
                 f"certificate): {error}"
             ) from error
-        self._grpc.start()
         return f"{host}:{port}"
 
 

@@ -52,7 +52,7 @@ def upload(
                 connection.count(sent=sum(len(frame.payload) for frame in frames))
                 yield pb2.UploadRequest(caller=caller, round=number, frames=[frame.to_message() for frame in frames])
 
-        return bool(connection.call("Upload", requests).closed)
+        return bool(connection.send("Upload", requests).closed)
 
     by_server = [
         [(connection, job) for job in outgoing.jobs(number, index, call_bytes, partial(route.leads, at))]

@@ -287,13 +287,18 @@ def test_a_full_disk_stops_the_round_until_there_is_room(make_service: MakeServi
     check_history(service, 2)
 
 
-def test_a_disk_too_full_for_uploads_makes_peers_wait(make_service: MakeService):
+def test_a_disk_too_full_for_uploads_makes_peers_wait(make_service: MakeService, capsys: pytest.CaptureFixture[str]):
     service = make_service(peers=1)
     server = service.start(file_size=30_000)
     peer = service.peer("p0", 1)
     until(lambda: "RESOURCE_EXHAUSTED" in peer.output, "the peer's complaint")
+    assert main(["server", "status", "--server", service.address]) == 0
+    assert "PROBLEM: what peers send cannot be written: " in capsys.readouterr().out
+    assert "what peers send cannot be written: " in service.output
     server.limit_files(-1)
     assert peer.wait() == 0, peer.output
+    assert main(["server", "status", "--server", service.address]) == 0
+    assert "cannot be written" not in capsys.readouterr().out
     # What was written by half has left no trace.
     assert not service.events("forgotten")
     check_history(service, 1)

@@ -16,6 +16,7 @@ from megatron_ext.sync_service import remote as remote_module
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.store import RunStore
+from tests.sync_service.peer import start_values
 from tests.sync_service.service import Service
 from tests.sync_service.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.test_on_disk import CATALOG, snapshot
@@ -243,3 +244,17 @@ def test_what_kept_states_depend_on_cannot_be_changed(
         return
     with pytest.raises(UserError, match=said):
         RunStore("r", RunConfig(peers=2, **then), tmp_path, 2)
+
+
+def test_a_server_that_cannot_start_takes_the_url_from_nobody(make_service: MakeService):
+    first, second = make_service(peers=1), make_service(peers=1)
+    for service in (first, second):
+        service.extra = {"state": f"file://{first.folder}/bucket"}
+    first.start()
+    second.address = first.address
+    assert second.start().wait() == 2
+    assert f"bind {first.address}: cannot listen there" in second.output
+    assert not (second.state / "runs").exists()
+    values = start_values(1)
+    with first.client("p0", values) as client:
+        client.start(values)

@@ -76,6 +76,53 @@ def test_a_download_may_take_longer_than_any_call(make_service: MakeService):
         assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
 
 
+def publish_through(
+    service: Service, relay: ByteRelay, values: dict[str, torch.Tensor], call_seconds: float
+) -> dict[str, torch.Tensor]:
+    """Return what a peer begins with that uploads the start over a link, in one call."""
+    impatient = {"server": relay.address, "patience_seconds": PATIENCE, "call_seconds": call_seconds}
+    with service.client("p0", values, connection=impatient, streams=1, call_bytes=32 * MIB) as client:
+        return client.start(values)
+
+
+def test_an_upload_may_take_longer_than_any_call(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    # More than stands in the kernel's buffers, with which a call seems to be further than it is.
+    values = {f"{name}.{part}": value for name, value in VALUES.items() for part in range(3)}
+    begin = time.monotonic()
+    with ByteRelay(int(service.address.rpartition(":")[2]), rate=2 * MIB) as relay:
+        taken = publish_through(service, relay, values, 8.0)
+    assert time.monotonic() - begin > 8.0
+    assert all(torch.equal(taken[name], value) for name, value in values.items())
+    (uploaded,) = service.events("uploaded")
+    assert relay.up < 1.1 * uploaded["bytes"]  # once
+
+
+def test_an_upload_that_nobody_takes_is_given_up(make_service: MakeService, caplog: pytest.LogCaptureFixture):
+    class Stuck(ByteRelay):
+        def _pass_on(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
+            while is_up and self.up < MIB:
+                data = source.recv(1 << 16)
+                self.up += len(data)
+                target.sendall(data)
+            if is_up:
+                over.wait()
+            else:
+                super()._pass_on(source, target, is_up)
+
+    over = threading.Event()
+    service = make_service(peers=1)
+    service.start()
+    with (
+        Stuck(int(service.address.rpartition(":")[2])) as relay,
+        pytest.raises(UserError, match=r"has not answered .* for 5 s"),
+    ):
+        publish_through(service, relay, VALUES, 2.0)
+    over.set()
+    assert "Upload: DEADLINE_EXCEEDED (nothing has been taken for 2 s); trying again" in caplog.text
+
+
 def test_what_has_come_before_a_link_broke_is_not_sent_again(make_service: MakeService):
     with joined_through(make_service, limit=3 * MIB) as (taken, relay):
         assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
