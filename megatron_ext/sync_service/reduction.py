@@ -9,6 +9,7 @@ bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,6 +203,7 @@ class Reduction:
             digest = RoundDigest()
             for spec in self._catalog:
                 values, kept, stepped = self._reduced(spec, contributors, decision)
+                _require_finite(spec, values)
                 owner = self._sole_owner(spec, contributors, decision)
                 if owner is not None and not (UPDATE in kept and bool(kept[UPDATE][0].isnan())):
                     as_uploaded[spec.name] = owner
@@ -276,11 +278,11 @@ class Reduction:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
         anchor = self._anchor(spec)
         if not self._is_exact and self._before is not None and state_name(RESIDUAL, spec.name) in self._before:
-            anchor += self._before.read(state_name(RESIDUAL, spec.name))
+            anchor += self._before.read_checked(state_name(RESIDUAL, spec.name))
         optimizer = self._optimizer([anchor])
         if self._before is not None and not self._is_fresh:
             keys = {name: state_name(name, spec.name) for name in self._states}
-            found = {name: [self._before.read(key)] for name, key in keys.items() if key in self._before}
+            found = {name: [self._before.read_checked(key)] for name, key in keys.items() if key in self._before}
             optimizer.load(found, self._scalars)
         scalars = None
         coefficient = decision.coefficients.get(judged_as(spec), 1.0) if self._alone is None else self._alone.weight
@@ -329,7 +331,7 @@ class Reduction:
 
     def _anchor(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
         assert self._before is not None
-        return self._before.read(spec.name, out=out)
+        return self._before.read_checked(spec.name, out=out)
 
     def _uploaded(self, spec: TensorSpec, contributor: Contributor, out: torch.Tensor | None = None) -> torch.Tensor:
         try:
@@ -347,6 +349,17 @@ class Reduction:
     def _values(self, spec: TensorSpec, contributor: Contributor) -> torch.Tensor:
         uploaded = self._uploaded(spec, contributor)
         return uploaded if self._absolute else torch.sub(self._anchor(spec), uploaded, out=uploaded)
+
+
+def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:
+    """Let no round be committed that would break its peers: contributions are finite, so this is nobody's fault here.
+
+    Raises:
+        RuntimeError: a value is not finite.
+    """
+    # A product of finite values may overflow.
+    if not math.isfinite(float(values.dot(values))) and not bool(torch.isfinite(values).all()):
+        raise RuntimeError(f"the round would give tensor {spec.name!r} values that are not finite")
 
 
 def _square(values: torch.Tensor) -> float:

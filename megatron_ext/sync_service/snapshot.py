@@ -2,7 +2,8 @@
 """Snapshots: the values and the outer optimizer's states of one committed round, in one safetensors file.
 
 Written and read tensor by tensor, so that the memory it takes does not depend on the model. A file appears under its
-name only when it is whole and on the disk, and never changes afterwards.
+name only when it is whole and on the disk, and never changes afterwards: its head has a checksum of every tensor and
+state, by which that is noticed when the next round is made of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import math
 import os
 import struct
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +26,9 @@ from megatron_ext.sync_service.journal import sync_folder
 __all__ = ["Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
 
 _LENGTH = struct.Struct("<Q")
+
+_SUMS = "crc32"
+"""In the metadata: 8 hexadecimal digits for each tensor and state, in their order."""
 
 
 def snapshot_name(number: int) -> str:
@@ -62,20 +67,22 @@ class SnapshotWriter:
         # A peer that trains a tensor alone moves it by itself: there is no outer step, and no state of one.
         names += [(state_name(state, s.name), s) for state in states for s in catalog if not s.owners]
         names += [(state_name(state, s.name), s) for state in states_of_all for s in catalog]
-        head: dict[str, object] = {"__metadata__": metadata}
+        self._sums = {name: 0 for name, _ in names}
+        self._head: dict[str, object] = {"__metadata__": {**metadata, _SUMS: _joined(self._sums)}}
+        self._metadata = metadata
+        self._overwritten: set[str] = set()
         self._missing = {name for name, _ in names}
         self._places: dict[str, tuple[int, int]] = {}
         position = 0
         for name, spec in names:
             end = position + 4 * spec.numel
-            head[name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": [position, end]}
+            self._head[name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": [position, end]}
             self._places[name] = (position, end)
             position = end
-        text = json.dumps(head).encode()
-        text += b" " * (-len(text) % 8)
-        self._begin = _LENGTH.size + len(text)
+        head = self._packed_head()
+        self._begin = len(head)
         self._file = self._partial.open("w+b", buffering=0)
-        self._put(0, _LENGTH.pack(len(text)) + text)
+        self._put(0, head)
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Write a tensor, fp32 on the CPU.
@@ -88,6 +95,7 @@ class SnapshotWriter:
         if len(data) != end - position:
             raise ValueError(f"{name} has {len(data)} bytes instead of {end - position}")
         self._missing.remove(name)
+        self._sums[name] = zlib.crc32(data)
         self._put(self._begin + position, data)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> torch.Tensor:
@@ -106,12 +114,16 @@ class SnapshotWriter:
         data = _bytes_of(values)
         if start + 4 * offset + len(data) > end:
             raise ValueError(f"{name} ends before element {offset + values.numel()}")
+        self._overwritten.add(name)
         self._put(self._begin + start + 4 * offset, data)
 
     def sync(self) -> None:
         """Make what was written durable, still beside its final place."""
         if self._missing:
             raise ValueError(f"tensor {min(self._missing)!r} was not written")
+        for name in self._overwritten:
+            self._sums[name] = zlib.crc32(_bytes_of(self.read(name)))
+        self._put(0, self._packed_head())  # as long as before
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -124,6 +136,11 @@ class SnapshotWriter:
         """Remove the unfinished file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
+
+    def _packed_head(self) -> bytes:
+        text = json.dumps({**self._head, "__metadata__": {**self._metadata, _SUMS: _joined(self._sums)}}).encode()
+        text += b" " * (-len(text) % 8)
+        return _LENGTH.pack(len(text)) + text
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
         while data:
@@ -155,6 +172,9 @@ class Snapshot:
             head = json.loads(self._file.read(length))
             self.metadata: dict[str, str] = head.get("__metadata__", {})
             self._entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+            # Those of former releases have none.
+            sums = self.metadata.get(_SUMS, "")
+            self._sums = {name: int(sums[8 * at : 8 * at + 8], 16) for at, name in enumerate(self._entries) if sums}
             self._begin = _LENGTH.size + length
             size = self._begin + max(entry["data_offsets"][1] for entry in self._entries.values())
             if path.stat().st_size != size:
@@ -172,7 +192,7 @@ class Snapshot:
     def read(
         self, name: str, offset: int = 0, count: int | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return elements of a tensor: fp32, 1-D, in memory of their own.
+        """Return elements of a tensor: fp32, 1-D, in memory of their own. They are not compared with the checksum.
 
         Args:
             name: of a tensor or a state.
@@ -183,6 +203,20 @@ class Snapshot:
         start, end = self._entries[name]["data_offsets"]
         count = (end - start) // 4 - offset if count is None else count
         return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}", out)
+
+    def read_checked(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return a whole tensor or state, as `read` does.
+
+        Raises:
+            OSError: it cannot be read, or is not what was written.
+        """
+        found = self.read(name, out=out)
+        if name in self._sums and zlib.crc32(_bytes_of(found)) != self._sums[name]:
+            raise OSError(
+                f"{self.path}: {name!r} is damaged on the disk; restore the file from a copy, and start the server "
+                "again"
+            )
+        return found
 
     def read_bytes(self, name: str, offset: int, count: int) -> bytes:
         """Return elements of a tensor as the bytes that they are in the file, little-endian fp32."""
@@ -200,6 +234,10 @@ class Snapshot:
         row = math.prod(shape[1:])
         rows = self.read(name, box.start[0] * row, box.shape[0] * row).view(box.shape[0], *shape[1:])
         return rows[(slice(None), *box.slices[1:])].contiguous().view(-1)
+
+
+def _joined(sums: dict[str, int]) -> str:
+    return "".join(f"{value:08x}" for value in sums.values())
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:

@@ -255,6 +255,32 @@ def columns(spec: TensorSpec) -> list[Part]:
     return [Part(key=f"{spec.name}{box.start}", spec=spec, box=box) for box in boxes]
 
 
+def test_a_momentum_damaged_on_the_servers_disk_makes_no_round(make_service: MakeService):
+    service = make_service(peers=1, outer_optimizer="sgd")
+    service.start()
+    start = start_values(1)
+    with service.client("p0", start) as client:
+        values = client.start(start)
+        values = client.sync(trained(values, 0, 1)).values
+        service.server.kill()
+        service.server.wait()
+        path = service.state / "runs/demo/snapshots" / "round-00000001.safetensors"
+        whole = path.read_bytes()
+        head = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
+        name = next(name for name in head if name.startswith("outer:momentum_buffer:"))
+        at = 8 + int.from_bytes(whole[:8], "little") + head[name]["data_offsets"][0]
+        path.write_bytes(whole[:at] + b"\0\0\x80\x7f" + whole[at + 4 :])  # infinity
+        service.start()
+        client.upload(2, trained(values, 0, 2))
+        until(lambda: f"{name!r} is damaged on the disk" in service.output, "the server's complaint")
+        assert [event["round"] for event in service.events("committed")] == [0, 1]
+        service.server.kill()
+        service.server.wait()
+        path.write_bytes(whole)
+        service.start()
+        assert client.fetch(2, trained(values, 0, 2)).number == 2
+
+
 def test_a_contribution_damaged_on_the_servers_disk_is_uploaded_again(make_service: MakeService):
     service = make_service()
     service.start()
