@@ -3,12 +3,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
 
 __all__ = ["read_yaml"]
+
+_EXPONENT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$")
+"""Of a number such as 1e-3, which PyYAML takes for text."""
 
 _MERGE = "tag:yaml.org,2002:merge"
 """Of the key `<<`."""
@@ -60,4 +64,6 @@ def _load(text: str) -> Any:
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
+    # As YAML 1.2 has it: without a point, too.
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
     return yaml.load(text, Loader)  # a safe loader

@@ -80,7 +80,11 @@ def check_against(
     for field in sorted((agreed.keys() | config.keys()) - own):
         wanted, found = agreed.get(field), config.get(field)
         if wanted != found:
-            raise Refusal("state", f"config field {field!r} is {found!r} at peer {peer!r} and {wanted!r} in the run")
+            raise Refusal(
+                "state",
+                f"config field {field!r} is {found!r} at peer {peer!r} and {wanted!r} in the run, which its first peer "
+                "has said; give the same, or begin a run under another name",
+            )
     difference = known.difference(catalog)
     if difference is not None:
         raise Refusal("state", f"the catalog of peer {peer!r} is not the run's: {difference}")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,6 +91,13 @@ class Run:
                 if number > 0
             ],
         )
+        steps = config.sync_steps or 1
+        if config.merge_interval is not None and config.merge_interval % steps:
+            every = math.lcm(config.merge_interval, steps)
+            log.warning(
+                "run %s: merge_interval is %d and sync_steps %d, so experts are merged every %d steps",
+                *(name, config.merge_interval, steps, every),
+            )
         self._maker = RoundMaker(config, self._store, self._shards, self._changed, failpoints, self._fail)
 
     # -----------------------------------------------------------------------------------------------------------

@@ -75,9 +75,9 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("token_file: none.txt\nruns: {r: {peers: 2}}", "token_file .*none.txt: cannot be read: No such file"),
         ("keep_snapshots: 0\nruns: {r: {peers: 2}}", "keep_snapshots is 0"),
         ("state: /data\nruns: {r: {peers: 2}}", "state is '/data'; give a URL such as s3://bucket/folder"),
-        ("state: dropbox://x\nruns: {r: {peers: 2}}", "state dropbox://x: .*[Ii]nstall"),
+        ("bind: 127.0.0.1:0\nstate: dropbox://x\nruns: {r: {peers: 2}}", "state dropbox://x: .*[Ii]nstall"),
         (
-            "state: nowhere://x\nruns: {r: {peers: 2}}",
+            "bind: 127.0.0.1:0\nstate: nowhere://x\nruns: {r: {peers: 2}}",
             "state nowhere://x: cannot be used: ValueError: Protocol not known",
         ),
         ("status_port: 70000\nruns: {r: {peers: 2}}", "status_port is 70000; it must be 0 to 65535"),
@@ -214,3 +214,10 @@ def test_files_that_are_no_pem_are_named_on_both_sides(tmp_path: Path, capsys: p
     assert f"tls_key {notes}: is no PEM file" in capsys.readouterr().err
     assert main(["server", "status", "--server", "127.0.0.1:port"]) == 2
     assert "server is '127.0.0.1:port'; give ADDRESS:PORT" in capsys.readouterr().err
+
+
+def test_a_number_may_be_written_without_a_point(tmp_path: Path):
+    path = tmp_path / "server.yaml"
+    path.write_text("runs: {r: {peers: 2, outer_optimizer: sgd, outer_optimizer_lr: 7e-1, max_norm: 1E3}}")
+    run = read_config(path)["runs"]["r"]
+    assert (run.outer_optimizer_lr, run.max_norm) == (0.7, 1000.0)

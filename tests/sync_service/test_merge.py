@@ -176,3 +176,9 @@ def test_a_run_that_merges_refuses_peers_that_do_not_fit(make_service: MakeServi
             client.register()
     with service.client("p0", CATALOG, agreed={"--sync-service-interval": "10"}) as client:
         assert client.register() == 0
+
+
+def test_an_interval_that_no_rounds_fall_on_is_said(make_service: MakeService):
+    service = make_service(**{**MERGING, "merge_interval": 15})
+    service.start()
+    assert "merge_interval is 15 and sync_steps 10, so experts are merged every 30 steps" in service.output
