@@ -59,6 +59,7 @@ if [[ ${MODE:-} == centralized ]]; then
     launch_error "MODE=centralized needs no server: one node trains alone (run_single_node.sh 0)"
 fi
 PORT="${PORT:-50051}"
+is_number "$PORT" || launch_error "PORT is '$PORT'; give a whole number, 1 or more"
 if [[ -n ${NPROC_PER_NODE:-} ]]; then
     export GPUS_PER_NODE="$NPROC_PER_NODE"
 fi
@@ -86,16 +87,33 @@ if ((RANK > 0)); then
     exec "${node[@]}"
 fi
 
+export STATE_DIR="${STATE_DIR:-$ROOT/outputs/spes/server}"
+# The server writes down its address when it listens; a former one's file says nothing of this one.
+listening() { stat -c %y "$STATE_DIR/address" 2>/dev/null || true; }
+before="$(listening)"
+# How often others have joined, as its journal says.
+joined() {
+    grep -s '"event": *"joined"' "$STATE_DIR/runs/${RUN:-spes}/journal.jsonl" | grep -vc "\"peer\": *\"node$RANK\"" || true
+}
+joined_before="$(joined)"
 PORT="$PORT" BIND="${BIND:-0.0.0.0}" "$ROOT/examples/spes/run_parameter_server.sh" "${SERVER_SECURITY[@]}" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
+# Without a server of its own the peer might meet whoever listens at that port.
+while [[ "$(listening)" == "$before" ]]; do
+    kill -0 "$server" 2>/dev/null || launch_error "the server has not started (see above), so this node's peer is not either"
+    sleep 0.2
+done
 status=0
 "${node[@]}" || status=$?
 
 # The others may have steps to go: the server ends when they have left, which two answers have to say.
 if ((status != 0)); then
-    printf '%s: this peer has failed (exit code %s); the server goes on for the others. %s\n' "$(basename "$0")" \
-        "$status" "On this node: run_single_node.sh $RANK --resume" >&2
+    again=(env "SERVER_ADDR=$MASTER_ADDR:$PORT" "EXTRA_ARGS=${EXTRA_ARGS:+$EXTRA_ARGS }${PEER_SECURITY[*]}"
+        "$ROOT/examples/spes/run_single_node.sh" "$RANK")
+    [[ ! -f "${OUTPUT:-$ROOT/outputs/spes}/node$RANK/latest_checkpointed_iteration.txt" ]] || again+=(--resume)
+    printf '%s: this peer has failed (exit code %s); the server goes on for the others, until they have come and left. %s\n' \
+        "$(basename "$0")" "$status" "To start it again on this node:$(printf ' %q' "${again[@]}")" >&2
 fi
 COUNT='import json, sys
 peers = [peer["peer"] for run in json.load(sys.stdin)["runs"] for peer in run["peers"]]
@@ -104,11 +122,13 @@ others() {
     python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}" |
         python -c "$COUNT" "$1"
 }
+# While a peer that has failed is gone, the others may not have come yet.
+has_met() { ((status == 0 || ${TOTAL_PEERS:-4} == 1 || $(joined) > joined_before)); }
 alone=0
 while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
     # A server too busy to answer has not said that nobody is there.
     left="$(others "$( ((status == 0)) || echo "node$RANK")")" || left=unknown
-    if [[ $left == 0 ]]; then
+    if [[ $left == 0 ]] && has_met; then
         alone=$((alone + 1))
     else
         alone=0

@@ -3,7 +3,9 @@
 
 import os
 import shlex
+import socket
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +266,41 @@ def test_numbers_of_the_server_that_are_none_are_refused(desk: Desk) -> None:
     for name, value in (("MERGE_INTERVAL", "abc"), ("TOTAL_PEERS", "0"), ("PORT", "-1")):
         code, output = desk.run(SERVER, STATE_DIR=str(desk.folder / "state"), **{name: value})
         assert code == 1 and f"{name} is '{value}'" in output
+
+
+def test_a_node_whose_server_does_not_start_has_no_peer_that_meets_another_one(desk: Desk) -> None:
+    recorded = desk.folder / "arguments"
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    environment = {"BACKEND": "cpu", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1", "BIND": "127.0.0.1"}
+    environment |= {"STATE_DIR": str(desk.folder / "state"), "OUTPUT": str(desk.folder)}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        code, output = desk.run(CLUSTER, PORT=port, RECORDED_ARGUMENTS=str(recorded), **environment)
+    assert code == 1 and "the server has not started (see above), so this node's peer is not either" in output, output
+    assert "cannot listen there" in output and not recorded.exists()
+    code, output = desk.run(CLUSTER, **environment, PORT="x")
+    assert code == 1 and "PORT is 'x'; give a whole number" in output
+
+
+def test_the_server_of_a_cluster_waits_for_peers_that_come_after_its_own_nodes_has_failed(desk: Desk) -> None:
+    desk.command("torchrun", "exit 3")
+    port = free_port()
+    environment = {"BACKEND": "cpu", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1", "PORT": str(port)}
+    environment |= {"STATE_DIR": str(desk.folder / "state"), "OUTPUT": str(desk.folder), "MERGE_INTERVAL": "0"}
+    with desk.start(CLUSTER, **environment) as cluster:
+        until(lambda: "the server goes on for the others" in cluster.output.read_text(), "the peer's end")
+        # Longer than two answers take.
+        time.sleep(12)
+        assert cluster.process.poll() is None
+        config = ClientConfig(
+            connection=ConnectionConfig(server=f"127.0.0.1:{port}"),
+            run="spes",
+            peer="node1",
+            agreed={"--sync-service-interval": "100"},
+        )
+        with SyncClient(config, {"w": torch.zeros(4)}) as other:
+            other.register()
+            other.leave()
+        code, output = cluster.finish()
+    again = f"env SERVER_ADDR=127.0.0.1:{port} EXTRA_ARGS=--sync-service-insecure {NODE} 0\n"
+    assert code == 3 and again in output, output
