@@ -104,6 +104,8 @@ def argument_problems(args: Any) -> list[str]:
         )
     if problems or args.sync_service_peers is None:
         return problems
+    if not 0 <= args.sync_service_index < args.sync_service_peers:
+        return []  # the sync service names it, and such a peer has no experts that anything could be wrong with
     try:
         ownership = ownership_of(args)
     except UserError as error:

@@ -127,6 +127,13 @@ def test_what_does_not_work_is_named(change: dict[str, Any], sentence: str):
     assert [problem for problem in problems if problem.startswith(sentence)], problems
 
 
+def test_a_peer_that_there_is_not_is_the_sync_services_to_name():
+    args = completed(**{**FLAGS, "sync_service_index": 7, "moe_grouped_gemm": True})
+    assert argument_problems(args) == []
+    problems = SyncServiceConfig.from_args(args).problems()
+    assert [problem for problem in problems if problem.startswith("--sync-service-index is 7")], problems
+
+
 def test_where_nothing_is_frozen_experts_may_be_grouped():
     everywhere = {**FLAGS, "spes_num_train_experts_per_node": 4, "moe_grouped_gemm": True}
     assert argument_problems(completed(**everywhere)) == []
