@@ -391,7 +391,7 @@ class SyncClient:
         for _ in range(3):
             number = answer.newest
             results = self._job.on_all(partial(self._take, number, taken, expected))
-            failed = [text for text, _ in results if text]
+            failed = [text for text, _, _ in results if text]
             if failed:
                 # Rounds went on meanwhile, and this one is no longer kept.
                 answer = self._await(number, {})
@@ -399,7 +399,11 @@ class SyncClient:
                     raise UserError(failed[0])
                 log.warning("round %d: %s; taking round %d", number, failed[0], answer.newest)
                 continue
-            self._check_digest(RoundDigest(sums for _, sums in results), answer)
+            digest = RoundDigest(sums for _, sums, _ in results)
+            if digest.hex() != answer.digest and any(was_ahead for _, _, was_ahead in results):
+                log.warning("round %d: what was taken ahead of it is not what is said of it; taking it again", number)
+                continue
+            self._check_digest(digest, answer)
             self.round, self.uploaded, self.digest = number, False, answer.digest
             self._outgoing.go_on_from(taken)
             return taken
@@ -407,8 +411,9 @@ class SyncClient:
 
     def _take(
         self, number: int, taken: dict[str, torch.Tensor], expected: Values | None
-    ) -> tuple[str, tuple[int, int]]:
-        """Download a round; return why that failed, which may be mended by taking another one, and the digest's sums.
+    ) -> tuple[str, tuple[int, int], bool]:
+        """Download a round; return why that failed, which may be mended by taking another one, the digest's sums, and
+        whether something of it was there before.
 
         Over all processes of the job, every element is in the sums once.
         """
@@ -421,11 +426,11 @@ class SyncClient:
                 download(self._route, self._pool, caller, self.parts, number, streams, expected, before, ahead)
             )
         except UserError as error:
-            return str(error), digest.sums
+            return str(error), digest.sums, False
         for part in self.parts:
             if part.is_primary:
                 digest.add(part.spec.name, part.spec.shape, part.box, taken[part.key])
-        return "", digest.sums
+        return "", digest.sums, bool(ahead.values)
 
     def _check_digest(self, digest: RoundDigest, answer: Answer) -> None:
         """Compare what the processes of the job have downloaded with the journal."""

@@ -55,6 +55,9 @@ class OpenValues:
         """
         if len(spec.owners) != 1 or spec.name in self._merged:
             return
+        # The round codes the tensor as a whole: other blocks of it might come to other values.
+        if self._codec != "fp32" and not can_be_cut(self._codec, first, box, spec.numel):
+            return
         contribution = self._sent(spec)
         if contribution is None:
             return
@@ -62,7 +65,7 @@ class OpenValues:
             as_they_came = contribution.frames_of(spec.name, box)
             if as_they_came is not None:
                 yield from ((contribution.identity, frame) for frame in as_they_came)
-            elif self._codec == "fp32" or can_be_cut(self._codec, first, box, spec.numel):
+            else:
                 values = contribution.read(spec).view(spec.shape)[box.slices].reshape(-1)
                 for offset, count in cut(box.numel, frame_bytes):
                     part = values[offset : offset + count]

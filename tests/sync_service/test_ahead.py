@@ -4,15 +4,19 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_ext.cli.main import main
+from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import SyncClient
 from megatron_ext.sync_service.digest import RoundDigest
-from megatron_ext.sync_service.frames import whole_box
+from megatron_ext.sync_service.frames import Box, Frame, whole_box
+from megatron_ext.sync_service.open_values import OpenValues
+from megatron_ext.sync_service.spool import Contribution
 from tests.sync_service.service import Service, until
 from tests.sync_service.watching import Received, watch
 
@@ -167,6 +171,44 @@ def test_a_server_that_is_killed_meanwhile_costs_no_bit(make_service: MakeServic
         taken = [client.fetch(1, sent[client.index]).values for client in clients]
         assert len({digest(values) for values in taken}) == 1
         assert all(torch.equal(taken[0][name], sent[OWNER[name]][name]) for name in EXPERTS)
+
+
+def test_values_that_were_taken_ahead_and_do_not_add_up_are_taken_again(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    service = make_service(peers=PEERS)
+    service.start()
+    with started(service, "int8") as (clients, begun, received):
+        sent = [trained(begun, index, 1) for index in range(PEERS)]
+        monkeypatch.setattr(Frame, "step", Frame.values)  # of the wrong sign
+        for client in clients[:2]:
+            client.upload(1, sent[client.index])
+        until(lambda: of(1) <= set(arrived(received, 0)), "the experts of p1 at p0")
+        clients[2].upload(1, sent[2])
+        taken = [client.fetch(1, sent[client.index]).values for client in clients]
+        assert len({digest(values) for values in taken}) == 1
+    assert "what was taken ahead of it is not what is said of it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("codec", "rows", "known"), [("fp32", 3, True), ("bf16", 3, True), ("int8", 3, False), ("int8", 4, True)]
+)
+def test_a_box_is_known_before_the_round_where_no_other_blocks_are_coded(
+    tmp_path: Path, codec: str, rows: int, known: bool
+):
+    spec = TensorSpec(name="w", shape=(8, 64), owners=(0,))
+    contribution = Contribution(tmp_path / "p.frames", Catalog([spec]), codec)
+    boxes = [Box((0, 0), (rows, 64)), Box((rows, 0), (8 - rows, 64))]
+    for box in boxes:
+        contribution.append(Frame.make(spec.name, spec.shape, box, 0, torch.randn(box.numel), codec))
+    found = OpenValues(Catalog([spec]), codec, sent=lambda _: contribution, merged=frozenset())
+    for box in boxes:
+        frames = list(found.frames(spec, box, flat_offset(spec.shape, box.start, box.shape), 1 << 18))
+        assert [frame.box for _, frame in frames] == [box] * known
+    whole = list(found.frames(spec, whole_box(spec.shape), 0, 1 << 18))
+    assert [source for source, _ in whole] == [contribution.identity]
+    merged = OpenValues(Catalog([spec]), codec, sent=lambda _: contribution, merged=frozenset({"w"}))
+    assert not list(merged.frames(spec, whole_box(spec.shape), 0, 1 << 18))
 
 
 def test_a_client_that_is_closed_in_the_middle_asks_no_more(make_service: MakeService):
