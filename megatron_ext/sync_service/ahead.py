@@ -65,7 +65,6 @@ class Ahead:
         """
         self.number = number
         self._caller = caller
-        self._since = number - 1 if before else None
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._calls: set[Any] = set()
@@ -117,9 +116,7 @@ class Ahead:
     def _ask(self, connection: Connection, incoming: Incoming, sources: dict[Place, bytes]) -> None:
         """Take what is known of what is lacking."""
         slices = [pb2.Slice(name=name, start=box.start, shape=box.shape) for name, box in incoming.left]
-        request = pb2.DownloadRequest(
-            caller=self._caller, round=self.number, slices=slices, since=self._since, ahead=True
-        )
+        request = pb2.DownloadRequest(caller=self._caller, round=self.number, slices=slices, ahead=True)
         with self._lock:
             if self._ended.is_set():
                 return

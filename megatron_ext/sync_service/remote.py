@@ -74,19 +74,13 @@ class RemoteState(RemoteFolder):
                 self._parts = _extended(self._parts, line)
             for number in range(there.count(b"\n") // LINES, len(self._parts)):
                 self._put_part(number, self._parts[number])
-            sizes = self._snapshot_sizes()
-            for snapshot in (folder / "snapshots").glob("*.safetensors"):
-                # One of the same name and size was copied before its round was committed.
-                if sizes.get(snapshot.name) != snapshot.stat().st_size:
-                    self.put_snapshot(snapshot)
+            self._put_missing(folder / "snapshots")
             return
         log.info("run in %s goes on from %s", folder, self._url)
         # What was uploaded there has been overtaken.
         shutil.rmtree(folder / "spool", ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
-        with self._reading():
-            for name in self._listed("snapshots"):
-                self._files.get_file(name, str(folder / "snapshots" / name.rpartition("/")[2]))
+        self._get_snapshots(folder / "snapshots")
         path.with_suffix(".new").write_bytes(there)
         path.with_suffix(".new").replace(path)
 

@@ -86,6 +86,20 @@ class RemoteFolder:
         except OSError as error:
             log.warning("%s; old snapshots stay", error)
 
+    def _put_missing(self, folder: Path) -> None:
+        """Copy the snapshots of a folder there that are not there yet."""
+        sizes = self._snapshot_sizes()
+        for snapshot in folder.glob("*.safetensors"):
+            # One of the same name and size was copied before its round was committed.
+            if sizes.get(snapshot.name) != snapshot.stat().st_size:
+                self.put_snapshot(snapshot)
+
+    def _get_snapshots(self, folder: Path) -> None:
+        """Copy the snapshots that are there into a folder."""
+        with self._reading():
+            for name in self._listed("snapshots"):
+                self._files.get_file(name, str(folder / name.rpartition("/")[2]))
+
     def _own(self) -> None:
         """Become the one that writes."""
         with self._reading():

@@ -78,10 +78,7 @@ class ShardCopy(RemoteFolder):
             self._own()
             if is_elsewhere:
                 self._take(folder)
-            for snapshot in (folder / "snapshots").glob("*.safetensors"):
-                # One of the same name and size was copied before.
-                if self._snapshot_sizes().get(snapshot.name) != snapshot.stat().st_size:
-                    self.put_snapshot(snapshot)
+            self._put_missing(folder / "snapshots")
             if path.exists():
                 self.put_identity(path.read_bytes())
         except OSError as error:
@@ -114,9 +111,7 @@ class ShardCopy(RemoteFolder):
         for name in ("spool", "snapshots"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True)
-        with self._reading():
-            for name in self._listed("snapshots"):
-                self._files.get_file(name, str(folder / "snapshots" / name.rpartition("/")[2]))
+        self._get_snapshots(folder / "snapshots")
         path = folder / IDENTITY
         path.with_suffix(".new").write_bytes(identity)
         path.with_suffix(".new").replace(path)
