@@ -12,6 +12,7 @@ from megatron_ext.backends.cpu import (
     compilation,
     cuda_calls,
     gloo_threads,
+    gloo_workers,
     megatron_gaps,
     placement,
     rng,
@@ -34,6 +35,7 @@ def patches() -> list[Patch]:
         *placement.patches(),
         *cuda_calls.patches(),
         *rng.patches(),
+        *gloo_workers.patches(),
         *megatron_gaps.patches(),
     ]
     if torch_adam.needed():
