@@ -244,6 +244,11 @@ class RunState:
     # What has happened
     # -----------------------------------------------------------------------------------------------------------
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether there is neither a round, nor a contribution to one, nor a peer."""
+        return self.open_round == 0 and not (self.members or self.uploaded or self.closing)
+
     def apply(self, event: Event) -> None:
         """Take an event in. Events that say nothing about the state change nothing."""
         handlers: dict[str, Callable[[Event], None]] = {

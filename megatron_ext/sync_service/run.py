@@ -144,11 +144,12 @@ class Run:
             if self._shards.problem:
                 raise Refusal("state" if self._shards.is_refused else "later", self._shards.problem)
             check_alone(self.config, config, catalog)
-            if self._state.config is not None:
+            begins = self._begins_with(config, catalog)
+            if not begins:
                 own = {INTERVAL} if self.config.is_asynchronous else set()
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
             event = self._state.check_joining(peer, instance, index)
-            if self._state.config is None:
+            if begins:
                 self._store.create(config, catalog)
             if event is not None:
                 if peer not in self._state.uploaded:
@@ -197,6 +198,17 @@ class Run:
         """
         with self._noting():
             return self._commit(peer, instance, number, report)
+
+    def _begins_with(self, config: dict[str, str], catalog: Catalog) -> bool:
+        """Return whether what a peer brings is what the run shall be from now on.
+
+        A peer with a wrong setting that left before there was a round must not stand in the way of the right ones.
+        Other shards know the former tensors, so there it does.
+        """
+        if self._state.config is None:
+            return True
+        same = config == self._store.agreed and self._store.catalog.difference(catalog) is None
+        return self._state.is_deserted and not self._shards.others and not same
 
     def _commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         if self.config.step_weights and number > 0 and not report.steps:

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -190,6 +191,7 @@ class Server:
         """Take the port, at which nobody is answered before the server is started."""
         config = self._config
         host, _, wanted = config.bind.rpartition(":")
+        _try_out(host, int(wanted))
         try:
             if config.tls_cert is not None and config.tls_key is not None:
                 credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -198,10 +200,28 @@ class Server:
                 port = self._grpc.add_insecure_port(config.bind)
         except RuntimeError as error:
             raise UserError(
-                f"bind {config.bind}: cannot listen there (port {wanted} in use, no such address, or a bad "
-                f"certificate): {error}"
+                f"bind {config.bind}: cannot listen there (port {wanted} in use by now, or a bad certificate): {error}"
             ) from error
         return f"{host}:{port}"
+
+
+def _try_out(host: str, port: int) -> None:
+    """Listen at an address for a moment: gRPC says itself on stderr that it cannot, in lines of its own, and not why.
+
+    Raises:
+        UserError: the address is in use, or not this machine's.
+    """
+    try:
+        address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(address[0], socket.SOCK_STREAM) as trial:
+            # As gRPC does: a port that a server has just left may be used.
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind(address[4])
+            trial.listen(1)
+    except OSError as error:
+        raise UserError(
+            f"bind {host}:{port}: cannot listen there: {error.strerror}; stop who does, or give another port or address"
+        ) from error
 
 
 def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:

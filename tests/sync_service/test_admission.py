@@ -228,7 +228,54 @@ def test_two_servers_do_not_share_a_folder_or_a_port(make_service: MakeService):
     other = make_service()
     other.address = service.address
     assert other.start().wait() == 2
-    assert f"bind {service.address}: cannot listen there" in other.output
+    # One sentence: gRPC would say the same in lines of its own.
+    wanted = f"bind {service.address}: cannot listen there: Address already in use; stop who does, or give another"
+    assert [line for line in other.output.splitlines() if "listen" in line or "bind" in line or "E0000" in line] == [
+        next(line for line in other.output.splitlines() if wanted in line)
+    ]
+
+
+def test_an_address_of_another_machine_is_refused_by_name(make_service: MakeService):
+    service = make_service()
+    service.address, service.extra = "203.0.113.7:0", {"insecure": True}
+    server = service.start()
+    assert server.wait() == 2 and "bind 203.0.113.7:0: cannot listen there: Cannot assign" in server.output
+
+
+@pytest.mark.parametrize("end", ["left", "evicted"])
+def test_what_a_peer_has_said_wrong_is_forgotten_when_it_goes_before_there_is_a_round(
+    make_service: MakeService, end: str
+):
+    service = make_service()
+    server = service.start()
+    with service.client("typo", {"scale": START["scale"]}, codec="bf16", agreed={"sync_interval": "1"}) as client:
+        client.register()
+        if end == "left":
+            client.leave()
+        else:
+            assert main(["server", "evict", "typo", "--run", "demo", "--server", service.address]) == 0
+    peers = [service.peer(f"p{index}", 1) for index in range(2)]
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+    server.kill(signal.SIGTERM)
+    server.wait()
+    # The next server reads the same in the journal.
+    service.start()
+    with (
+        service.client("p0", START, agreed={"sync_interval": "1"}) as client,
+        pytest.raises(UserError, match="config field"),
+    ):
+        client.register()
+
+
+def test_what_the_first_peer_has_said_holds_while_anybody_is_there(make_service: MakeService):
+    service = make_service(peers=3)
+    service.start()
+    with service.client("p0", START, codec="bf16") as first, service.client("p1", START, codec="bf16") as second:
+        first.register()
+        second.register()
+        first.leave()
+        with service.client("p2", START) as client, pytest.raises(UserError, match="config field 'codec' is 'fp32'"):
+            client.register()
 
 
 def test_another_number_of_peers_is_refused_for_a_run_that_has_begun(make_service: MakeService):
