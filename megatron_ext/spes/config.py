@@ -117,6 +117,12 @@ class SpesConfig(FromArgs):
         elif len(given) != 1:
             said = f"{' and '.join(given)} are given" if given else "nothing says who owns which experts"
             found.append(f"{said}; give one of {', '.join(ways)}")
+        every = self.decayed_factor_update_steps
+        if every != type(self).decayed_factor_update_steps and not self.using_decayed_aux_loss:
+            found.append(
+                "decayed_factor_update_steps has no effect without using_decayed_aux_loss; add it or drop "
+                "decayed_factor_update_steps"
+            )
         if self.expert_owners is not None and self.expert_assignment != "contiguous":
             found.append("expert_assignment has no effect with expert_owners; drop one of them")
         return found

@@ -81,6 +81,8 @@ class ServerConfig:
             UserError: something is wrong; names every problem.
         """
         found = []
+        if not self.dir:
+            found.append("dir is empty; name the folder in which the server shall keep its state")
         host, _, port = self.bind.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             found.append(f"bind is {self.bind!r}; give ADDRESS:PORT, such as 127.0.0.1:50051")

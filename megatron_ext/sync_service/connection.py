@@ -128,7 +128,7 @@ class Connection:
         if config.tls_ca is None and not is_loopback(host) and not config.insecure:
             raise UserError(
                 f"server {config.server} is on another machine, and without tls_ca everything goes there in the open; "
-                "give tls_ca, or say insecure"
+                "give tls_ca (--tls-ca FILE), or say insecure (--insecure)"
             )
         if (config.tls_cert is None) != (config.tls_key is None) or (config.tls_cert and config.tls_ca is None):
             raise UserError("tls_cert and tls_key belong together, and need tls_ca; give all three or only tls_ca")

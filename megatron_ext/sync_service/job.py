@@ -19,10 +19,10 @@ class Job(Protocol):
     """The processes that speak for one peer. All of them call both methods in the same order."""
 
     def on_first(self, function: Callable[[], _T]) -> _T:
-        """Call a function in the first process; all return its result, or raise its UserError."""
+        """Call a function in the first process; all return its result, or end with what it has raised."""
 
     def on_all(self, function: Callable[[], _T]) -> list[_T]:
-        """Call a function in every process; all return the results in order, or raise the first UserError."""
+        """Call a function in every process; all return the results in order, or end with what the first one raised."""
 
 
 class OneProcess:
@@ -52,28 +52,40 @@ class Ranks:
     def on_first(self, function: Callable[[], _T]) -> _T:
         """See `Job`."""
         first = dist.get_process_group_ranks(self._group)[0]
-        answers = [_attempt(function) if dist.get_rank() == first else None]
+        attempt = _Attempt(function) if dist.get_rank() == first else None
+        answers = [attempt and attempt.answer]
         dist.broadcast_object_list(answers, src=first, group=self._group)
-        result: _T = _results(answers)[0]
+        result: _T = _results(answers, attempt)[0]
         return result
 
     def on_all(self, function: Callable[[], _T]) -> list[_T]:
         """See `Job`."""
         answers: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(answers, _attempt(function), group=self._group)
-        return _results(answers)
+        attempt = _Attempt(function)
+        dist.all_gather_object(answers, attempt.answer, group=self._group)
+        return _results(answers, attempt)
 
 
-def _attempt(function: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return a function's result, or the message of its UserError, with which all ranks shall end."""
-    try:
-        return function(), None
-    except UserError as error:
-        return None, str(error)
+class _Attempt:
+    """A function's result, or what it has raised, which must not end this rank before the others know of it."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.defect: Exception | None = None
+        self.answer: tuple[Any, str | None]
+        try:
+            self.answer = function(), None
+        except UserError as error:
+            self.answer = None, str(error)
+        except Exception as error:
+            self.defect = error
+            self.answer = None, f"rank {dist.get_rank()} has ended with {type(error).__name__}: {error}"
 
 
-def _results(answers: list[Any]) -> list[Any]:
+def _results(answers: list[Any], attempt: _Attempt | None) -> list[Any]:
     for _, message in answers:
         if message is not None:
+            if attempt is not None and attempt.defect is not None:
+                # Here it happened: with the way to it.
+                raise attempt.defect
             raise UserError(message)
     return [result for result, _ in answers]

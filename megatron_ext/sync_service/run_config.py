@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.config_options import flag_of
 from megatron_ext.local_sgd.config import LocalSGDConfig
@@ -27,6 +29,9 @@ _PENALTY = (
     "clip_pseudo_grad",
 )
 """Fields of a run that are local SGD's."""
+
+_OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")
+"""Fields of a run that are the outer optimizer's."""
 
 _ROUNDS = ("synchronous", "asynchronous")
 
@@ -141,12 +146,7 @@ class RunConfig:
     @property
     def outer(self) -> OuterOptimizerConfig:
         """The outer optimizer."""
-        return OuterOptimizerConfig(
-            outer_optimizer=self.outer_optimizer,
-            outer_optimizer_lr=self.outer_optimizer_lr,
-            outer_optimizer_momentum=self.outer_optimizer_momentum,
-            outer_optimizer_nesterov=self.outer_optimizer_nesterov,
-        )
+        return OuterOptimizerConfig(**{name: getattr(self, name) for name in _OUTER})
 
     @property
     def merging(self) -> MergeConfig | None:
@@ -191,7 +191,9 @@ class RunConfig:
         ):
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
-        found += outer_optimizer_problems(self.outer) + self._merge_problems() + self._penalty_problems()
+        found += _as_fields(outer_optimizer_problems(self.outer), OuterOptimizerConfig, _OUTER)
+        found += _as_fields(self._local_sgd.problems(), LocalSGDConfig, _PENALTY)
+        found += self._merge_problems()
         return found + self._asynchronous_problems()
 
     def _asynchronous_problems(self) -> list[str]:
@@ -228,11 +230,13 @@ class RunConfig:
             found.append("merge_interval needs sync_steps, the steps between two rounds; add it")
         return found
 
-    def _penalty_problems(self) -> list[str]:
-        """Return local SGD's complaints, in the words of this file."""
-        found = []
-        for problem in self._local_sgd.problems():
-            for name in _PENALTY:
-                problem = problem.replace(flag_of(LocalSGDConfig.__dataclass_fields__[name]), name)
-            found.append(problem)
-        return found
+
+def _as_fields(problems: Sequence[str], config: Any, names: Sequence[str]) -> list[str]:
+    """Return what a configuration with flags complains of, in the words of this one's file."""
+    found = list(problems)
+    # The longest first: some flags are the beginnings of others.
+    for name in sorted(names, key=len, reverse=True):
+        flag = flag_of(config.__dataclass_fields__[name])
+        negated = "--no-" + flag.removeprefix("--")
+        found = [problem.replace(negated, f"{name}: false").replace(flag, name) for problem in found]
+    return found

@@ -116,6 +116,10 @@ def test_with_using_dilico_everybody_trains_all(file: Path):
         ),
         ("using_spes: true\nspes_config: {num_train_experts_per_node: 2, sync_steps: 0}", "sync_steps is 0"),
         ("spes_config: {num_train_experts_per_node: 2}", "num_train_experts_per_node has no effect without using_spes"),
+        (
+            "using_spes: true\nspes_config: {num_train_experts_per_node: 2, decayed_factor_update_steps: 100}",
+            "decayed_factor_update_steps has no effect without using_decayed_aux_loss; add it or drop",
+        ),
         ("- 1", "must be a mapping"),
         ("spes_config: 1", "spes_config must be a mapping"),
         ("{", "not valid YAML"),

@@ -20,6 +20,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = {"r": RunConfig(peers=2)}
 
 
+def test_the_folder_has_a_name():
+    with pytest.raises(UserError, match="dir is empty; name the folder"):
+        ServerConfig(dir="", runs=RUN).check()
+
+
 def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
     config = tmp_path / "server.yaml"
     config.write_text("runs:\n  one: &own {peers: 2, quorum: 1}\n  two:\n    <<: *own\n    peers: 3\n")
@@ -36,7 +41,15 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("runs: {r: {peers: true}}", "run r: peers is True; it must be of type int"),
         ("runs: {r: {peers: 2, quorum: 3}}", r"run r: quorum is 3; it must be 1 to peers \(2\)"),
         ("runs: {r: {peers: 2, max_norm: -1}}", "run r: max_norm is -1; it must be above 0"),
-        ("runs: {r: {peers: 2, outer_optimizer: lion}}", "outer-optimizer 'lion' is not known"),
+        ("runs: {r: {peers: 2, outer_optimizer: lion}}", "run r: outer_optimizer 'lion' is not known"),
+        (
+            "runs: {r: {peers: 2, outer_optimizer: adam}}",
+            "run r: outer_optimizer adam needs outer_optimizer_lr; the default of 0.7 is for sgd only",
+        ),
+        (
+            "runs: {r: {peers: 2, outer_optimizer: none, outer_optimizer_nesterov: false}}",
+            "run r: outer_optimizer_nesterov: false has no effect with outer_optimizer none",
+        ),
         ("runs: {../r: {peers: 2}}", "'../r' cannot be the name of a run"),
         ("runs: {r: {peers: 2, merge_interval: 500}}", "run r: merge_interval needs sync_steps, the steps between two"),
         (
