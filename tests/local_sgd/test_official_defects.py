@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd import LocalSGDConfig
 from tests.local_sgd.engines import engine_of
-from tests.local_sgd.test_plain_torch import model, train, wrapped
+from tests.local_sgd.plain_runs import model, train, wrapped
 from tests.support.distributed import run_ranks
 
 

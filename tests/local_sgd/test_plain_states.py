@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local SGD's state without Megatron: saved by itself, taken over by what fits, refused by what does not."""
+
+import torch
+import torch.distributed as dist
+
+from tests.local_sgd.plain_runs import flat, model, train, wrapped
+from tests.support.distributed import run_ranks
+
+
+def saved_and_loaded(folder):
+    from megatron_ext.local_sgd.plain_torch import load_local_sgd_state_dict, save_local_sgd_state_dict
+
+    dist.init_process_group("gloo")
+    module = model()
+    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=2)
+    train(module, optimizer, 5, dist.get_rank())
+    save_local_sgd_state_dict(optimizer, folder)
+    other = model()
+    fresh = wrapped(torch.optim.SGD(other.parameters(), lr=0.1), other, interval=2)
+    other.load_state_dict(module.state_dict())
+    load_local_sgd_state_dict(fresh, folder)
+    train(module, optimizer, 8, dist.get_rank(), start=5)
+    train(other, fresh, 8, dist.get_rank(), start=5)
+    return flat(module), flat(other)
+
+
+def test_local_sgds_state_can_be_saved_by_itself(tmp_path):
+    for straight, other in run_ranks(saved_and_loaded, 2, str(tmp_path / "new")):
+        assert straight == other
+
+
+OTHERWISE = {
+    "codec": ({"codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
+    "reducer": ({"gta": {"reducer": "gta"}}, "--local-sgd-pseudo-grad-reducer was not given"),
+    "outer optimizer": (
+        {"outer": {"outer_optim_class": torch.optim.Adam, "outer_optim_kwargs": {"lr": 0.1}}},
+        "--outer-optimizer was 'sgd' in the run that saved it, and is not given now",
+    ),
+    "fragments": ({"streaming": {"fragments": 2}}, "--local-sgd-fragments was 1 in the run that saved it, and is 2"),
+    "model": ({}, "0.weight has the shape [16, 8] there and [2, 8] here"),
+}
+
+
+def taken_over_otherwise():
+    """Return by what is different what a run says that takes over another one's state."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    state = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module).state_dict()
+    said = {}
+    for what, (fields, _) in OTHERWISE.items():
+        other = torch.nn.Sequential(torch.nn.Linear(8, 2)) if what == "model" else model()
+        optimizer = wrapped(torch.optim.Adam(other.parameters(), lr=0.01), other, interval=2, **fields)
+        try:
+            optimizer.averager.load_state_dict(state["local_sgd"])
+        except UserError as error:
+            said[what] = str(error)
+    return said
+
+
+def taken_over_in_another_order():
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    averager = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module).averager
+    state = averager.state_dict()
+    state["parameters"] = dict(reversed(state["parameters"].items()))
+    try:
+        averager.load_state_dict(state)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_a_state_in_another_order_is_refused():
+    for said in run_ranks(taken_over_in_another_order, 2):
+        assert said == "local SGD's saved state: its parameters are in another order than the model's; start without it"
+
+
+def taken_over_by_fewer():
+    """Return what two workers say to the states of four: of a run in mid-interval, after a round, with a detector."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    said = []
+    for steps, fields in ((1, {}), (2, {}), (2, {"skip_anomaly": True})):
+        module = model()
+        optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=2, **fields)
+        train(module, optimizer, steps, dist.get_rank())
+        state = optimizer.averager.state_dict()
+        fewer = wrapped(
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            module,
+            interval=2,
+            warmup=100,  # workers in mid-interval are not equal
+            groups=(pairs[dist.get_rank() // 2], None),
+            **fields,
+        )
+        try:
+            fewer.averager.load_state_dict(state)
+            said.append(fewer.averager.state_dict()["step"])
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_another_number_of_workers_goes_on_where_all_are_equal_and_is_refused_elsewhere():
+    begin = "local SGD's saved state: saved by 4 workers, each with something of its own, and process_group has 2; "
+    for between, after, with_detector in run_ranks(taken_over_by_fewer, 4):
+        assert between == begin + "go on with 4, save after a round and load that, or start without it"
+        assert after == 2
+        assert with_detector == begin + "go on with 4, or start without it"
+
+
+def test_the_state_of_another_method_or_model_is_refused_by_name():
+    for said in run_ranks(taken_over_otherwise, 2):
+        for what, (_, expected) in OTHERWISE.items():
+            assert expected in said[what]
