@@ -14,16 +14,14 @@ from typing import Any, Self, TypeVar
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import is_loopback
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
-from megatron_ext.sync_service.security import TOKEN_KEY, read_pem, read_token
+from megatron_ext.sync_service.security import TOKEN_KEY, read_token
+from megatron_ext.sync_service.tls import client_credentials, what_tls_says
 
 __all__ = ["Connection", "ConnectionConfig", "DamagedOnTheWay"]
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-
-_SEE_THAT_IT_RUNS = "see that it runs there, and that nothing is in the way"
-_ADVICE = {grpc.StatusCode.RESOURCE_EXHAUSTED: "mend that on its machine"}
 
 _FIRST_PAUSE = 0.1
 _LONGEST_PAUSE = 5.0
@@ -136,6 +134,7 @@ class Connection:
         self._metadata = () if token is None else ((TOKEN_KEY, f"Bearer {token}"),)
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
+        self._has_answered = False
         self._sent = self._received = 0
         self._channel: Any = None
         self._stub: Any = None
@@ -243,7 +242,9 @@ class Connection:
         pause, damaged, said = _FIRST_PAUSE, 0, False
         while True:
             try:
-                return once()
+                found = once()
+                self._has_answered = True
+                return found
             except _Stalled as error:
                 code, text, is_damage = grpc.StatusCode.DEADLINE_EXCEEDED, str(error), False
                 problem: Exception = error
@@ -260,10 +261,14 @@ class Connection:
             damaged += is_damage
             if code not in _RETRIED and not (is_damage and damaged <= _DAMAGE_RETRIES):
                 raise UserError(f"server {self.config.server} refuses {what}: {text}") from problem
+            wrong = what_tls_says(text)
+            if wrong is not None and not self._has_answered:
+                # Waiting helps only where it has worked before.
+                raise UserError(f"server {self.config.server}: {wrong}") from problem
             if time.monotonic() + pause > end:
                 raise UserError(
                     f"server {self.config.server} has not answered {what} for {self.config.patience_seconds:.0f} s "
-                    f"({code.name}: {text}); {_ADVICE.get(code, _SEE_THAT_IT_RUNS)}, then start again"
+                    f"({code.name}: {text}); {wrong or self._advice(code)}, then start again"
                 ) from problem
             if not said:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)
@@ -271,6 +276,12 @@ class Connection:
             # Peers that lost the server at the same moment shall not come back at the same moment.
             self._abandoned.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _advice(self, code: Any) -> str:
+        if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return "mend that on its machine"
+        tls = ", that it has no TLS (else give tls_ca)" if self.config.tls_ca is None else ""
+        return f"see that it runs there{tls}, and that nothing is in the way"
 
     def _methods(self) -> Any:
         with self._lock:
@@ -295,9 +306,5 @@ class Connection:
         ]
         if config.tls_ca is None:
             return grpc.insecure_channel(config.server, options)
-        credentials = grpc.ssl_channel_credentials(
-            read_pem(config.tls_ca, "tls_ca"),
-            None if config.tls_key is None else read_pem(config.tls_key, "tls_key"),
-            None if config.tls_cert is None else read_pem(config.tls_cert, "tls_cert"),
-        )
+        credentials = client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
         return grpc.secure_channel(config.server, credentials, options)

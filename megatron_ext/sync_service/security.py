@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may talk to the server: a token in the metadata of every call, TLS by files."""
+"""Who may talk to the server: a token in the metadata of every call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.grpc_health import HEALTH_METHODS
 from megatron_ext.sync_service.protocol import grpc
 
-__all__ = ["TOKEN_KEY", "TokenInterceptor", "read_pem", "read_token", "server_credentials"]
+__all__ = ["TOKEN_KEY", "TokenInterceptor", "read_file", "read_token"]
 
 TOKEN_KEY = "authorization"
 
@@ -27,18 +27,6 @@ def read_file(path: str, field: str) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{field} {path}: cannot be read: {error.strerror}") from error
-
-
-def read_pem(path: str, field: str) -> bytes:
-    """Return the bytes of a PEM file; of another one gRPC would only say that the server does not answer.
-
-    Raises:
-        UserError: it cannot be read or is no PEM; names the configuration's field.
-    """
-    content = read_file(path, field)
-    if b"-----BEGIN " not in content:
-        raise UserError(f"{field} {path}: is no PEM file (there is no line -----BEGIN ...); give the one that is")
-    return content
 
 
 def read_token(path: str | None) -> str | None:
@@ -56,17 +44,6 @@ def read_token(path: str | None) -> str | None:
             "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return token
-
-
-def server_credentials(cert: str, key: str, client_ca: str | None) -> Any:
-    """Return gRPC's credentials of a server.
-
-    Raises:
-        UserError: a file cannot be read, or is no PEM.
-    """
-    authority = None if client_ca is None else read_pem(client_ca, "tls_client_ca")
-    pair = read_pem(key, "tls_key"), read_pem(cert, "tls_cert")
-    return grpc.ssl_server_credentials([pair], root_certificates=authority, require_client_auth=client_ca is not None)
 
 
 class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types

@@ -26,11 +26,12 @@ from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import PATIENCE_SECONDS
 from megatron_ext.sync_service.run import Run
-from megatron_ext.sync_service.security import TokenInterceptor, read_token, server_credentials
+from megatron_ext.sync_service.security import TokenInterceptor, read_token
 from megatron_ext.sync_service.servicer import Servicer
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.shard_servicer import ShardServicer
 from megatron_ext.sync_service.status_page.http import StatusPage
+from megatron_ext.sync_service.tls import server_credentials
 from megatron_ext.sync_service.values_servicer import ValuesServicer
 
 __all__ = ["Server", "serve"]
@@ -199,9 +200,7 @@ class Server:
             else:
                 port = self._grpc.add_insecure_port(config.bind)
         except RuntimeError as error:
-            raise UserError(
-                f"bind {config.bind}: cannot listen there (port {wanted} in use by now, or a bad certificate): {error}"
-            ) from error
+            raise UserError(f"bind {config.bind}: cannot listen there: {error}") from error
         return f"{host}:{port}"
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import trustme
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.protocol import grpc, pb2
 from tests.sync_service.peer import digest, start_values, trained
 from tests.sync_service.service import Service, until
@@ -138,33 +136,6 @@ def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
         sent = trained(values, 0, 1)
         assert digest(client.sync(sent).values) == digest(sent)
     assert service.server is not None and service.server.exit_code is None
-
-
-def test_mutual_tls_lets_only_those_in_whom_the_authority_has_signed(make_service: MakeService, tmp_path: Path):
-    files = {}
-    for name in ("ours", "theirs"):
-        authority = trustme.CA()
-        authority.cert_pem.write_to_path(tmp_path / f"{name}.ca")
-        issued = authority.issue_cert("localhost", "127.0.0.1")
-        issued.private_key_pem.write_to_path(tmp_path / f"{name}.key")
-        for blob in issued.cert_chain_pems:
-            blob.write_to_path(tmp_path / f"{name}.pem", append=True)
-        files[name] = {
-            "tls_ca": str(tmp_path / f"{name}.ca"),
-            "tls_cert": str(tmp_path / f"{name}.pem"),
-            "tls_key": str(tmp_path / f"{name}.key"),
-        }
-    ours, theirs = files["ours"], files["theirs"]
-    service = make_service(peers=1)
-    service.extra = {"tls_cert": ours["tls_cert"], "tls_key": ours["tls_key"], "tls_client_ca": ours["tls_ca"]}
-    service.start()
-    for wrong in (theirs, {**theirs, "tls_ca": ours["tls_ca"]}, {"tls_ca": ours["tls_ca"]}, {}):
-        connection = Connection(ConnectionConfig(server=service.address, patience_seconds=0.5, call_seconds=2, **wrong))
-        with pytest.raises(UserError, match="has not answered Status"):
-            connection.call("Status", pb2.StatusRequest())
-        connection.close()
-    with service.client("p0", START, connection=ours) as client:
-        assert digest(client.start(START)) == digest(START)
 
 
 def test_a_second_process_takes_a_peers_place_and_the_first_is_told(make_service: MakeService):

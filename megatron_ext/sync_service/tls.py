@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Certificates by files, for both sides, and what a connection that fails says of them."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Any
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.protocol import grpc
+from megatron_ext.sync_service.security import read_file
+
+__all__ = ["client_credentials", "server_credentials", "what_tls_says"]
+
+# What BoringSSL and gRPC say in the details of a call, and what it means.
+_MEANINGS = (
+    ("certificate has expired", "the server's certificate has expired; give the server a new one (tls_cert, tls_key)"),
+    ("certificate is not yet valid", "the server's certificate is not valid yet; compare the clocks of both machines"),
+    (
+        "CERTIFICATE_VERIFY_FAILED",
+        "the authority in tls_ca has not signed the server's certificate; give the one that has",
+    ),
+    (
+        "Hostname Verification Check failed",
+        "the server's certificate is for another name than the one in this address; use a name that it has, or give "
+        "the server one with this name or address among its subjectAltName",
+    ),
+    ("WRONG_VERSION_NUMBER", "the server has no TLS; drop tls_ca, or give the server tls_cert and tls_key"),
+)
+
+
+def what_tls_says(details: str) -> str | None:
+    """Return what the details of a failed call mean, and what to do; None if TLS has nothing to do with it."""
+    return next((meaning for words, meaning in _MEANINGS if words in details), None)
+
+
+def server_credentials(cert: str, key: str, client_ca: str | None) -> Any:
+    """Return gRPC's credentials of a server.
+
+    Raises:
+        UserError: a file cannot be used; names its field.
+    """
+    authority = None if client_ca is None else _authority(client_ca, "tls_client_ca")
+    return grpc.ssl_server_credentials(
+        [_pair(cert, key)], root_certificates=authority, require_client_auth=client_ca is not None
+    )
+
+
+def client_credentials(ca: str, cert: str | None, key: str | None) -> Any:
+    """Return gRPC's credentials of a client, which has a certificate of its own with mutual TLS.
+
+    Raises:
+        UserError: a file cannot be used; names its field.
+    """
+    own_key, own_cert = (None, None) if cert is None or key is None else _pair(cert, key)
+    return grpc.ssl_channel_credentials(_authority(ca, "tls_ca"), own_key, own_cert)
+
+
+def _pair(cert: str, key: str) -> tuple[bytes, bytes]:
+    """Return key and certificate, of which gRPC would only say that it cannot listen, or that nobody answers."""
+    found = _pem(key, "tls_key"), _pem(cert, "tls_cert")
+    try:
+        # An encrypted key is refused instead of asking a terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except (ssl.SSLError, ValueError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"tls_key {key}: is not the key of tls_cert {cert}, or has a password ({reason}); give the two that belong "
+            "together, in PEM and without password"
+        ) from error
+    return found
+
+
+def _authority(path: str, field: str) -> bytes:
+    found = _pem(path, field)
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=found.decode("ascii", errors="replace"))
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise UserError(
+            f"{field} {path}: has no certificate that can be read ({reason}); give the authority's"
+        ) from error
+    return found
+
+
+def _pem(path: str, field: str) -> bytes:
+    content = read_file(path, field)
+    if b"-----BEGIN " not in content:
+        raise UserError(f"{field} {path}: is no PEM file (there is no line -----BEGIN ...); give the one that is")
+    return content
