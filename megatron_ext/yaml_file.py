@@ -38,7 +38,11 @@ def read_yaml(path: Path, extra: str) -> Any:
         return _load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not valid YAML: {error}; save it in UTF-8") from None
+    except RecursionError:
+        raise UserError(f"{path}: not valid YAML for this: it has too many levels") from None
+    except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
 
 

@@ -103,6 +103,10 @@ class SpesConfig(FromArgs):
         ):
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
+        if self.server_addr is not None:
+            host, _, port = self.server_addr.rpartition(":")
+            if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:
+                found.append(f"server_addr is {self.server_addr!r}; give HOST:PORT, such as 127.0.0.1:50051")
         if self.num_peers is not None and self.peer_id is not None and self.peer_id >= self.num_peers >= 1:
             found.append(f"peer_id is {self.peer_id}; with num_peers {self.num_peers} it must be below that")
         if self.quant_non_local_trainable_experts:

@@ -4,7 +4,6 @@
 # Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
 
 import importlib.util
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
 from megatron_ext.sync_service.config import NAME, is_loopback
+from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 
 __all__ = ["SyncServiceConfig", "argument_problems", "interval_of", "notices"]
 
@@ -113,8 +113,8 @@ class SyncServiceConfig(FromArgs):
         seconds = ("--sync-service-interval-seconds", "--sync-service-round-seconds", "--sync-service-patience-seconds")
         for flag in seconds:
             value = self.by_flag()[flag]
-            if value is not None and not 0 < value < math.inf:
-                found.append(f"{flag} is {value}; it must be above 0, and finite")
+            if value is not None and not can_be_waited(value):
+                found.append(f"{flag} is {value}; it must be above 0 and at most {LONGEST_SECONDS:.0f} (a month)")
         return found
 
     def _delay_problems(self) -> list[str]:

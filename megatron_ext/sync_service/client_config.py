@@ -10,6 +10,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.frames import CODECS
+from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 
 __all__ = ["ClientConfig"]
 
@@ -67,8 +68,10 @@ class ClientConfig:
         for name, value in self.agreed.items():
             if not isinstance(name, str) or not isinstance(value, str):
                 raise UserError(f"agreed has {name!r}: {value!r}; both must be strings")
-        if not self.round_seconds > 0:
-            raise UserError(f"round_seconds is {self.round_seconds}; it must be above 0")
+        if not can_be_waited(self.round_seconds):
+            raise UserError(
+                f"round_seconds is {self.round_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0f} (a month)"
+            )
         if self.codec not in CODECS:
             raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
         if "codec" in self.agreed:

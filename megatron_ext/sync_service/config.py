@@ -81,8 +81,8 @@ class ServerConfig:
             UserError: something is wrong; names every problem.
         """
         found = []
-        if not self.dir:
-            found.append("dir is empty; name the folder in which the server shall keep its state")
+        if not self.dir or "\0" in self.dir:
+            found.append(f"dir is {self.dir!r}; name the folder in which the server shall keep its state")
         host, _, port = self.bind.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             found.append(f"bind is {self.bind!r}; give ADDRESS:PORT, such as 127.0.0.1:50051")
@@ -99,8 +99,10 @@ class ServerConfig:
             found.append("tls_client_ca has no meaning without tls_cert and tls_key")
         if self.status_port is not None and not 0 <= self.status_port <= 65535:
             found.append(f"status_port is {self.status_port}; it must be 0 to 65535")
-        if self.status_port is None and not is_loopback(self.status_host):
-            found.append(f"status_host is {self.status_host}, and there is no status_port; add it, or drop status_host")
+        if not self.status_host.strip():
+            found.append(f"status_host is {self.status_host!r}, which means every address; give one, or drop it")
+        elif self.status_port is None and not is_loopback(self.status_host):
+            found.append(f"status_host is {self.status_host!r}, and there is no status_port; add it, or drop this one")
         found += self._shard_problems()
         if self.keep_snapshots < 1:
             found.append(f"keep_snapshots is {self.keep_snapshots}; it must be 1 or more")
@@ -155,11 +157,16 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(given.get("shards", []), list):
         raise UserError(f"{path}: shards must be a list of addresses, such as [host0:50051, host1:50051]")
     for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca"):
+        if given.get(name) == "":
+            raise UserError(f"{path}: {name} is empty; name the file, or drop {name}")
         if given.get(name) is not None:
             given[name] = str(path.parent / given[name])
     runs = given.get("runs", {})
     if not isinstance(runs, dict):
         raise UserError(f"{path}: runs must be a mapping from names to runs")
+    for name in runs:
+        if isinstance(name, bool) or not isinstance(name, str | int):
+            raise UserError(f"{path}: {name!r} cannot be the name of a run; put it in quotes if it is meant")
     given["runs"] = {str(name): run_config(run, f"{path}: run {name}") for name, run in runs.items()}
     return given
 

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.config import is_loopback
+from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
 from megatron_ext.sync_service.security import TOKEN_KEY, read_token
 from megatron_ext.sync_service.tls import client_credentials, what_tls_says
@@ -123,6 +124,10 @@ class Connection:
         host, _, port = config.server.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise UserError(f"server is {config.server!r}; give ADDRESS:PORT")
+        for name, least in (("patience_seconds", "0 or more"), ("call_seconds", "above 0")):
+            seconds = getattr(config, name)
+            if not can_be_waited(seconds, or_none=least == "0 or more"):
+                raise UserError(f"{name} is {seconds}; it must be {least} and at most {LONGEST_SECONDS:.0f} (a month)")
         if config.tls_ca is None and not is_loopback(host) and not config.insecure:
             raise UserError(
                 f"server {config.server} is on another machine, and without tls_ca everything goes there in the open; "
@@ -280,7 +285,11 @@ class Connection:
     def _advice(self, code: Any) -> str:
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return "mend that on its machine"
-        tls = ", that it has no TLS (else give tls_ca)" if self.config.tls_ca is None else ""
+        tls = ""
+        if self.config.tls_ca is None:
+            tls = ", that it has no TLS (else give tls_ca)"
+        elif self.config.tls_cert is None:
+            tls = ", that it asks for no certificate (else give tls_cert and tls_key)"
         return f"see that it runs there{tls}, and that nothing is in the way"
 
     def _methods(self) -> Any:

@@ -12,7 +12,7 @@ Level = Literal["good", "idle", "attention", "problem"]
 
 LEVELS: dict[Level, str] = {
     "good": "Healthy",
-    "idle": "Not started",
+    "idle": "Idle",
     "attention": "Needs attention",
     "problem": "In trouble",
 }
@@ -66,7 +66,7 @@ def _of_peers(status: dict[str, Any]) -> list[tuple[Level, str]]:
     found: list[tuple[Level, str]] = []
     peers, newest = status["peers"], status["newest_round"]
     if not peers:
-        return [("idle", "all peers have left")]
+        return [("idle", "nobody is here: all peers have left, or were evicted")]
     if len(peers) < status["quorum"]:
         sentence = f"{len(peers)} of {status['places']} peers are here, and a round needs {status['quorum']}"
         found.append(("problem", sentence))

@@ -160,7 +160,7 @@ class RunState:
         if member is None:
             gone, reason = self.evicted.get(peer, ("", ""))
             if gone == instance:
-                raise Refusal("denied", f"peer {peer!r} was evicted: {reason}")
+                raise Refusal("denied", _evicted_because(peer, reason))
             raise Refusal("state", f"peer {peer!r} is no member of the run; it has to register first")
         if member.instance != instance:
             raise Refusal(
@@ -184,7 +184,7 @@ class RunState:
             return {"event": "joined", "peer": peer, "index": member.index, "instance": instance}
         gone, reason = self.evicted.get(peer, ("", ""))
         if gone == instance:
-            raise Refusal("denied", f"peer {peer!r} was evicted: {reason}")
+            raise Refusal("denied", _evicted_because(peer, reason))
         return {"event": "joined", "peer": peer, "index": self._place(peer, index), "instance": instance}
 
     def _place(self, peer: str, index: int | None) -> int:
@@ -334,3 +334,7 @@ class RunState:
         self.results.pop(self._newest - KEPT_RESULTS, None)
         self.outer_scalars = event["outer_scalars"]
         self.uploaded, self.closing, self._quorum_since = {}, None, None
+
+
+def _evicted_because(peer: str, reason: str) -> str:
+    return f"peer {peer!r} was evicted: {reason}; a new process of that name may register again"

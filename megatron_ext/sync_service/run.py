@@ -40,6 +40,9 @@ __all__ = ["Run"]
 
 log = logging.getLogger(__name__)
 
+_LONGEST_REASON = 300
+"""Letters of why a peer was evicted."""
+
 
 class Run:
     """A run that is being served. Its methods may be called from several threads."""
@@ -341,24 +344,29 @@ class Run:
             if peer not in self._state.members:
                 names = ", ".join(self._state.members) or "none"
                 raise Refusal("not_found", f"run {self.name!r} has no peer {peer!r}; its peers are: {names}")
-            self._store.drop(peer, {"event": "evicted", "peer": peer, "reason": reason})
+            self._store.drop(peer, {"event": "evicted", "peer": peer, "reason": _printable(reason)})
             self._changed.notify_all()
 
     def status(self) -> dict[str, Any]:
         """Return what people want to know, as plain data."""
         with self._changed:
-            return status_of(self.name, self.config, self._store, self._shards, self._problem)
+            return status_of(self.name, self.config, self._store, self._shards, self._problem, self._is_draining)
 
     def overview(self) -> dict[str, Any]:
         """Return the status with the history and the health of the run, as plain data."""
         with self._changed:
-            return overview_of(self.name, self.config, self._store, self._shards, self._problem)
+            return overview_of(self.name, self.config, self._store, self._shards, self._problem, self._is_draining)
 
     def drain(self) -> None:
         """Take no new members, and begin no round after the one for which contributions are there."""
         with self._changed:
             under_way = self._state.uploaded or self._state.closing is not None
             self._draining.begin(self._state.open_round if under_way else self._state.open_round - 1)
+            log.info("run %s: draining; %s", self.name, self._state.waiting_for())
+
+    @property
+    def _is_draining(self) -> bool:
+        return self._draining.last_round is not None
 
     @property
     def is_drained(self) -> bool:
@@ -463,3 +471,9 @@ class Run:
         """Return what they have to know once."""
         part = part_of(self._store.catalog, self._store.shard_of, shard)
         return {"catalog": part.as_json(), "codec": self.codec}
+
+
+def _printable(text: str) -> str:
+    """Return what people have written as one line of limited length, without what a terminal would obey."""
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."

@@ -13,6 +13,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.spes import MergeConfig
+from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.members import Policy
 
 __all__ = ["RunConfig"]
@@ -178,7 +179,11 @@ class RunConfig:
         for name, allowed, rule in (
             ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),
             ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
-            ("grace_seconds", 0 <= self.grace_seconds < math.inf, "it must be a number of seconds, 0 or more"),
+            (
+                "grace_seconds",
+                can_be_waited(self.grace_seconds, or_none=True),
+                f"it must be a number of seconds, 0 to {LONGEST_SECONDS:.0f} (a month)",
+            ),
             ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
             ("rounds", self.rounds in _ROUNDS, f"it must be {' or '.join(_ROUNDS)}"),
             (

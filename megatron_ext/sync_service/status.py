@@ -14,7 +14,9 @@ from megatron_ext.sync_service.store import RunStore
 __all__ = ["overview_of", "status_of"]
 
 
-def status_of(name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str) -> dict[str, Any]:
+def status_of(
+    name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, draining: bool
+) -> dict[str, Any]:
     """Return how a run is, as plain data; to be called with its lock held.
 
     Args:
@@ -23,13 +25,15 @@ def status_of(name: str, config: RunConfig, store: RunStore, shards: Shards, pro
         store: its state.
         shards: where its values are.
         problem: why its open round cannot be made; empty when it can.
+        draining: whether no further round is begun.
     """
     state, newest = store.state, store.state.newest
     spooled = shards.spooled
     return {
         "run": name,
         "open_round": state.open_round,
-        "waiting_for": state.waiting_for(),
+        "waiting_for": f"{'the server is draining; ' if draining else ''}{state.waiting_for()}",
+        "draining": draining,
         "problem": problem or shards.problem,
         "asynchronous": config.is_asynchronous,
         "quorum": config.policy.quorum,
@@ -57,7 +61,9 @@ def status_of(name: str, config: RunConfig, store: RunStore, shards: Shards, pro
     }
 
 
-def overview_of(name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str) -> dict[str, Any]:
+def overview_of(
+    name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, draining: bool
+) -> dict[str, Any]:
     """Return what `status_of` does, and the run's history and health besides; with its lock held.
 
     Args:
@@ -66,10 +72,11 @@ def overview_of(name: str, config: RunConfig, store: RunStore, shards: Shards, p
         store: its state.
         shards: where its values are.
         problem: why its open round cannot be made; empty when it can.
+        draining: whether no further round is begun.
     """
     history, now = store.history, time.time()
     found = {
-        **status_of(name, config, store, shards, problem),
+        **status_of(name, config, store, shards, problem, draining),
         "time": now,
         "rounds": list(history.rounds),
         "incidents": list(history.incidents),

@@ -120,6 +120,13 @@ def test_with_using_dilico_everybody_trains_all(file: Path):
             "using_spes: true\nspes_config: {num_train_experts_per_node: 2, decayed_factor_update_steps: 100}",
             "decayed_factor_update_steps has no effect without using_decayed_aux_loss; add it or drop",
         ),
+        *(
+            (
+                f"using_spes: true\nspes_config: {{num_train_experts_per_node: 2, server_addr: '{address}'}}",
+                f"server_addr is '{address}'; give HOST:PORT",
+            )
+            for address in ("", "localhost", "127.0.0.1:99999", "http://x:1")
+        ),
         ("- 1", "must be a mapping"),
         ("spes_config: 1", "spes_config must be a mapping"),
         ("{", "not valid YAML"),

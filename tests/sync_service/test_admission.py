@@ -166,7 +166,7 @@ def test_status_evict_and_drain(make_service: MakeService, capsys: pytest.Captur
         assert main(["server", "evict", "p1", "--reason", "too slow", *flags]) == 0
         # Nobody else is awaited: the round closes without the 30 seconds.
         assert p0.fetch(1, START).contributors == ("p0",)
-        with pytest.raises(UserError, match="peer 'p1' was evicted: too slow"):
+        with pytest.raises(UserError, match="peer 'p1' was evicted: too slow; a new process of that name may register"):
             p1.sync(START)
         assert main(["server", "status", *flags]) == 0
         assert "newest round 1" in capsys.readouterr().out
@@ -178,6 +178,38 @@ def test_status_evict_and_drain(make_service: MakeService, capsys: pytest.Captur
     assert "has not answered Status for 5 s" in capsys.readouterr().err
     service.start()
     assert service.events("committed")[-1]["round"] == 2
+
+
+def test_a_drain_that_waits_for_a_round_is_said_everywhere(
+    make_service: MakeService, capsys: pytest.CaptureFixture[str]
+):
+    service = make_service(peers=2)
+    server = service.start()
+    flags = ["--server", service.address]
+    with service.client("p0", START) as p0, service.client("p1", START) as p1:
+        p0.start(START)
+        p1.start(START)
+        p0.upload(1, START)
+        assert main(["server", "drain", *flags]) == 0
+        assert "SIGTERM ends the server at once" in capsys.readouterr().out
+        assert main(["server", "status", *flags]) == 0
+        assert "the server is draining; round 1 needs 1 more" in capsys.readouterr().out
+        assert "run demo: draining; round 1 needs 1 more" in server.output
+        server.kill(signal.SIGTERM)
+        assert server.wait() == 0
+
+
+def test_the_reason_of_an_eviction_is_a_short_line(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    with service.client("p0", START) as client:
+        client.start(START)
+        reason = "line\n\x1b[31mred " + "x" * 3000
+        assert main(["server", "evict", "p0", "--reason", reason, "--server", service.address]) == 0
+        with pytest.raises(UserError) as caught:
+            client.sync(START)
+    said = str(caught.value)
+    assert "was evicted: line  [31mred xxx" in said and len(said) < 600 and said.isprintable()
 
 
 def test_a_server_that_is_told_to_end_ends_at_once_and_goes_on_later(make_service: MakeService):

@@ -20,9 +20,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = {"r": RunConfig(peers=2)}
 
 
-def test_the_folder_has_a_name():
-    with pytest.raises(UserError, match="dir is empty; name the folder"):
-        ServerConfig(dir="", runs=RUN).check()
+@pytest.mark.parametrize("folder", ["", "a\0b"])
+def test_the_folder_has_a_name(folder: str):
+    with pytest.raises(UserError, match=r"dir is '.*'; name the folder"):
+        ServerConfig(dir=folder, runs=RUN).check()
+
+
+@pytest.mark.parametrize("name", ["patience_seconds", "call_seconds"])
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e300])
+def test_callers_wait_for_as_long_as_can_be_waited(name: str, seconds: float):
+    with pytest.raises(UserError, match=rf"{name} is .*; it must be .* and at most 2592000"):
+        Connection(ConnectionConfig(**{"server": "127.0.0.1:1", name: seconds}))
 
 
 def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
@@ -81,6 +89,11 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
             "run r: rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd",
         ),
         ("runs: [r]", "runs must be a mapping"),
+        ("runs: {r: {peers: 2, grace_seconds: 1.0e+300}}", "run r: grace_seconds is 1e.300; it must be a number of"),
+        ("runs: {null: {peers: 2}}", "None cannot be the name of a run; put it in quotes"),
+        ("runs: {r: {peers: 2}}\ntls_cert: ''", "tls_cert is empty; name the file, or drop tls_cert"),
+        ("runs: {r: {peers: 2}}\nstatus_port: 0\nstatus_host: ''", "status_host is '', which means every address"),
+        ("[" * 3000, "it has too many levels"),
         ("bind: 5001\nruns: {r: {peers: 2}}", "bind is 5001; it must be of type str"),
         ("bind: 127.0.0.1\nruns: {r: {peers: 2}}", "bind is '127.0.0.1'; give ADDRESS:PORT"),
         ("bind: 0.0.0.0:5001\nruns: {r: {peers: 2}}", "token_file, tls_cert and tls_key are needed"),
@@ -94,7 +107,7 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
             "state nowhere://x: cannot be used: ValueError: Protocol not known",
         ),
         ("status_port: 70000\nruns: {r: {peers: 2}}", "status_port is 70000; it must be 0 to 65535"),
-        ("status_host: 0.0.0.0\nruns: {r: {peers: 2}}", "status_host is 0.0.0.0, and there is no status_port; add it"),
+        ("status_host: 0.0.0.0\nruns: {r: {peers: 2}}", "status_host is '0.0.0.0', and there is no status_port"),
         ("{", "not valid YAML: while parsing a flow node"),
         ("runs: {r: {peers: 2, peers: 3}}", "not valid YAML: the key 'peers' is there twice; drop one of them"),
         ("- 1", "must be a mapping"),

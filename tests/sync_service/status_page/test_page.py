@@ -207,7 +207,7 @@ def test_a_peer_is_shown_to_train_to_upload_and_to_wait(make_service: MakeServic
     service = make_service(peers=2)
     service.extra = {"status_port": 0}
     service.start()
-    assert "Not started" in read(page_of(service))
+    assert "Idle" in read(page_of(service))
     start = start_values(1)
     with service.client("p0", start) as client:
         values = client.start(start)

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What numbers of seconds can be waited for."""
+
+from __future__ import annotations
+
+__all__ = ["LONGEST_SECONDS", "can_be_waited"]
+
+LONGEST_SECONDS = 30 * 86400.0
+"""A month. The system's own limit is not far above what people write for "for ever", and ends the thread that waits."""
+
+
+def can_be_waited(seconds: float, *, or_none: bool = False) -> bool:
+    """Return whether `seconds` is above 0 (or 0, with `or_none`) and not beyond the limit; NaN is not."""
+    return (seconds >= 0 if or_none else seconds > 0) and seconds <= LONGEST_SECONDS
