@@ -210,17 +210,26 @@ def _try_out(host: str, port: int) -> None:
     Raises:
         UserError: the address is in use, or not this machine's.
     """
+    problem: OSError | None = None
     try:
-        address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(address[0], socket.SOCK_STREAM) as trial:
-            # As gRPC does: a port that a server has just left may be used.
-            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            trial.bind(address[4])
-            trial.listen(1)
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise UserError(
-            f"bind {host}:{port}: cannot listen there: {error.strerror}; stop who does, or give another port or address"
-        ) from error
+        found, problem = [], error
+    for family, _, _, _, address in found:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as trial:
+                # As gRPC does: a port that a server has just left may be used.
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(address)
+                trial.listen(1)
+        except OSError as error:
+            problem = problem or error
+        else:
+            return  # one of a name's addresses is enough: localhost may have one of IPv6 where there is none
+    assert problem is not None
+    raise UserError(
+        f"bind {host}:{port}: cannot listen there: {problem.strerror}; stop who does, or give another port or address"
+    ) from problem
 
 
 def serve(config: ServerConfig, failpoints: Sequence[str] = ()) -> int:

@@ -3,8 +3,10 @@
 
 import json
 import signal
+import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.server import _try_out
 from tests.sync_service.peer import digest, start_values, trained
 from tests.sync_service.service import Service, until
 
@@ -243,6 +246,22 @@ def test_an_address_of_another_machine_is_refused_by_name(make_service: MakeServ
     service.address, service.extra = "203.0.113.7:0", {"insecure": True}
     server = service.start()
     assert server.wait() == 2 and "bind 203.0.113.7:0: cannot listen there: Cannot assign" in server.output
+
+
+def test_a_name_may_have_an_address_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
+    asked = socket.getaddrinfo
+
+    def with_another_machines(*args: Any, **kwargs: Any) -> Any:
+        return asked("203.0.113.7", 0, type=socket.SOCK_STREAM) + asked("127.0.0.1", 0, type=socket.SOCK_STREAM)
+
+    monkeypatch.setattr(socket, "getaddrinfo", with_another_machines)
+    _try_out("localhost", 0)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: asked("203.0.113.7", 0, type=socket.SOCK_STREAM))
+    with pytest.raises(UserError, match="cannot listen there: Cannot assign"):
+        _try_out("localhost", 0)
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"bind nowhere\.invalid:1: cannot listen there: "):
+        _try_out("nowhere.invalid", 1)
 
 
 @pytest.mark.parametrize("end", ["left", "evicted"])
