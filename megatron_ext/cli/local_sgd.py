@@ -50,6 +50,7 @@ def run_report(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(rounds, indent=2))
         return 0
+    _require_whole(rounds)
     print(table(rounds[-args.last :]))
     print(f"{len(rounds)} round{'s' * (len(rounds) > 1)}, {_excluded(rounds)}")
     folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
@@ -63,6 +64,17 @@ def run_report(args: argparse.Namespace) -> int:
     else:
         print(f"picture: {file}")
     return 0
+
+
+def _require_whole(rounds: Sequence[dict[str, Any]]) -> None:
+    for entry in rounds:
+        try:
+            _row(entry)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the line of round {entry['round']} is damaged ({type(error).__name__}: {error}); restore the file "
+                "from a copy, or remove that line"
+            ) from None
 
 
 def table(rounds: Sequence[dict[str, Any]]) -> str:
@@ -113,3 +125,6 @@ def _draw(rounds: Sequence[dict[str, Any]], file: Path) -> None:
         raise UserError("it needs matplotlib; install it with: pip install 'megatron-ext[plots]'") from None
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
+    except ValueError as error:
+        # As matplotlib says of a file's ending that it does not know.
+        raise UserError(f"{file} cannot be drawn: {error}") from None

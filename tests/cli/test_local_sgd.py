@@ -67,16 +67,33 @@ def test_the_table_can_be_cut(run: Path, capsys: pytest.CaptureFixture[str]):
     assert (run / "other.png").exists()
 
 
+def entry_of(number: int, norms: list[float], **others: object) -> dict[str, object]:
+    return {
+        **{"round": number, "iteration": 2 * number, "pseudo_gradient_norm": 1.0, "worker_norms": norms},
+        **{"weights": {}, "rejected": {}, "cosine": None, "bytes_sent": 10},
+        **{"seconds": 0.2, "waiting_seconds": 0.1, "applying_seconds": 0.0},
+        **others,
+    }
+
+
+@pytest.mark.parametrize("damage", [{"seconds": None}, {"weights": {"unit": ["x"]}}, {"worker_norms": []}])
+def test_a_damaged_line_is_named(damage: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "rounds.jsonl"
+    file.write_text(json.dumps(entry_of(1, [1.0])) + "\n" + json.dumps({**entry_of(2, [1.0]), **damage}) + "\n")
+    assert main(["local-sgd", "report", str(file)]) == 2
+    assert "the line of round 2 is damaged" in capsys.readouterr().err
+
+
+def test_a_picture_of_a_kind_that_there_is_not_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "rounds.jsonl"
+    file.write_text(json.dumps(entry_of(1, [1.0])) + "\n")
+    assert main(["local-sgd", "report", str(file), "--png", str(tmp_path / "x.txt")]) == 2
+    assert "x.txt cannot be drawn: Format 'txt' is not supported" in capsys.readouterr().err
+
+
 def test_rounds_of_other_numbers_of_workers_are_drawn_together(tmp_path: Path):
     norms = ([1.0, 2.0, 3.0], [1.0, 2.0])
-    entries = [
-        {
-            **{"round": number, "iteration": 2 * number, "pseudo_gradient_norm": 1.0, "worker_norms": of_workers},
-            **{"weights": {}, "rejected": {}, "cosine": None, "bytes_sent": 10},
-            **{"seconds": 0.2, "waiting_seconds": 0.1, "applying_seconds": 0.0},
-        }
-        for number, of_workers in enumerate(norms, 1)
-    ]
+    entries = [entry_of(number, of_workers) for number, of_workers in enumerate(norms, 1)]
     file = tmp_path / "local_sgd_rounds.jsonl"
     file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     assert main(["local-sgd", "report", str(file)]) == 0

@@ -30,6 +30,43 @@ def test_local_sgds_state_can_be_saved_by_itself(tmp_path):
         assert straight == other
 
 
+def refused_loads(folder):
+    """Return what is said to states that are none, and whether the inner optimizer's state has stayed as it was."""
+    from pathlib import Path
+
+    from megatron_ext.errors import UserError
+    from megatron_ext.local_sgd.plain_torch import load_local_sgd_state_dict
+
+    dist.init_process_group("gloo")
+    module = model()
+    other = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module)
+    train(module, other, 3, dist.get_rank())
+    state = other.state_dict()
+    optimizer = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module, codec="int8")
+    Path(folder, f"junk_rank{dist.get_rank()}.pt").write_bytes(b"no")
+    said = []
+    for load in (
+        lambda: optimizer.load_state_dict({key: value for key, value in state.items() if key != "local_sgd"}),
+        lambda: optimizer.load_state_dict({**state, "local_sgd": {"step": 1}}),
+        lambda: optimizer.load_state_dict(state),
+        lambda: load_local_sgd_state_dict(optimizer, folder, "junk"),
+    ):
+        try:
+            load()
+        except UserError as error:
+            said.append(str(error))
+    return said, len(optimizer.optim.state)
+
+
+def test_a_load_that_is_refused_has_taken_nothing_over(tmp_path):
+    for (without, empty, otherwise, junk), states in run_ranks(refused_loads, 2, str(tmp_path)):
+        assert "the optimizer's state has none of local SGD's" in without
+        assert "local SGD's saved state: it has no 'common', so it is none" in empty
+        assert "--local-sgd-codec was not given in the run that saved it" in otherwise
+        assert "cannot be read as local SGD's state" in junk
+        assert states == 0
+
+
 OTHERWISE = {
     "codec": ({"codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
     "reducer": ({"gta": {"reducer": "gta"}}, "--local-sgd-pseudo-grad-reducer was not given"),

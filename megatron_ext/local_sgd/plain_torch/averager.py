@@ -363,6 +363,9 @@ class OuterOptimPeriodicModelAverager:
         """
         self.end_round()
         where = "local SGD's saved state"
+        lacking = {"step", "common", "own", "scalars", "schedule", "method", "parameters"} - set(state)
+        if lacking:
+            raise UserError(f"{where}: it has no {min(lacking)!r}, so it is none; give what state_dict() returned")
         refuse_other_model(state["parameters"], self._shapes(), where)
         # What follows is in their order, which was the optimizer's in earlier releases.
         if list(state["parameters"]) != list(self._shapes()):

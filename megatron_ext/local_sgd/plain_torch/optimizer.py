@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import pickle
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,10 +110,20 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         return {**self.optim.state_dict(), "local_sgd": self.averager.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank, after the model's parameters were loaded."""
+        """Take over what `state_dict` returned on this rank, after the model's parameters were loaded.
+
+        Raises:
+            UserError: local SGD's part is missing or does not fit; nothing was taken over.
+        """
         inner = {key: value for key, value in state_dict.items() if key != "local_sgd"}
-        self.optim.load_state_dict(inner)
+        if "local_sgd" not in state_dict:
+            raise UserError(
+                "the optimizer's state has none of local SGD's, as of a run without it, or of torch's distributed "
+                "checkpoint API, which drops it; load it into the inner optimizer before it is wrapped, and "
+                "load_local_sgd_state_dict if that was saved"
+            )
         self.averager.load_state_dict(state_dict["local_sgd"])
+        self.optim.load_state_dict(inner)
 
 
 def save_local_sgd_state_dict(
@@ -139,12 +151,16 @@ def load_local_sgd_state_dict(
     """Take over what `save_local_sgd_state_dict` wrote; all ranks must call it, after the parameters were loaded.
 
     Raises:
-        UserError: this rank's file does not exist.
+        UserError: this rank's file does not exist, or cannot be read.
     """
     file = _file(load_dir, ckpt_name)
     if not file.is_file():
         raise UserError(f"{file}: no such file; local SGD's state is loaded on as many ranks as saved it")
-    optimizer.averager.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, struct.error, pickle.UnpicklingError) as error:
+        raise UserError(f"{file}: cannot be read as local SGD's state ({error}); restore it from a copy") from error
+    optimizer.averager.load_state_dict(state)
 
 
 def _file(folder: str | Path, name: str) -> Path:
