@@ -30,6 +30,35 @@ def test_local_sgds_state_can_be_saved_by_itself(tmp_path):
         assert straight == other
 
 
+def loaded_from_a_cut_off_save():
+    """Return what is said when worker 0 has the state of a later step than worker 1."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=4)
+    states = []
+    for start, stop in ((0, 6), (6, 7), (7, 9)):
+        train(module, optimizer, stop, dist.get_rank(), start=start)
+        states.append(optimizer.averager.state_dict())
+    said = []
+    for later in states[1:]:
+        try:
+            optimizer.averager.load_state_dict(states[0] if dist.get_rank() else later)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_files_of_different_saves_are_refused():
+    begin = "local SGD's saved state: the workers' files are of different saves (worker 0: round "
+    for said in run_ranks(loaded_from_a_cut_off_save, 2):
+        assert said == [
+            begin + "1, step 7, worker 1: round 1, step 6); load those of one save",
+            begin + "2, step 9, worker 1: round 1, step 6); load those of one save",
+        ]
+
+
 def refused_loads(folder):
     """Return what is said to states that are none, and whether the inner optimizer's state has stayed as it was."""
     from pathlib import Path

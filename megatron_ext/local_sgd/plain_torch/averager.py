@@ -363,6 +363,7 @@ class OuterOptimPeriodicModelAverager:
         """
         self.end_round()
         where = "local SGD's saved state"
+        self._require_one_save(state, where)
         lacking = {"step", "common", "own", "scalars", "schedule", "method", "parameters"} - set(state)
         if lacking:
             raise UserError(f"{where}: it has no {min(lacking)!r}, so it is none; give what state_dict() returned")
@@ -388,6 +389,17 @@ class OuterOptimPeriodicModelAverager:
         if saved == workers:
             self._schedule.load(state["schedule"])
         self.step = int(state["step"])
+
+    def _require_one_save(self, state: dict[str, Any], where: str) -> None:
+        """Refuse files of different saves: one that was cut off has replaced those of some ranks only."""
+        mine = state.get("scalars", {}).get("rounds"), None if self.config.use_async else state.get("step")
+        found: list[Any] = [None] * dist.get_world_size(self._across)
+        dist.all_gather_object(found, mine, group=self._across)
+        if any(other != found[0] for other in found):
+            each = (f"worker {worker}: round {rounds}, step {step}" for worker, (rounds, step) in enumerate(found))
+            raise UserError(
+                f"{where}: the workers' files are of different saves ({', '.join(each)}); load those of one save"
+            )
 
     @property
     def _has_own_state(self) -> bool:
