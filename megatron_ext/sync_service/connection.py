@@ -124,9 +124,9 @@ class Connection:
         host, _, port = config.server.rpartition(":")
         if not host or not port.isdecimal() or int(port) > 65535:
             raise UserError(f"server is {config.server!r}; give ADDRESS:PORT")
-        for name, least in (("patience_seconds", "0 or more"), ("call_seconds", "above 0")):
-            seconds = getattr(config, name)
-            if not can_be_waited(seconds, or_none=least == "0 or more"):
+        for name, or_zero in (("patience_seconds", True), ("call_seconds", False)):
+            seconds, least = getattr(config, name), "0 or more" if or_zero else "above 0"
+            if not can_be_waited(seconds, or_zero=or_zero):
                 raise UserError(f"{name} is {seconds}; it must be {least} and at most {LONGEST_SECONDS:.0f} (a month)")
         if config.tls_ca is None and not is_loopback(host) and not config.insecure:
             raise UserError(

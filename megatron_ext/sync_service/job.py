@@ -77,6 +77,7 @@ class _Attempt:
         except UserError as error:
             self.answer = None, str(error)
         except Exception as error:
+            # Nothing is swallowed: this rank raises it again when the others, which wait for an answer, have heard.
             self.defect = error
             self.answer = None, f"rank {dist.get_rank()} has ended with {type(error).__name__}: {error}"
 

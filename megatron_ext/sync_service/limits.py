@@ -9,6 +9,6 @@ LONGEST_SECONDS = 30 * 86400.0
 """A month. The system's own limit is not far above what people write for "for ever", and ends the thread that waits."""
 
 
-def can_be_waited(seconds: float, *, or_none: bool = False) -> bool:
-    """Return whether `seconds` is above 0 (or 0, with `or_none`) and not beyond the limit; NaN is not."""
-    return (seconds >= 0 if or_none else seconds > 0) and seconds <= LONGEST_SECONDS
+def can_be_waited(seconds: float, *, or_zero: bool = False) -> bool:
+    """Return whether `seconds` is above 0 (or 0, with `or_zero`) and not beyond the limit; NaN is not."""
+    return (seconds >= 0 if or_zero else seconds > 0) and seconds <= LONGEST_SECONDS

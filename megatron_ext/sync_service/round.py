@@ -240,14 +240,14 @@ class RunState:
         """Return the event that says that a contribution is too old to count: there is none in rounds of all peers."""
         return None
 
-    # -----------------------------------------------------------------------------------------------------------
-    # What has happened
-    # -----------------------------------------------------------------------------------------------------------
-
     @property
     def is_deserted(self) -> bool:
         """Whether there is neither a round, nor a contribution to one, nor a peer."""
         return self.open_round == 0 and not (self.members or self.uploaded or self.closing)
+
+    # -----------------------------------------------------------------------------------------------------------
+    # What has happened
+    # -----------------------------------------------------------------------------------------------------------
 
     def apply(self, event: Event) -> None:
         """Take an event in. Events that say nothing about the state change nothing."""

@@ -181,7 +181,7 @@ class RunConfig:
             ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
             (
                 "grace_seconds",
-                can_be_waited(self.grace_seconds, or_none=True),
+                can_be_waited(self.grace_seconds, or_zero=True),
                 f"it must be a number of seconds, 0 to {LONGEST_SECONDS:.0f} (a month)",
             ),
             ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
