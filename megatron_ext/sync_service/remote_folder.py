@@ -159,14 +159,14 @@ class RemoteFolder:
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # every kind of store has errors of its own
             raise UserError(f"state {self._url}: cannot be read: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # likewise
             raise OSError(f"state {self._url} cannot be written: {type(error).__name__}: {error}") from error
 
 

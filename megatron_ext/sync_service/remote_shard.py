@@ -146,7 +146,7 @@ class RemoteShard:
     def _work(self) -> None:
         try:
             self._keep_telling()
-        except BaseException as error:
+        except BaseException as error:  # whatever ends this thread has to end the run, and not in silence
             self._on_fatal(error)
 
     def _keep_telling(self) -> None:

@@ -76,7 +76,7 @@ class RoundMaker:
                     self._make_round()
                 except OSError as error:
                     self._say_problem(error)
-        except BaseException as error:
+        except BaseException as error:  # whatever ends this thread has to end the run, and not in silence
             self._on_fatal(error)
 
     def _wait_for_work(self) -> bool:

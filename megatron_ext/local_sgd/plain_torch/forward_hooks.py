@@ -114,8 +114,8 @@ class ForwardHooks:
         self._gathers = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
         for module in model.modules():
             not_now = functools.partial(_refuse_to_be_read, self)
-            module.register_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]  # torch gives it no types
+            module.register_load_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]  # torch gives it no types
             if id(module) not in within:
                 module.register_forward_pre_hook(functools.partial(_enter, self), prepend=True)
 
@@ -296,12 +296,12 @@ class _NoHooks:
 # `torch.compile` leaves these out of what it compiles. As functions of this module they can be pickled with a module.
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def _enter(hooks: ForwardHooks | _NoHooks, _module: torch.nn.Module, _inputs: Any) -> None:
     hooks.enter()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def _enter_layer(hooks: ForwardHooks | _NoHooks, unit: str, _module: torch.nn.Module, _inputs: Any) -> None:
     hooks.enter_layer(unit)
 
