@@ -10,7 +10,7 @@ import argparse
 from pathlib import Path
 
 from recorder import Recorder
-from stages import end_with_parent
+from with_parent import end_with_parent
 
 from megatron_ext.__main__ import main as run_patched
 

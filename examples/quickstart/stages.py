@@ -2,7 +2,6 @@
 """Running the quickstart's stages as processes: output to a log, nothing left behind."""
 
 import contextlib
-import ctypes
 import os
 import re
 import signal
@@ -10,8 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
+from with_parent import with_parent
 
 PATIENCE_SECONDS = 15
 """How long an interrupted stage may take to end its own processes."""
@@ -79,7 +77,7 @@ def log_tail(log: Path) -> list[str]:
 def _process(command: Sequence[str], environment: Mapping[str, str] | None) -> Iterator["subprocess.Popen[str]"]:
     """Start a process in a group of its own and end it, whatever happens."""
     process = subprocess.Popen(
-        command,
+        with_parent(command),
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -88,7 +86,6 @@ def _process(command: Sequence[str], environment: Mapping[str, str] | None) -> I
         errors="replace",
         # A Ctrl-C reaches this process alone, which then ends the stage in order.
         start_new_session=True,
-        preexec_fn=end_with_parent,
     )
     try:
         yield process
@@ -104,12 +101,6 @@ def _process(command: Sequence[str], environment: Mapping[str, str] | None) -> I
                 process.wait()
         assert process.stdout is not None
         process.stdout.close()
-
-
-def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies, however that happens."""
-    if _LIBC.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
 
 def progress(line: str) -> str | None:

@@ -35,7 +35,9 @@ def load(name: str) -> ModuleType:
     return module
 
 
-settings, report, stages = load("settings"), load("report"), load("stages")
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(FOLDER))
+    settings, report, stages = load("settings"), load("report"), load("stages")
 
 # Schedule and commands.
 
@@ -280,6 +282,22 @@ def test_a_stage_ends_with_the_quickstart_even_when_that_is_killed(tmp_path: Pat
         parent.send_signal(signal.SIGKILL)
         parent.wait()
     wait_until(lambda: not is_running(pid))
+
+
+def test_a_stage_starts_beside_threads_of_grpc(tmp_path: Path) -> None:
+    """With a `preexec_fn`, one start in fifty died of SIGABRT: gRPC's poller lives on in a forked process."""
+    code = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import stages, pathlib, grpc\n"
+    code += "from concurrent.futures import ThreadPoolExecutor\n"
+    code += "server = grpc.server(ThreadPoolExecutor(2)); port = server.add_insecure_port('127.0.0.1:0')\n"
+    code += "server.start(); channel = grpc.insecure_channel(f'127.0.0.1:{port}')\n"
+    code += "grpc.channel_ready_future(channel).result(60)\n"
+    code += f"for n in range(150): stages.run_stage(['/bin/true'], pathlib.Path({str(tmp_path / 'log')!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_command_that_is_none_fails_as_a_stage(tmp_path: Path) -> None:
+    with pytest.raises(stages.StageError, match=r"exit status 1; .*\n +/no/such: No such file or directory"):
+        stages.run_stage(["/no/such"], tmp_path / "log")
 
 
 def test_megatrons_log_becomes_a_few_words() -> None:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from stages import PATIENCE_SECONDS, StageError, end_with_parent, log_tail  # of the other quickstart
+from stages import PATIENCE_SECONDS, StageError, log_tail  # of the other quickstart
+from with_parent import with_parent  # likewise
 
 __all__ = ["Job"]
 
@@ -41,14 +42,13 @@ class Job:
         assert self._process is None or self._process.poll() is not None
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                with_parent(command),
                 env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 # A Ctrl-C reaches the quickstart alone, which then ends everything in order.
                 start_new_session=True,
-                preexec_fn=end_with_parent,
             )
 
     @property
