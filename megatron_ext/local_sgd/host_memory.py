@@ -7,10 +7,10 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 
-import psutil
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.free_memory import free_memory
 
 __all__ = ["HostMemory", "require_room"]
 
@@ -117,19 +117,19 @@ def require_room(needed: int, available: int | None = None, processes: int | Non
 
     Args:
         needed: bytes of this process.
-        available: bytes of free memory; the machine's when None.
+        available: bytes of free memory; what the machine and its control groups leave when None.
         processes: training processes of the machine; torchrun's number when None.
 
     Raises:
         UserError: there is less.
     """
     if available is None:
-        available = psutil.virtual_memory().available
+        available = free_memory()
     if processes is None:
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if needed * processes > available:
         raise UserError(
             f"--local-sgd-cpu-offload: anchor and outer state of {processes} processes take "
-            f"{needed * processes / 2**30:.2f} GiB of this machine's memory, and {available / 2**30:.2f} GiB are free; "
+            f"{needed * processes / 2**30:.2f} GiB of memory, and {available / 2**30:.2f} GiB are free; "
             "drop the option, use more workers (each keeps its part), or an outer optimizer with less state"
         )

@@ -145,7 +145,7 @@ def test_too_little_memory_is_told_before_training():
     require_room(10 * 2**30, available=40 * 2**30, processes=4)
     with pytest.raises(UserError) as refused:
         require_room(10 * 2**30 + 1, available=40 * 2**30, processes=4)
-    assert "of 4 processes take 40.00 GiB of this machine's memory, and 40.00 GiB are free; drop" in str(refused.value)
+    assert "of 4 processes take 40.00 GiB of memory, and 40.00 GiB are free; drop" in str(refused.value)
 
 
 def without_room():
