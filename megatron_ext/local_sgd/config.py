@@ -159,9 +159,9 @@ class LocalSGDConfig(FromArgs):
                 f"{self._flag('use_async')} has rounds every {self._flag('local_sgd_sync_time')} seconds; drop "
                 f"{self._flag('local_sgd_sync_interval')}"
             )
-        if self.step_weight_ratio != self.__dataclass_fields__["step_weight_ratio"].default and not (
-            self.use_step_weight and self.pseudo_gradnorm_reduce
-        ):
+        ratio, unless = self.step_weight_ratio, self.__dataclass_fields__["step_weight_ratio"].default
+        # Beyond its range there is a complaint already.
+        if ratio != unless and 0 <= ratio <= 1 and not (self.use_step_weight and self.pseudo_gradnorm_reduce):
             found.append(
                 f"{self._flag('step_weight_ratio')} has no effect without {self._flag('use_step_weight')} and "
                 f"{self._flag('pseudo_gradnorm_reduce')}; drop it"
@@ -253,12 +253,17 @@ class GTAConfig(FromArgs):
             found += self._pairwise_problems(local_sgd)
         if not 0 < self.density <= 1:
             found.append(f"{names['density']} is {self.density}; it must be above 0 and at most 1")
+        elif self.density != 1 and self.sparsification_method is None:
+            found.append(f"{names['density']} needs {names['sparsification_method']}; add it or drop the option")
         if self.reducer != "gta":
             for name in ("consensus_method", "sparsification_method", "int8_mask"):
                 if getattr(self, name):
                     found.append(f"{names[name]} needs {names['reducer']} gta; add it or drop the option")
-        if self.density != 1 and self.sparsification_method is None:
-            found.append(f"{names['density']} needs {names['sparsification_method']}; add it or drop the option")
+        elif self.consensus_method and self.normalize and self.sparsification_method == "rescaled_random":
+            found.append(
+                f"{names['sparsification_method']} rescaled_random with {names['consensus_method']} is 1 / density too "
+                "large: who was left out does not count in the weights that are divided by either; use random"
+            )
         if self.sparsification_method is not None and self.density == 1:
             found.append(f"{names['sparsification_method']} keeps everything at density 1; lower {names['density']}")
         if self.int8_mask and self.consensus_method is None:

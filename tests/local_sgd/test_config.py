@@ -49,6 +49,20 @@ def test_a_bad_value_is_named_by_its_flag(fields, flag):
     assert any(flag in problem for problem in config.problems())
 
 
+def test_a_rescaled_part_is_not_divided_by_the_weights_of_those_who_are_in_it():
+    sparse = {"reducer": "gta", "sparsification_method": "rescaled_random", "density": 0.25}
+    (said,) = GTAConfig(consensus_method="sum", **sparse).problems(LocalSGDConfig())
+    assert "rescaled_random with --local-sgd-pseudo-grad-consensus is 1 / density too large" in said
+    for fits in ({}, {"consensus_method": "sum", "sparsification_method": "random"}):
+        assert GTAConfig(**{**sparse, **fits}).problems(LocalSGDConfig()) == []
+
+
+def test_a_value_out_of_its_range_is_complained_of_once():
+    assert len(GTAConfig(density=0.0).problems(LocalSGDConfig())) == 1
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2, step_weight_ratio=2.0)
+    assert config.problems() == ["--local-sgd-step-weight-ratio is 2.0; it must be in 0 to 1"]
+
+
 @pytest.mark.parametrize("density", [0.0, -0.5, 1.5, math.nan])
 def test_a_density_outside_zero_to_one_is_refused(density):
     config = GTAConfig(reducer="gta", sparsification_method="random", density=density)

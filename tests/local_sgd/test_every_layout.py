@@ -24,7 +24,7 @@ GUARDS = {
 SPARSE = {
     "local_sgd_pseudo_grad_reducer": "gta",
     "local_sgd_pseudo_grad_consensus": "count",
-    "local_sgd_pseudo_grad_sparsification": "rescaled_random",
+    "local_sgd_pseudo_grad_sparsification": "random",
     "local_sgd_pseudo_grad_density": 0.5,
 }
 FRAGMENTS = {

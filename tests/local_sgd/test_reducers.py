@@ -99,3 +99,16 @@ def test_random_masks_depend_on_round_and_worker_and_on_nothing_else():
 def test_of_equal_elements_the_first_are_kept_so_that_replicas_lose_the_same_ones():
     tensor = torch.tensor([1.0, -2.0, 2.0, 3.0, -2.0, 2.0])
     assert sparsify(tensor, 0.5, "magnitude").tolist() == [0.0, -2.0, 2.0, 3.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("method", "consensus", "size"),
+    [("rescaled_random", None, 1.0), ("random", "sum", 1.0), ("random", "count", 1.0), ("rescaled_random", "sum", 4.0)],
+)
+def test_what_is_left_of_equal_pseudo_gradients_has_this_size(method, consensus, size):
+    """In the mean over the elements that anybody has; the last of these is refused (test_config)."""
+    generator = torch.Generator().manual_seed(0)
+    terms = [sparsify(torch.ones(20_000), 0.25, method, generator) for _ in range(4)]
+    whole = Gta(consensus=consensus)(terms, [0.25] * 4)
+    kept = whole if consensus is None else whole[whole != 0]
+    assert float(kept.mean()) == pytest.approx(size, rel=0.02)
