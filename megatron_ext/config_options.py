@@ -4,10 +4,11 @@
 import argparse
 import numbers
 import types
+from collections.abc import Mapping
 from dataclasses import Field, field
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["ANY_TYPE", "WITHOUT_FLAG", "FromArgs", "argument_of", "flag", "flag_of", "on_off"]
+__all__ = ["ANY_TYPE", "WITHOUT_FLAG", "FromArgs", "argument_of", "flag", "flag_of", "in_field_names", "on_off"]
 
 WITHOUT_FLAG = "without_flag"
 """Key of a field's metadata: what it holds cannot be given on a command line."""
@@ -38,6 +39,21 @@ def flag_of(entry: "Field[Any]") -> str:
 def argument_of(entry: "Field[Any]") -> str:
     """Return what a config field is called in Megatron's argument namespace."""
     return _argument(flag_of(entry))
+
+
+def in_field_names(text: str, fields: Mapping[str, "Field[Any]"], off: str) -> str:
+    """Return a text that speaks of flags in the words of people who never saw one.
+
+    Args:
+        text: of flags.
+        fields: by name, those whose flags are replaced by their names.
+        off: how a field is switched off, with `{}` for its name.
+    """
+    # The longest first: some flags are the beginnings of others.
+    for name, entry in sorted(fields.items(), key=lambda field: -len(flag_of(field[1]))):
+        flag = flag_of(entry)
+        text = text.replace("--no-" + flag.removeprefix("--"), off.format(name)).replace(flag, name)
+    return text
 
 
 def _argument(flag: str) -> str:

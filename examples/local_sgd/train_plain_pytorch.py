@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from megatron_ext.errors import UserError, report
 from megatron_ext.local_sgd import LocalSGDConfig, OuterOptimizerConfig
 from megatron_ext.local_sgd.plain_torch import OuterOptimPeriodicModelAverager, StatefulPostLocalSGDOptimizer
 
@@ -52,7 +54,10 @@ class ByteModel(torch.nn.Module):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print a line per round."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.text.is_file() or options.text.stat().st_size <= LENGTH + 1:
+        parser.error(f"--text {options.text} is not a file of more than {LENGTH + 1} bytes; give a longer one")
     dist.init_process_group(options.backend)
     device = torch.device("cpu")
     if options.backend == "nccl":
@@ -100,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loss.backward()
         before = optimizer.last_round
         optimizer.step()
-        report = optimizer.last_round
-        if report is not before and rank == 0:
+        made = optimizer.last_round
+        if made is not before and rank == 0:
             print(
-                f"step {step:4}  round {report.round:3}  loss of worker 0 {loss.item():.3f}  pseudo-gradient norm "
-                f"{report.pseudo_gradient_norm:.3f}  {report.bytes_sent / 1e6:.2f} MB sent",
+                f"step {step:4}  round {made.round:3}  loss of worker 0 {loss.item():.3f}  pseudo-gradient norm "
+                f"{made.pseudo_gradient_norm:.3f}  {made.bytes_sent / 1e6:.2f} MB sent",
                 flush=True,
             )
     dist.destroy_process_group()
@@ -123,4 +128,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        report(error)
+        sys.exit(2)

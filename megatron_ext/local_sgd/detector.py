@@ -163,7 +163,8 @@ class AnomalyDetector:
             raise UserError(
                 f"the checkpoint's anomaly detector has {saved['window'].shape[0]} warm-up rounds and "
                 f"{saved['mean'].shape[1]} units, this run's {self.warmup} and {self.mean.shape[1]}; resume with "
-                f"--local-sgd-ewma-warmup-steps {saved['window'].shape[0]}, or from a sync point with --no-load-optim"
+                f"--local-sgd-ewma-warmup-steps {saved['window'].shape[0]}, or start without its experience "
+                "(--no-load-optim, from a sync point)"
             )
         workers = torch.arange(self.mean.shape[0]) % saved["mean"].shape[0]
         for name, value in saved.items():

@@ -376,7 +376,6 @@ class LocalSGD:
             own: as `worker_state` returned it.
         """
         if not scalars["in_warmup"]:
-            self.in_warmup = False
             saved = zip(self._fragments, self._members, scalars["fragments"], strict=True)
             for index, (fragment, members, state) in enumerate(saved):
                 parts = {name: [whole[place] for place in members] for name, whole in tensors.items()}
@@ -385,6 +384,7 @@ class LocalSGD:
                 self._schedule.left[index] = int(state["left"])
                 if state["on_its_way"]:
                     fragment.resume(list(state["broken"]))
+            self.in_warmup = False
         self._equal = bool(scalars["equal"])
         self.rounds = int(scalars["rounds"])
         self._schedule.resume(int(scalars["steps_since_sync"]))

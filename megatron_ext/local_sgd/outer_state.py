@@ -177,6 +177,8 @@ class OuterState:
             scalars: as `scalar_state` returned them.
             own: as `worker_state` returned it.
         """
+        # First, because it may refuse.
+        self._penalty.load(scalars["penalty"])
         outer = dict(own if self._owned.apart else tensors)
         replicas = outer.pop("replica", None)
         if self._compressed is not None:
@@ -186,7 +188,6 @@ class OuterState:
         if self._eager is not None:
             self._eager.load(parts.pop("late"))
         self._start(parts.pop("anchor")).optimizer.load(parts, scalars["outer"])
-        self._penalty.load(scalars["penalty"])
 
     def _kept(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of what this rank owns of tensors like the values, where its state is kept."""

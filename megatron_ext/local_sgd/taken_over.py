@@ -23,6 +23,7 @@ def method_of(
         "--outer-optimizer": None if is_class else outer.outer_optimizer,
         "--outer-optim-class": outer.class_path if is_class else None,
         "--local-sgd-codec": config.codec,
+        "--local-sgd-use-async": config.use_async,
     }
     # What it keeps of a parameter may depend on any of them but the learning rate.
     arguments = {name: value for name, value in outer.outer_optim_kwargs.items() if name != "lr"}
@@ -46,6 +47,12 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
         found["--local-sgd-weight-scale-free"] = config.weight_scale_free
     if config.codec == "topk":
         found["--local-sgd-codec-density"] = config.codec_density
+    if config.use_async:
+        found["--local-sgd-sync-time"] = config.local_sgd_sync_time
+        found["--local-sgd-min-total-global-steps"] = config.min_total_global_steps
+    if config.use_step_weight:
+        found["--local-sgd-use-step-weight"] = True
+        found["--local-sgd-step-weight-ratio"] = config.step_weight_ratio
     if outer.outer_optim_class is not None:
         return {**found, "--outer-optim-kwargs": dict(outer.outer_optim_kwargs)}
     if outer.outer_optimizer != "none":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.config_options import flag_of
+from megatron_ext.config_options import in_field_names
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
@@ -238,10 +238,5 @@ class RunConfig:
 
 def _as_fields(problems: Sequence[str], config: Any, names: Sequence[str]) -> list[str]:
     """Return what a configuration with flags complains of, in the words of this one's file."""
-    found = list(problems)
-    # The longest first: some flags are the beginnings of others.
-    for name in sorted(names, key=len, reverse=True):
-        flag = flag_of(config.__dataclass_fields__[name])
-        negated = "--no-" + flag.removeprefix("--")
-        found = [problem.replace(negated, f"{name}: false").replace(flag, name) for problem in found]
-    return found
+    fields = {name: config.__dataclass_fields__[name] for name in names}
+    return [in_field_names(problem, fields, off="{}: false") for problem in problems]

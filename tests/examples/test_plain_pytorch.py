@@ -3,6 +3,8 @@
 
 import re
 import runpy
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -30,3 +32,19 @@ def test_the_example_learns_between_rounds(world, options, steps):
 def test_workers_of_a_size_that_does_not_fit_are_refused():
     exits = run_ranks(train, 2, "--shards", "3", expect_failure=True)
     assert "--shards 3 does not divide the number of processes 2" in exits[0].stderr
+
+
+def test_a_bad_value_is_one_sentence():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", SCRIPT]
+    done = subprocess.run([*command, "--interval", "0"], capture_output=True, text=True)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if line.startswith("megatron-ext: error: ")]
+    assert said == ["megatron-ext: error: local SGD: local_sgd_sync_interval is 0; it must be at least 1 step"]
+    assert "UserError" not in done.stderr
+
+
+def test_a_text_must_be_long_enough(tmp_path):
+    (tmp_path / "short").write_text("a few words")
+    for text in (tmp_path / "short", tmp_path / "none"):
+        exits = run_ranks(train, 1, "--text", str(text), expect_failure=True)
+        assert f"--text {text} is not a file of more than 65 bytes; give a longer one" in exits[0].stderr

@@ -91,19 +91,20 @@ def test_a_load_that_is_refused_has_taken_nothing_over(tmp_path):
     for (without, empty, otherwise, junk), states in run_ranks(refused_loads, 2, str(tmp_path)):
         assert "the optimizer's state has none of local SGD's" in without
         assert "local SGD's saved state: it has no 'common', so it is none" in empty
-        assert "--local-sgd-codec was not given in the run that saved it" in otherwise
+        assert ": codec was not given in the run that saved it" in otherwise
         assert "cannot be read as local SGD's state" in junk
         assert states == 0
 
 
 OTHERWISE = {
-    "codec": ({"codec": "int8"}, "--local-sgd-codec was not given in the run that saved it, and is 'int8' now"),
-    "reducer": ({"gta": {"reducer": "gta"}}, "--local-sgd-pseudo-grad-reducer was not given"),
+    "codec": ({"codec": "int8"}, "codec was not given in the run that saved it, and is 'int8' now"),
+    "reducer": ({"gta": {"reducer": "gta"}}, ": reducer was not given"),
     "outer optimizer": (
         {"outer": {"outer_optim_class": torch.optim.Adam, "outer_optim_kwargs": {"lr": 0.1}}},
-        "--outer-optimizer was 'sgd' in the run that saved it, and is not given now",
+        ": outer_optimizer was 'sgd' in the run that saved it, and is not given now",
     ),
-    "fragments": ({"streaming": {"fragments": 2}}, "--local-sgd-fragments was 1 in the run that saved it, and is 2"),
+    "fragments": ({"streaming": {"fragments": 2}}, ": fragments was 1 in the run that saved it, and is 2"),
+    "clock": ({"use_async": True, "interval": 1}, ": use_async was False in the run that saved it, and is True now"),
     "model": ({}, "0.weight has the shape [16, 8] there and [2, 8] here"),
 }
 
@@ -118,12 +119,120 @@ def taken_over_otherwise():
     said = {}
     for what, (fields, _) in OTHERWISE.items():
         other = torch.nn.Sequential(torch.nn.Linear(8, 2)) if what == "model" else model()
-        optimizer = wrapped(torch.optim.Adam(other.parameters(), lr=0.01), other, interval=2, **fields)
+        optimizer = wrapped(torch.optim.Adam(other.parameters(), lr=0.01), other, **{"interval": 2, **fields})
         try:
             optimizer.averager.load_state_dict(state["local_sgd"])
         except UserError as error:
             said[what] = str(error)
     return said
+
+
+def taken_over_with_other_tuning():
+    """Return what is said, and the error, where a schedule or a weighting changes on the way."""
+    from contextlib import redirect_stdout
+    from io import StringIO
+
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    found = []
+    fragments = {"fragments": 2, "sync_delay": 2}
+    for steps, before, after in (
+        (3, {"streaming": fragments, "interval": 4}, {"streaming": fragments, "interval": 6}),
+        (2, {"interval": 2, "skip_anomaly": True}, {"interval": 3, "skip_anomaly": True, "outer": OUTER}),
+        (2, {"interval": 2, "skip_anomaly": True}, {"interval": 2, "skip_anomaly": True, "ewma_warmup_steps": 3}),
+    ):
+        module = model()
+        optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, **before)
+        train(module, optimizer, steps, dist.get_rank())
+        state = optimizer.averager.state_dict()
+        other = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, warmup=100, **after)
+        out, error = StringIO(), ""
+        try:
+            with redirect_stdout(out):
+                other.averager.load_state_dict(state)
+        except UserError as refusal:
+            error = str(refusal)
+        found.append((out.getvalue(), error))
+    return found
+
+
+OUTER = {"outer_optimizer_lr": 0.5}
+
+
+def test_what_changes_on_the_way_is_said_and_refused_where_it_would_cut_a_round_short():
+    for number, (streamed, tuned, detector) in enumerate(run_ranks(taken_over_with_other_tuning, 2)):
+        refused = "local SGD's saved state: saved while rounds of fragments were on their way, so that "
+        assert streamed == ("", refused + "local_sgd_sync_interval has to be 4, not 6; load a state without any")
+        lines = [line.partition("local SGD: ")[2] for line in tuned[0].splitlines()]
+        expected = [
+            "local_sgd_sync_interval was 2 in the run that saved, and is 3 from here on",
+            "outer_optimizer_lr was 0.7 in the run that saved, and is 0.5 from here on",
+        ]
+        assert tuned[1] == "" and lines == (expected if number == 0 else [])
+        assert detector[1].endswith("resume with ewma_warmup_steps 120, or start without its experience")
+
+
+def exchanged():
+    """Return what a worker says to the file of the other one."""
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    averager = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, skip_anomaly=True).averager
+    states = [None, None]
+    dist.all_gather_object(states, averager.state_dict())
+    try:
+        averager.load_state_dict(states[1 - dist.get_rank()])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_the_state_of_another_worker_is_refused():
+    first, second = run_ranks(exchanged, 2)
+    begin = "local SGD's saved state: it is that of worker"
+    way_out = "give every rank what it saved itself"
+    assert first == f"{begin} 1, rank 0 of its ranks, and this is worker 0, rank 0; {way_out}"
+    assert second.startswith(f"{begin} 0, ")
+
+
+def through_torchs_checkpoint_api():
+    """Return what is said to the wrapped optimizer there, steps counted, and whether the inner one's state goes on."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    from megatron_ext.errors import UserError
+
+    dist.init_process_group("gloo")
+    module = model()
+    optimizer = wrapped(torch.optim.Adam(module.parameters(), lr=0.01), module)
+    said = []
+
+    def tried(act):
+        try:
+            act()
+        except UserError as error:
+            said.append(str(error))
+
+    tried(lambda: get_optimizer_state_dict(module, optimizer))
+    train(module, optimizer, 2, dist.get_rank())
+    tried(lambda: get_optimizer_state_dict(module, optimizer))
+    state = get_optimizer_state_dict(module, optimizer.optim)
+    tried(lambda: set_optimizer_state_dict(module, optimizer, state))
+    other = model()
+    inner = torch.optim.Adam(other.parameters(), lr=0.01)
+    set_optimizer_state_dict(other, inner, state)
+    same = all(
+        torch.equal(optimizer.optim.state[mine]["exp_avg"], inner.state[its]["exp_avg"])
+        for mine, its in zip(module.parameters(), other.parameters(), strict=True)
+    )
+    return said, optimizer.averager.step, same
+
+
+def test_torchs_checkpoint_api_gets_the_inner_optimizer():
+    for said, steps, same in run_ranks(through_torchs_checkpoint_api, 2):
+        assert len(said) == 3 and steps == 2 and same
+        assert all("leaves local SGD's state out; give it the inner optimizer (optimizer.optim)" in one for one in said)
 
 
 def taken_over_in_another_order():

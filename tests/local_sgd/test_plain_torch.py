@@ -268,3 +268,23 @@ def test_optimizers_may_list_their_parameters_in_any_order():
     first, second = run_ranks(in_another_order, 2)
     assert first == second
     assert first[0] == first[1]
+
+
+def hooked():
+    """Return what hooks of a wrapped optimizer saw: rounds, and whose state."""
+    dist.init_process_group("gloo")
+    module = model()
+    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=2)
+    seen = []
+    optimizer.register_step_pre_hook(lambda own, *given: seen.append((own is optimizer, optimizer.last_round is None)))
+    handle = optimizer.register_step_post_hook(lambda *given: seen.append(optimizer.last_round is None))
+    optimizer.register_state_dict_post_hook(lambda inner, state: seen.append(inner is optimizer.optim))
+    train(module, optimizer, 2, dist.get_rank())
+    optimizer.state_dict()
+    handle.remove()
+    train(module, optimizer, 3, dist.get_rank(), start=2)
+    return seen
+
+
+def test_hooks_run_around_the_round():
+    assert run_ranks(hooked, 2) == [[(True, True), True, (True, True), False, True, (True, False)]] * 2

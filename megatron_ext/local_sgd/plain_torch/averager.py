@@ -28,18 +28,21 @@ from megatron_ext.local_sgd.plain_torch.parameters import (
     require_same_names,
     unit_of,
 )
+from megatron_ext.local_sgd.plain_torch.saved_state import StateGuard
+from megatron_ext.local_sgd.plain_torch.wording import as_fields, speaks_of_fields
 from megatron_ext.local_sgd.report import Progress, RoundReport
 from megatron_ext.local_sgd.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
-from megatron_ext.local_sgd.taken_over import method_of, refuse_other_method, refuse_other_model
 from megatron_ext.seams.arguments import say
 from megatron_ext.transport.collectives import collective_device
 
 __all__ = ["OuterOptimPeriodicModelAverager"]
 
+
 class OuterOptimPeriodicModelAverager:
     """Runs outer rounds over the workers' parameters, every so many steps."""
 
+    @speaks_of_fields()
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -101,7 +104,7 @@ class OuterOptimPeriodicModelAverager:
         self._parameters: tuple[torch.Tensor, ...] = ()
         self._hooks: ForwardHooks | None = None
         self._unchecked: torch.nn.Module | None = None
-        self._units: list[str] = []
+        self._guard: StateGuard | None = None
         self._launched_at = 0
         self._schedule = AsyncSchedule(
             self.config,
@@ -128,7 +131,13 @@ class OuterOptimPeriodicModelAverager:
             )
         return self._engine
 
+    def _require_guard(self) -> StateGuard:
+        """Return what looks at states; after `engine`, which refuses where `attach` was not called."""
+        assert self._guard is not None
+        return self._guard
+
     @torch.no_grad()
+    @speaks_of_fields()
     def attach(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module | None = None
     ) -> None:
@@ -171,7 +180,6 @@ class OuterOptimPeriodicModelAverager:
             require_all_within(named, model)
             layers = layers_of(model)
             units.sort(key=lambda unit: unit in layers)
-        self._units = units
         problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
         if problem is not None:
             raise UserError(problem)
@@ -186,12 +194,23 @@ class OuterOptimPeriodicModelAverager:
             streaming=self.streaming,
             observe=self._logged,
         )
+        self._guard = StateGuard(
+            synced,
+            units=units,
+            config=self.config,
+            outer=self.outer,
+            gta=self.gta,
+            streaming=self.streaming,
+            across=self._across,
+            inside=self._inside,
+        )
         if model is not None and self.config.sync_in_forward:
             self._hooks = ForwardHooks(model, units, layers, self._land, self._across)
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
 
     @torch.no_grad()
+    @speaks_of_fields()
     def average_parameters(self, params: object = None) -> RoundReport | None:
         """Count one inner step, and do what is due of rounds; all ranks call it after each of their steps.
 
@@ -249,6 +268,7 @@ class OuterOptimPeriodicModelAverager:
             self._hooks.land_all()
 
     @torch.no_grad()
+    @speaks_of_fields()
     def end_round(self) -> RoundReport | None:
         """End a round that was to end in the next forward pass; all ranks must call it at the same place.
 
@@ -273,6 +293,7 @@ class OuterOptimPeriodicModelAverager:
         return self._schedule.finished
 
     @torch.no_grad()
+    @speaks_of_fields()
     def wait(self) -> None:
         """Go on to join rounds without a weight until the run is finished: for a worker that has no more data.
 
@@ -332,6 +353,7 @@ class OuterOptimPeriodicModelAverager:
         return progress.reports[-1] if progress.reports else None
 
     @torch.no_grad()
+    @speaks_of_fields()
     def synchronize(self) -> None:
         """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
         self.end_round()
@@ -348,12 +370,11 @@ class OuterOptimPeriodicModelAverager:
             "own": engine.worker_state(),
             "scalars": engine.scalar_state(),
             "schedule": self._schedule.state(),
-            "method": self._method(),
-            "parameters": self._shapes(),
-            "units": list(self._units),
+            **self._require_guard().description(),
         }
 
     @torch.no_grad()
+    @speaks_of_fields()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict` returned on this rank; the parameters must be those of that time.
 
@@ -362,64 +383,16 @@ class OuterOptimPeriodicModelAverager:
                 by another number of workers where each has something of its own.
         """
         self.end_round()
-        where = "local SGD's saved state"
-        self._require_one_save(state, where)
-        lacking = {"step", "common", "own", "scalars", "schedule", "method", "parameters"} - set(state)
-        if lacking:
-            raise UserError(f"{where}: it has no {min(lacking)!r}, so it is none; give what state_dict() returned")
-        refuse_other_model(state["parameters"], self._shapes(), where)
-        # What follows is in their order, which was the optimizer's in earlier releases.
-        if list(state["parameters"]) != list(self._shapes()):
-            raise UserError(f"{where}: its parameters are in another order than the model's; start without it")
-        if self.config.skip_anomaly and state.get("units", self._units) != self._units:
-            raise UserError(
-                f"{where}: what it knows of the norms of layers is in the order of a run "
-                f"{'without' if self.config.sync_in_forward else 'with'} sync_in_forward; go on like that, or start "
-                "without it"
-            )
-        refuse_other_method(state["method"], self._method(), where, "go on with what it was, or start without it")
-        saved, workers = len(state["schedule"]["synced"]), dist.get_world_size(self._across)
-        if saved != workers and (self._has_own_state or not state["scalars"]["equal"]):
-            raise UserError(
-                f"{where}: saved by {saved} workers, each with something of its own, and process_group has {workers}; "
-                f"go on with {saved}, {'' if self._has_own_state else 'save after a round and load that, '}or start "
-                "without it"
-            )
-        self.engine.load(state["common"], state["scalars"], state["own"])
-        if saved == workers:
+        engine, guard = self.engine, self._require_guard()
+        guard.refuse_unfit(state)
+        engine.load(state["common"], state["scalars"], state["own"])
+        if guard.is_of_as_many(state):
             self._schedule.load(state["schedule"])
         self.step = int(state["step"])
-
-    def _require_one_save(self, state: dict[str, Any], where: str) -> None:
-        """Refuse files of different saves: one that was cut off has replaced those of some ranks only."""
-        mine = state.get("scalars", {}).get("rounds"), None if self.config.use_async else state.get("step")
-        found: list[Any] = [None] * dist.get_world_size(self._across)
-        dist.all_gather_object(found, mine, group=self._across)
-        if any(other != found[0] for other in found):
-            each = (f"worker {worker}: round {rounds}, step {step}" for worker, (rounds, step) in enumerate(found))
-            raise UserError(
-                f"{where}: the workers' files are of different saves ({', '.join(each)}); load those of one save"
-            )
-
-    @property
-    def _has_own_state(self) -> bool:
-        """Whether workers have states of their own after a round, too: norms, residuals, anchors, or steps."""
-        config = self.config
-        return (
-            config.skip_anomaly
-            or config.codec is not None
-            or config.use_async
-            or self.streaming.active
-            or self.gta.reducer == "pairwise"
-        )
-
-    def _method(self) -> dict[str, Any]:
-        return method_of(self.config, self.outer, self.gta, self.streaming)
-
-    def _shapes(self) -> dict[str, list[int]]:
-        return {entry.name: list(entry.tensor.shape) for entry in self.engine.synced_tensors}
+        for flag, (before, now) in guard.changed(state).items():
+            _say(f"{flag} was {before} in the run that saved, and is {now} from here on")
 
 
 def _say(message: str) -> None:
     if dist.get_rank() == 0:
-        say(f"local SGD: {message}")
+        say(f"local SGD: {as_fields(message)}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import pickle
 import struct
+import sys
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,10 +47,16 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
             model: gives the parameters their names, by which layers become units of the penalty. Without it every
                 parameter is a unit.
         """
-        # Not torch's own initialisation: everything it would keep is the inner optimizer's.
+        # Not torch's own initialisation: most of what it would keep is the inner optimizer's.
         self.optim = optim
         self.averager = averager
         self.defaults = optim.defaults
+        # Hooks of a step run around the outer round, too; those of a state see the inner optimizer's.
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        for hooks in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post"):
+            name = f"_optimizer_{hooks}_hooks"
+            setattr(self, name, getattr(optim, name))
         self.last_round: RoundReport | None = None
         names = {} if model is None else {id(value): name for name, value in model.named_parameters()}
         parameters = [value for group in optim.param_groups for value in group["params"]]
@@ -70,6 +78,16 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Make the inner step, then the outer round if it is due; `last_round` has its report."""
+        _refuse_torchs_checkpoint_api()
+        given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {} if closure is None else {"closure": closure})
+        for before in self._optimizer_step_pre_hooks.values():
+            given = before(self, *given) or given
+        loss = self._step(*given[0], **given[1])
+        for after in self._optimizer_step_post_hooks.values():
+            after(self, *given)
+        return loss
+
+    def _step(self, closure: Callable[[], float] | None = None) -> float | None:
         self.averager.land()
         if hasattr(self, "found_inf"):
             loss = self._step_scaled()
@@ -107,6 +125,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the inner optimizer's state and local SGD's, of this rank; all ranks must call it."""
+        _refuse_torchs_checkpoint_api()
         return {**self.optim.state_dict(), "local_sgd": self.averager.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -115,12 +134,12 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         Raises:
             UserError: local SGD's part is missing or does not fit; nothing was taken over.
         """
+        _refuse_torchs_checkpoint_api()
         inner = {key: value for key, value in state_dict.items() if key != "local_sgd"}
         if "local_sgd" not in state_dict:
             raise UserError(
-                "the optimizer's state has none of local SGD's, as of a run without it, or of torch's distributed "
-                "checkpoint API, which drops it; load it into the inner optimizer before it is wrapped, and "
-                "load_local_sgd_state_dict if that was saved"
+                "the optimizer's state has none of local SGD's, as of a run without it; load it into the inner "
+                "optimizer before it is wrapped, and load_local_sgd_state_dict if that was saved"
             )
         self.averager.load_state_dict(state_dict["local_sgd"])
         self.optim.load_state_dict(inner)
@@ -161,6 +180,19 @@ def load_local_sgd_state_dict(
     except (OSError, EOFError, RuntimeError, struct.error, pickle.UnpicklingError) as error:
         raise UserError(f"{file}: cannot be read as local SGD's state ({error}); restore it from a copy") from error
     optimizer.averager.load_state_dict(state)
+
+
+def _refuse_torchs_checkpoint_api() -> None:
+    """Refuse `get_optimizer_state_dict` and its like as the caller of this function's caller.
+
+    They keep what an optimizer has by parameter and by group, so local SGD's part would be lost without a word; and
+    where an optimizer has no state yet, they make a step, which would count.
+    """
+    if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
+        raise UserError(
+            "torch's distributed checkpoint API leaves local SGD's state out; give it the inner optimizer "
+            "(optimizer.optim), and use save_local_sgd_state_dict and load_local_sgd_state_dict beside it"
+        )
 
 
 def _file(folder: str | Path, name: str) -> Path:

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a saved state says of the run that saved it, and which runs may take it over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.engine import SyncedTensor
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, refuse_other_model, tuning_of
+
+__all__ = ["StateGuard"]
+
+_WHERE = "local SGD's saved state"
+_NEEDED = {"step", "common", "own", "scalars", "schedule", "method", "parameters"}
+
+
+class StateGuard:
+    """Describes a run in the states that it saves, and lets only states in that fit it."""
+
+    def __init__(
+        self,
+        synced: Sequence[SyncedTensor],
+        *,
+        units: Sequence[str],
+        config: LocalSGDConfig,
+        outer: OuterOptimizerConfig,
+        gta: GTAConfig,
+        streaming: StreamingConfig,
+        across: dist.ProcessGroup | None,
+        inside: dist.ProcessGroup | None,
+    ) -> None:
+        """Take what makes up a run: what `LocalSGD` takes."""
+        self._shapes = {entry.name: list(entry.tensor.shape) for entry in synced}
+        self._units = list(units)
+        self._config, self._streaming = config, streaming
+        self._method = method_of(config, outer, gta, streaming)
+        self._tuning = tuning_of(config, outer)
+        self._across = across
+        self._workers = dist.get_world_size(across)
+        self._place = [dist.get_rank(across), 0 if inside is None else dist.get_rank(inside)]
+        # After a round, too: norms, residuals, anchors, or steps.
+        self._has_own_state = (
+            config.skip_anomaly
+            or config.codec is not None
+            or config.use_async
+            or streaming.active
+            or gta.reducer == "pairwise"
+        )
+
+    def description(self) -> dict[str, Any]:
+        """Return what a state has to say of this run."""
+        return {
+            "method": self._method,
+            "tuning": self._tuning,
+            "parameters": self._shapes,
+            "units": self._units,
+            "place": self._place,
+        }
+
+    def changed(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Return by flag what was and what is of the things that a run may change on its way."""
+        # Earlier releases did not say.
+        return changes(state.get("tuning", self._tuning), self._tuning)
+
+    def is_of_as_many(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the run that saved had as many workers."""
+        return len(state["schedule"]["synced"]) == self._workers
+
+    def refuse_unfit(self, state: dict[str, Any]) -> None:
+        """Refuse a state that this rank cannot go on from; all ranks across workers must call it.
+
+        Raises:
+            UserError: it is none, or of another model, method or place, or the workers' states are of different saves.
+        """
+        self._require_one_save(state)
+        lacking = _NEEDED - set(state)
+        if lacking:
+            raise UserError(f"{_WHERE}: it has no {min(lacking)!r}, so it is none; give what state_dict() returned")
+        refuse_other_model(state["parameters"], self._shapes, _WHERE)
+        # What follows is in their order, which was the optimizer's in earlier releases.
+        if list(state["parameters"]) != list(self._shapes):
+            raise UserError(f"{_WHERE}: its parameters are in another order than the model's; start without it")
+        if self._config.skip_anomaly and state.get("units", self._units) != self._units:
+            raise UserError(
+                f"{_WHERE}: what it knows of the norms of layers is in the order of a run "
+                f"{'without' if self._config.sync_in_forward else 'with'} sync_in_forward; go on like that, or start "
+                "without it"
+            )
+        refuse_other_method(state["method"], self._method, _WHERE, "go on with what it was, or start without it")
+        self._refuse_other_interval(state)
+        self._refuse_other_place(state)
+
+    def _require_one_save(self, state: Mapping[str, Any]) -> None:
+        """Refuse files of different saves: one that was cut off has replaced those of some ranks only."""
+        mine = state.get("scalars", {}).get("rounds"), None if self._config.use_async else state.get("step")
+        found: list[Any] = [None] * self._workers
+        dist.all_gather_object(found, mine, group=self._across)
+        if any(other != found[0] for other in found):
+            each = (f"worker {worker}: round {rounds}, step {step}" for worker, (rounds, step) in enumerate(found))
+            raise UserError(
+                f"{_WHERE}: the workers' files are of different saves ({', '.join(each)}); load those of one save"
+            )
+
+    def _refuse_other_interval(self, state: Mapping[str, Any]) -> None:
+        """Refuse to meet a round on its way in the middle of another schedule."""
+        on_its_way = any(fragment["on_its_way"] for fragment in state["scalars"]["fragments"])
+        # An eager round has no end that could be missed.
+        if self._streaming.eager or not on_its_way:
+            return
+        for flag, (before, now) in self.changed(state).items():
+            if flag == "--local-sgd-sync-interval":
+                raise UserError(
+                    f"{_WHERE}: saved while rounds of fragments were on their way, so that {flag} has to be {before}, "
+                    f"not {now}; load a state without any"
+                )
+
+    def _refuse_other_place(self, state: Mapping[str, Any]) -> None:
+        """Refuse what another rank saved, and states of each worker's own where there are more or fewer workers."""
+        worker, shard = state.get("place", self._place)
+        if shard != self._place[1] or (worker != self._place[0] and self.is_of_as_many(state)):
+            raise UserError(
+                f"{_WHERE}: it is that of worker {worker}, rank {shard} of its ranks, and this is worker "
+                f"{self._place[0]}, rank {self._place[1]}; give every rank what it saved itself"
+            )
+        if not self.is_of_as_many(state) and (self._has_own_state or not state["scalars"]["equal"]):
+            saved = len(state["schedule"]["synced"])
+            raise UserError(
+                f"{_WHERE}: saved by {saved} workers, each with something of its own, and process_group has "
+                f"{self._workers}; go on with {saved}, "
+                f"{'' if self._has_own_state else 'save after a round and load that, '}or start without it"
+            )
