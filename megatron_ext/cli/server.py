@@ -159,9 +159,13 @@ def run_status(args: argparse.Namespace) -> int:
             print(f"  shard {shard['shard']} at {shard['address']}: {'PROBLEM' if shard['problem'] else 'here'}")
         print(f"  {len(run['peers'])} of {run['places']} peers, quorum {run['quorum']}")
         for peer in run["peers"]:
-            state = "uploaded" if peer["uploaded"] else "awaited" if peer["awaited"] else "absent"
+            state, missed = "awaited" if peer["awaited"] else "absent", "missed"
+            if run["asynchronous"] and run["newest_round"] is not None:
+                state, missed = "training", "not counted"  # nobody is awaited
+            if peer["uploaded"]:
+                state = "uploaded"
             sent = f"{peer['bytes_uploaded'] / 1e6:.1f} MB"
-            print(f"  {peer['index']:>3}  {peer['peer']:<24} {state:<9} {sent:>10}  missed {peer['missed']}")
+            print(f"  {peer['index']:>3}  {peer['peer']:<24} {state:<9} {sent:>10}  {missed} {peer['missed']}")
         for peer, reason in run["rejected"].items():
             print(f"  round {run['newest_round']} did not count {peer}: {reason}")
     return 0

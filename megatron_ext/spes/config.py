@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megatron_ext.config_options import WITHOUT_FLAG, FromArgs, flag
 from megatron_ext.errors import UserError, combine
 from megatron_ext.spes.ownership import Ownership
+from megatron_ext.sync_service.address import split_address
 
 __all__ = ["SpesConfig"]
 
@@ -103,10 +104,8 @@ class SpesConfig(FromArgs):
         ):
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
-        if self.server_addr is not None:
-            host, _, port = self.server_addr.rpartition(":")
-            if not host or "/" in host or not port.isdecimal() or not 0 < int(port) <= 65535:
-                found.append(f"server_addr is {self.server_addr!r}; give HOST:PORT, such as 127.0.0.1:50051")
+        if self.server_addr is not None and split_address(self.server_addr) is None:
+            found.append(f"server_addr is {self.server_addr!r}; give HOST:PORT, such as 127.0.0.1:50051")
         if self.num_peers is not None and self.peer_id is not None and self.peer_id >= self.num_peers >= 1:
             found.append(f"peer_id is {self.peer_id}; with num_peers {self.num_peers} it must be below that")
         if self.quant_non_local_trainable_experts:

@@ -11,7 +11,8 @@ from megatron_ext.config_options import FromArgs
 from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
-from megatron_ext.sync_service.config import NAME, is_loopback
+from megatron_ext.sync_service.address import is_loopback, split_address
+from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 
 __all__ = ["SyncServiceConfig", "argument_problems", "interval_of", "notices"]
@@ -89,10 +90,10 @@ class SyncServiceConfig(FromArgs):
             found.append(
                 "--sync-service-interval counts steps and --sync-service-interval-seconds time; drop one of them"
             )
-        host = self.sync_service.rpartition(":")[0]
-        if not host or not self.sync_service.rpartition(":")[2].isdigit():
+        address = split_address(self.sync_service)
+        if address is None:
             found.append(f"--sync-service is {self.sync_service!r}; give HOST:PORT")
-        elif self.sync_service_tls_ca is None and not is_loopback(host) and not self.sync_service_insecure:
+        elif self.sync_service_tls_ca is None and not is_loopback(address[0]) and not self.sync_service_insecure:
             found.append(
                 f"--sync-service {self.sync_service} is on another machine, and without --sync-service-tls-ca "
                 "everything goes there in the open; give it, or say --sync-service-insecure"

@@ -149,6 +149,7 @@ class AsynchronousState(RunState):
             rejected={event["peer"]: event["reason"]},
         )
         self._outcomes[event["peer"]] = event["round"], result
+        self._count_unused(event["peer"], unused=True)
 
     def _uploaded(self, event: Event) -> None:
         super()._uploaded(event)
@@ -175,3 +176,10 @@ class AsynchronousState(RunState):
         self.uploaded = waiting
         for peer in closing:
             self._outcomes[peer] = self._made_for.pop(peer), self.results[event["round"]]
+            self._count_unused(peer, unused=peer in event["rejected"])
+
+    def _count_unused(self, peer: str, *, unused: bool) -> None:
+        """Take note of how many contributions in a row were of no use."""
+        member = self.members.get(peer)
+        if member is not None:
+            member.missed = member.missed + 1 if unused else 0

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -11,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError, combine
+from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.yaml_file import read_yaml
 
-__all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "is_loopback", "read_config"]
+__all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "read_config"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 """Names of runs and peers: they become names of files."""
@@ -83,10 +83,10 @@ class ServerConfig:
         found = []
         if not self.dir or "\0" in self.dir:
             found.append(f"dir is {self.dir!r}; name the folder in which the server shall keep its state")
-        host, _, port = self.bind.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
+        address = split_address(self.bind, any_port=True)
+        if address is None:
             found.append(f"bind is {self.bind!r}; give ADDRESS:PORT, such as 127.0.0.1:50051")
-        elif not is_loopback(host) and not self.insecure and (self.token_file is None or self.tls_cert is None):
+        elif not is_loopback(address[0]) and not self.insecure and (self.token_file is None or self.tls_cert is None):
             found.append(
                 f"bind is {self.bind}, which others reach, so that token_file, tls_cert and tls_key are needed; give "
                 "them, listen at 127.0.0.1, or say insecure (--insecure)"
@@ -127,8 +127,7 @@ class ServerConfig:
             found += ["tls_ca is for the calls of shards, and there are none; drop it"] * (self.tls_ca is not None)
             return found
         for address in self.shards:
-            host, _, port = str(address).rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+            if split_address(str(address)) is None:
                 found.append(f"shards: {address!r} is no address; give ADDRESS:PORT of every one")
         if len(self.shards) < 2 or len(set(self.shards)) < len(self.shards):
             found.append(f"shards are {', '.join(map(str, self.shards))}; give 2 or more, each once, or drop shards")
@@ -137,14 +136,6 @@ class ServerConfig:
         if self.tls_cert is not None and self.tls_ca is None:
             found.append("shards with tls_cert need tls_ca, by which the first one knows the others; add it")
         return found
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address; a name other than localhost may mean any."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.config import is_loopback
+from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
 from megatron_ext.sync_service.security import TOKEN_KEY, read_token
@@ -121,14 +121,14 @@ class Connection:
             UserError: a file cannot be read, or the server would be talked to in the open.
         """
         self.config = config
-        host, _, port = config.server.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
+        address = split_address(config.server)
+        if address is None:
             raise UserError(f"server is {config.server!r}; give ADDRESS:PORT")
         for name, or_zero in (("patience_seconds", True), ("call_seconds", False)):
             seconds, least = getattr(config, name), "0 or more" if or_zero else "above 0"
             if not can_be_waited(seconds, or_zero=or_zero):
                 raise UserError(f"{name} is {seconds}; it must be {least} and at most {LONGEST_SECONDS:.0f} (a month)")
-        if config.tls_ca is None and not is_loopback(host) and not config.insecure:
+        if config.tls_ca is None and not is_loopback(address[0]) and not config.insecure:
             raise UserError(
                 f"server {config.server} is on another machine, and without tls_ca everything goes there in the open; "
                 "give tls_ca (--tls-ca FILE), or say insecure (--insecure)"

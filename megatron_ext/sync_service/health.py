@@ -75,7 +75,10 @@ def _of_peers(status: dict[str, Any]) -> list[tuple[Level, str]]:
     for peer, reason in status["rejected"].items():
         found.append(("attention", f"round {newest} did not count {peer}: {reason}"))
     for peer in peers:
-        if peer["missed"]:
+        if peer["missed"] and status["asynchronous"]:
+            times = "contribution" if peer["missed"] == 1 else f"{peer['missed']} contributions"
+            found.append(("attention", f"the last {times} of {peer['peer']} did not count"))
+        elif peer["missed"]:
             times = "round" if peer["missed"] == 1 else f"{peer['missed']} rounds"
             found.append(("attention", f"the last {times} went without {peer['peer']}"))
     return found

@@ -52,7 +52,7 @@ class Member:
     """Whether a round stays open for it. A peer that missed a round is awaited again when it takes a round's values."""
 
     missed: int = 0
-    """Rounds since it last contributed."""
+    """Rounds since it last contributed; its own contributions since the last that counted, where all are rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)

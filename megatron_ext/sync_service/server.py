@@ -31,7 +31,7 @@ from megatron_ext.sync_service.servicer import Servicer
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.shard_servicer import ShardServicer
 from megatron_ext.sync_service.status_page.http import StatusPage
-from megatron_ext.sync_service.tls import server_credentials
+from megatron_ext.sync_service.tls import server_credentials, validity_problem
 from megatron_ext.sync_service.values_servicer import ValuesServicer
 
 __all__ = ["Server", "serve"]
@@ -196,6 +196,9 @@ class Server:
         try:
             if config.tls_cert is not None and config.tls_key is not None:
                 credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+                problem = validity_problem(config.tls_cert, config.tls_key)
+                if problem is not None:
+                    log.warning("tls_cert %s: %s; no peer will trust this server", config.tls_cert, problem)
                 port = self._grpc.add_secure_port(config.bind, credentials)
             else:
                 port = self._grpc.add_insecure_port(config.bind)

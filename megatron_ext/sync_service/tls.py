@@ -10,7 +10,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.protocol import grpc
 from megatron_ext.sync_service.security import read_file
 
-__all__ = ["client_credentials", "server_credentials", "what_tls_says"]
+__all__ = ["client_credentials", "server_credentials", "validity_problem", "what_tls_says"]
 
 # What BoringSSL and gRPC say in the details of a call, and what it means.
 _MEANINGS = (
@@ -27,6 +27,10 @@ _MEANINGS = (
     ),
     ("WRONG_VERSION_NUMBER", "the server has no TLS; drop tls_ca, or give the server tls_cert and tls_key"),
 )
+
+
+# OpenSSL's codes for a certificate that is not valid yet, and for one that has expired.
+_OF_TIME = (9, 10)
 
 
 def what_tls_says(details: str) -> str | None:
@@ -52,8 +56,35 @@ def client_credentials(ca: str, cert: str | None, key: str | None) -> Any:
     Raises:
         UserError: a file cannot be used; names its field.
     """
-    own_key, own_cert = (None, None) if cert is None or key is None else _pair(cert, key)
+    own_key, own_cert = None, None
+    if cert is not None and key is not None:
+        own_key, own_cert = _pair(cert, key)
+        problem = validity_problem(cert, key)
+        if problem is not None:
+            raise UserError(f"tls_cert {cert}: {problem}, so that no server lets this peer in; give a new one")
     return grpc.ssl_channel_credentials(_authority(ca, "tls_ca"), own_key, own_cert)
+
+
+def validity_problem(cert: str, key: str) -> str | None:
+    """Return what a certificate whose key fits says of the present time: None, or that it has expired."""
+    # Python reads a certificate's dates only when it checks them: in a handshake with itself, which needs no socket.
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    server.load_cert_chain(cert, key)
+    client.load_verify_locations(cert)
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.check_hostname = False
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    for side in sides * 2:
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message if error.verify_code in _OF_TIME else None
+        except ssl.SSLError:  # the server's side of an earlier refusal
+            return None
+    return None
 
 
 def _pair(cert: str, key: str) -> tuple[bytes, bytes]:

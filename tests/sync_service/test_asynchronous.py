@@ -157,8 +157,11 @@ def test_a_contribution_that_is_too_old_is_said_so_once():
     assert event["reason"] == "2 rounds were made since the values that it started from; max_staleness is 1"
     assert machine.state.outcome("b", 1).rejected == {"b": event["reason"]}
     assert machine.state.answer("b", 1, False) == ("committed", "")
+    assert machine.state.members["b"].missed == 1
     machine.base["b"] = 2
     assert machine.upload("b")
+    machine.make()
+    assert machine.state.members["b"].missed == 0
 
 
 def test_a_peer_waits_for_its_own_contribution_and_for_nobody_else():

@@ -74,7 +74,8 @@ def overview(**more: Any) -> dict[str, Any]:
     rounds = list(history_of(*(committed(number) for number in range(12))).rounds)
     peer = {"peer": "a", "index": 0, "missed": 0}
     found = {"problem": "", "newest_round": 11, "waiting_for": "round 12 awaits a", "rounds": rounds, "rejected": {}}
-    return {**found, "quorum": 1, "places": 2, "peers": [peer, {**peer, "peer": "b", "index": 1}], **more}
+    peers = [peer, {**peer, "peer": "b", "index": 1}]
+    return {**found, "asynchronous": False, "quorum": 1, "places": 2, "peers": peers, **more}
 
 
 @pytest.mark.parametrize(
@@ -104,3 +105,11 @@ def test_the_worst_comes_first():
     found = health_of(overview(peers=missed, problem="no disk"), 215.0)
     assert found["level"] == "problem"
     assert found["reasons"] == ["no disk", "the last 3 rounds went without a"]
+
+
+def test_where_nobody_is_awaited_contributions_are_told_that_did_not_count():
+    late = [{"peer": "a", "index": 0, "missed": 3}, {"peer": "b", "index": 1, "missed": 1}]
+    assert health_of(overview(peers=late, asynchronous=True), 215.0)["reasons"] == [
+        "the last 3 contributions of a did not count",
+        "the last contribution of b did not count",
+    ]

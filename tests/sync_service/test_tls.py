@@ -12,7 +12,7 @@ import trustme
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.protocol import pb2
-from megatron_ext.sync_service.tls import client_credentials, server_credentials
+from megatron_ext.sync_service.tls import client_credentials, server_credentials, validity_problem
 from tests.sync_service.peer import digest, start_values
 from tests.sync_service.service import Service
 
@@ -119,6 +119,19 @@ def test_peers_wait_for_a_server_that_comes_back_with_a_wrong_certificate(
         service.start()
         with pytest.raises(UserError, match=r"has not answered .* for 1 s .*the authority in tls_ca has not signed"):
             client.sync(START)
+
+
+def test_a_certificate_that_is_not_valid_now_is_said_on_its_own_side(make_service: MakeService, ours: Authority):
+    for days, problem in ((30, None), (-2, "certificate has expired")):
+        files = ours.issue("localhost", days=days)
+        assert validity_problem(**{name.removeprefix("tls_"): file for name, file in files.items()}) == problem
+    with pytest.raises(UserError, match=r"tls_cert .*: certificate has expired, so that no server lets this peer in"):
+        client_credentials(ours.file, files["tls_cert"], files["tls_key"])
+    service = make_service(peers=1)
+    service.extra = files
+    service.start()
+    said = f"tls_cert {files['tls_cert']}: certificate has expired; no peer will trust this server"
+    assert said in service.output
 
 
 def test_files_that_do_not_belong_together_are_refused(tmp_path: Path, ours: Authority):
