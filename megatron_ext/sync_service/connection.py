@@ -140,6 +140,7 @@ class Connection:
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
         self._has_answered = False
+        self._is_away = False
         self._sent = self._received = 0
         self._channel: Any = None
         self._stub: Any = None
@@ -244,11 +245,11 @@ class Connection:
             UserError: the server refuses, or is away for longer than the patience.
         """
         end = time.monotonic() + self.config.patience_seconds
-        pause, damaged, said = _FIRST_PAUSE, 0, False
+        pause, damaged = _FIRST_PAUSE, 0
         while True:
             try:
                 found = once()
-                self._has_answered = True
+                self._has_answered, self._is_away = True, False
                 return found
             except _Stalled as error:
                 code, text, is_damage = grpc.StatusCode.DEADLINE_EXCEEDED, str(error), False
@@ -275,9 +276,11 @@ class Connection:
                     f"server {self.config.server} has not answered {what} for {self.config.patience_seconds:.0f} s "
                     f"({code.name}: {text}); {wrong or self._advice(code)}, then start again"
                 ) from problem
-            if not said:
+            # Once for all streams that meet the same outage.
+            with self._lock:
+                is_new, self._is_away = not self._is_away, True
+            if is_new:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)
-                said = True
             # Peers that lost the server at the same moment shall not come back at the same moment.
             self._abandoned.wait(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, _LONGEST_PAUSE)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -396,6 +397,28 @@ def status_of(service: Service) -> list[dict[str, Any]]:
     reply = connection.call("Status", pb2.StatusRequest())
     connection.close()
     return json.loads(reply.json)["runs"]
+
+
+def test_an_outage_is_told_once_however_many_streams_meet_it(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture
+):
+    service = make_service(peers=1)
+    with ThreadPoolExecutor(3) as streams:
+        connection = None
+        for _ in range(2):
+            server = service.start()
+            connection = connection or Connection(ConnectionConfig(server=service.address, patience_seconds=60))
+            connection.call("Status", pb2.StatusRequest())
+            server.kill()
+            server.wait()
+            caplog.clear()
+            calls = [streams.submit(connection.call, "Status", pb2.StatusRequest()) for _ in range(3)]
+            until(lambda: "trying again" in caplog.text, "the outage is noticed")
+            service.start()
+            assert all(call.result() is not None for call in calls)
+            assert caplog.text.count("trying again") == 1
+            service.stop()
+        connection.close()
 
 
 def test_a_clock_that_jumps_changes_nothing(make_service: MakeService, undisturbed: list[str]):
