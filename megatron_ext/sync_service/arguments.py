@@ -5,9 +5,10 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config_options import FromArgs
+from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.support import refusals
@@ -15,7 +16,10 @@ from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 
-__all__ = ["SyncServiceConfig", "argument_problems", "interval_of", "notices"]
+if TYPE_CHECKING:
+    from megatron_ext.sync_service.connection import ConnectionConfig
+
+__all__ = ["SyncServiceConfig", "argument_problems", "connection_of", "file_problems", "interval_of", "notices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +161,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     problems = config.problems()
     if config.sync_service is None:
         return problems
+    if not problems and importlib.util.find_spec("grpc") is not None:
+        problems += file_problems(config)
     if importlib.util.find_spec("grpc") is None:
         problems.append(
             "--sync-service needs the packages grpcio and protobuf; install them with: pip install 'megatron-ext[spes]'"
@@ -164,6 +170,36 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if args.use_local_sgd and args.local_sgd_workers != 1:
         problems += _worker_problems(args, config)
     return problems + refusals(args, feature)
+
+
+def connection_of(config: SyncServiceConfig) -> "ConnectionConfig":
+    """Return how the server is reached, for options without problems."""
+    # It needs gRPC, which jobs that are no peers may not have.
+    from megatron_ext.sync_service.connection import ConnectionConfig
+
+    assert config.sync_service is not None
+    return ConnectionConfig(
+        server=config.sync_service,
+        token_file=config.sync_service_token_file,
+        tls_ca=config.sync_service_tls_ca,
+        tls_cert=config.sync_service_tls_cert,
+        tls_key=config.sync_service_tls_key,
+        insecure=config.sync_service_insecure,
+        patience_seconds=config.sync_service_patience_seconds,
+    )
+
+
+def file_problems(config: SyncServiceConfig) -> list[str]:
+    """Return what is wrong with token and certificates, which is better said before a large model is built."""
+    from megatron_ext.sync_service.connection import Connection
+
+    try:
+        Connection(connection_of(config)).check_files()
+    except UserError as error:
+        field, _, rest = str(error).partition(" ")
+        is_ours = f"sync_service_{field}" in SyncServiceConfig.__dataclass_fields__
+        return [f"--sync-service-{field.replace('_', '-')} {rest}" if is_ours else f"--sync-service: {error}"]
+    return []
 
 
 def _worker_problems(args: Any, config: SyncServiceConfig) -> list[str]:

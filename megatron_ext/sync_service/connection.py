@@ -145,6 +145,16 @@ class Connection:
         self._channel: Any = None
         self._stub: Any = None
 
+    def check_files(self) -> None:
+        """Read the certificates, as the first call would.
+
+        Raises:
+            UserError: a file cannot be used; names its field.
+        """
+        config = self.config
+        if config.tls_ca is not None:
+            client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
+
     def close(self) -> None:
         """Close the channel; the next call opens another one.
 

@@ -19,7 +19,7 @@ from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.spes.arguments import ownership_of
-from megatron_ext.sync_service.arguments import SyncServiceConfig, interval_of
+from megatron_ext.sync_service.arguments import SyncServiceConfig, connection_of, interval_of
 from megatron_ext.sync_service.background import BackgroundRound
 from megatron_ext.sync_service.config import INTERVAL
 from megatron_ext.sync_service.report import Report
@@ -101,7 +101,6 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
     """Return the peer that this job is, not yet a member; all ranks call it."""
     # Imported here because they import gRPC, which other runs can do without.
     from megatron_ext.sync_service.client import ClientConfig, SyncClient
-    from megatron_ext.sync_service.connection import ConnectionConfig
     from megatron_ext.sync_service.interval import Interval
     from megatron_ext.sync_service.job import Ranks
     from megatron_ext.sync_service.slices import Slices, catalog_of
@@ -118,15 +117,7 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
     longest = config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(longest)))
     client_config = ClientConfig(
-        connection=ConnectionConfig(
-            server=config.sync_service,
-            token_file=config.sync_service_token_file,
-            tls_ca=config.sync_service_tls_ca,
-            tls_cert=config.sync_service_tls_cert,
-            tls_key=config.sync_service_tls_key,
-            insecure=config.sync_service_insecure,
-            patience_seconds=config.sync_service_patience_seconds,
-        ),
+        connection=connection_of(config),
         run=config.sync_service_run,
         peer=config.sync_service_peer,
         index=config.sync_service_index if index is None else index,

@@ -3,7 +3,7 @@
 
 import pytest
 
-from megatron_ext.sync_service.arguments import SyncServiceConfig
+from megatron_ext.sync_service.arguments import SyncServiceConfig, file_problems
 from tests.support.presets import toy_gpt
 from tests.support.pretrain import run_failing_pretrain
 
@@ -47,6 +47,27 @@ def test_good_options_have_no_problem():
 )
 def test_a_bad_option_is_named(change, sentence):
     assert any(problem.startswith(sentence) for problem in SyncServiceConfig(**{**GOOD, **change}).problems())
+
+
+def test_files_that_cannot_be_used_are_named_before_anything_is_built(tmp_path):
+    (tmp_path / "short").write_text("short")
+    (tmp_path / "odd").write_text("no certificate")
+    for change, sentence in (
+        ({"token_file": tmp_path / "none"}, f"token-file {tmp_path}/none: cannot be read: No such file or directory"),
+        ({"token_file": tmp_path / "short"}, f"token-file {tmp_path}/short: must hold at least 16 printable ASCII"),
+        ({"tls_ca": tmp_path / "odd"}, f"tls-ca {tmp_path}/odd: is no PEM file"),
+        ({"tls_cert": tmp_path / "odd"}, "tls-cert and tls_key belong together, and need tls_ca; give all three"),
+    ):
+        config = SyncServiceConfig(**GOOD, **{f"sync_service_{name}": str(file) for name, file in change.items()})
+        (problem,) = file_problems(config)
+        assert problem.startswith(f"--sync-service-{sentence}")
+    assert file_problems(SyncServiceConfig(**GOOD)) == []
+
+
+def test_a_bad_file_ends_a_job_at_its_arguments(tmp_path):
+    options = {**GOOD, "sync_service_tls_ca": str(tmp_path / "none")}
+    said = run_failing_pretrain(toy_gpt(GOOD, options), 1)[0].stderr
+    assert f"--sync-service-tls-ca {tmp_path}/none: cannot be read: No such file or directory" in said
 
 
 def test_a_run_names_all_that_cannot_be_combined():
