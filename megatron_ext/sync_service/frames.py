@@ -3,7 +3,8 @@
 
 A frame carries a range of elements of a box of a tensor, coded by itself, with everything that says where they belong
 and a checksum over both. `fp32` carries values. Every other codec loses something, and so carries pseudo-gradients (the
-values of the last round minus the new ones): the smaller the numbers, the less is lost.
+values of the last round minus the new ones): the smaller the numbers, the less is lost. Elements that are all 0, such
+as the pseudo-gradient of what has not changed, are not coded: the payload is empty.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from megatron_ext.sync_service.protocol import DecodeError, pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.transport.codecs import BLOCK, Codec, build_codec
 
-__all__ = ["CODECS", "MAX_PAYLOAD", "Box", "Fp32Codec", "Frame", "codec_of", "cut", "whole_box"]
+__all__ = ["CODECS", "HEAD_BYTES", "MAX_PAYLOAD", "Box", "Fp32Codec", "Frame", "codec_of", "cut", "whole_box"]
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 MAX_PAYLOAD = 4 << 20
 """Bytes; a frame with more is refused."""
+
+HEAD_BYTES = 256
+"""About as much as a frame takes in a message beside its payload."""
 
 _MAX_AXES = 16
 
@@ -116,7 +120,7 @@ class Frame:
     """How they are coded."""
 
     payload: bytes | memoryview
-    """The coded elements."""
+    """The coded elements; nothing where all are 0."""
 
     checksum: int
     """CRC-32 of all of the above."""
@@ -135,7 +139,7 @@ class Frame:
             values: fp32, 1-D, on the CPU.
             codec: how to code them.
         """
-        payload = codec_of(codec).encode(values).numpy().tobytes()
+        payload = b"" if _are_zero(values) else codec_of(codec).encode(values).numpy().tobytes()
         return cls.of_payload(name, shape, box, offset, values.numel(), codec, payload)
 
     @classmethod
@@ -154,6 +158,8 @@ class Frame:
 
     def values(self) -> torch.Tensor:
         """Return the elements as fp32, 1-D, in memory of their own."""
+        if not self.payload:
+            return torch.zeros(self.count)
         return codec_of(self.codec).decode(torch.frombuffer(bytearray(self.payload), dtype=torch.uint8), self.count)
 
     def step(self) -> torch.Tensor:
@@ -164,7 +170,9 @@ class Frame:
 
     def decode_into(self, out: torch.Tensor) -> None:
         """Put the elements into fp32 memory, 1-D on the CPU."""
-        if self.codec == "fp32":
+        if not self.payload:
+            out.zero_()
+        elif self.codec == "fp32":
             out.numpy().view(np.uint8)[:] = np.frombuffer(self.payload, dtype=np.uint8)
         else:
             out.copy_(self.values())
@@ -187,9 +195,11 @@ class Frame:
             raise Refusal("invalid", f"a frame's box leaves the shape {self.shape} ({self.place})")
         if self.count < 1 or self.offset + self.count > self.box.numel:
             raise Refusal("invalid", f"a frame leaves its box of {self.box.numel} elements ({self.place})")
-        if len(self.payload) > MAX_PAYLOAD:
-            raise Refusal("invalid", f"a frame has {len(self.payload)} bytes; at most {MAX_PAYLOAD} are possible")
-        if len(self.payload) != codec_of(self.codec).nbytes(self.count):
+        # What was not coded takes memory as well.
+        size = len(self.payload) or 4 * self.count
+        if size > MAX_PAYLOAD:
+            raise Refusal("invalid", f"a frame has {size} bytes; at most {MAX_PAYLOAD} are possible")
+        if len(self.payload) not in (0, codec_of(self.codec).nbytes(self.count)):
             raise Refusal(
                 "invalid", f"a frame has {len(self.payload)} bytes, which its codec contradicts ({self.place})"
             )
@@ -258,6 +268,12 @@ def cut(numel: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(frame_bytes // 4 // BLOCK, 1) * BLOCK
     for offset in range(0, numel, step):
         yield offset, min(step, numel - offset)
+
+
+def _are_zero(values: torch.Tensor) -> bool:
+    """Return whether all are +0: -0 is another value, and a tensor that has one seldom has nothing else."""
+    # Most tensors are known by their first element.
+    return not bool(values[:1]) and not bool(values.contiguous().view(torch.int32).any())
 
 
 def _checksum(

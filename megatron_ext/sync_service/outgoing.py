@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.frames import Frame, cut
+from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, cut
 from megatron_ext.sync_service.parts import Part, Values
 
 __all__ = ["Outgoing", "Piece"]
@@ -93,7 +93,7 @@ class Outgoing:
         for piece in job:
             frame = self._frame(number, piece, values)
             frames.append(frame)
-            size += len(frame.payload)
+            size += HEAD_BYTES + len(frame.payload)
             if size >= self._frame_bytes:
                 yield frames
                 frames, size = [], 0

@@ -178,14 +178,14 @@ class Contribution:
             is_whole = box == whole_box(spec.shape)
             values = total.view(-1) if is_whole else torch.empty(box.numel, dtype=torch.float32)
             for offset, record in entries:
-                if self._codec == "fp32":
+                if self._codec == "fp32" and record.payload:
                     # From the disk to where it belongs.
                     frame = self._load(handle, record, values[offset : offset + record.payload // 4])
                 else:
                     frame = self._load(handle, record)
                 if (frame.name, *_key(frame)) != (spec.name, box, offset):
                     raise Refusal("damaged", f"another frame is where {spec.name!r} should be ({frame.place})")
-                if self._codec != "fp32":
+                if self._codec != "fp32" or not record.payload:
                     frame.decode_into(values[offset : offset + frame.count])
             if not is_whole:
                 total[box.slices] = values.view(box.shape)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
+from megatron_ext.sync_service.frames import HEAD_BYTES, Box, Frame, cut, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.protocol import grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
@@ -142,7 +142,7 @@ def _messages(frames: Iterable[tuple[bytes, Frame]]) -> Iterator[Any]:
             yield pb2.FrameBatch(frames=batch, source=last)
             batch, size = [], 0
         batch.append(frame.to_message())
-        size, last = size + len(frame.payload), source
+        size, last = size + HEAD_BYTES + len(frame.payload), source
     if batch:
         yield pb2.FrameBatch(frames=batch, source=last)
 

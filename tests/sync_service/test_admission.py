@@ -14,7 +14,7 @@ import torch
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.server import _try_out
 from tests.sync_service.peer import digest, start_values, trained
 from tests.sync_service.service import Service, until
@@ -98,7 +98,8 @@ def test_a_peer_of_another_release_is_refused(make_service: MakeService):
     service.start()
     with service.client("p0", START) as client:
         request = pb2.RegisterRequest(caller=client._membership.caller, protocol=99)
-        with pytest.raises(UserError, match=r"speaks protocol 1, the peer 99; install the same release"):
+        said = f"speaks protocol {PROTOCOL_VERSION}, the peer 99; install the same release"
+        with pytest.raises(UserError, match=said):
             client._connection.call("Register", request)
 
 
@@ -109,7 +110,7 @@ def test_names_that_are_no_file_names_are_refused(make_service: MakeService):
         for name in ("", "../x", ".hidden", "a/b", "x" * 65, "a\nb"):
             for field in ("peer", "instance"):
                 caller = pb2.Caller(**{"run": "demo", "peer": "p0", "instance": "i", field: name})
-                request = pb2.RegisterRequest(caller=caller, protocol=1, config={"codec": "fp32"})
+                request = pb2.RegisterRequest(caller=caller, protocol=PROTOCOL_VERSION, config={"codec": "fp32"})
                 with pytest.raises(UserError, match="cannot be the name of a"):
                     client._connection.call("Register", request)
 

@@ -18,7 +18,7 @@ from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.failpoints import FAILPOINTS
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.parts import Part, whole_parts
-from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
 from tests.sync_service.service import Service, until
 
@@ -344,7 +344,7 @@ def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: Make
             client._connection._methods().Register(
                 pb2.RegisterRequest(
                     caller=client._membership.caller,
-                    protocol=1,
+                    protocol=PROTOCOL_VERSION,
                     config={"codec": "fp32"},
                     catalog=[pb2.TensorSpec(name="w", shape=[3])],
                 ),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_ext.sync_service import frames as frames_module
 from megatron_ext.sync_service.catalog import TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
-from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Box, Frame, cut, whole_box
+from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Box, Frame, codec_of, cut, whole_box
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 
@@ -32,6 +32,28 @@ def test_a_frame_arrives_as_it_was_sent(codec: str):
     assert (
         error == 0 if codec == "fp32" else 0 < error < {"bf16": 0.02, "fp16": 0.002, "int8": 0.03, "int4": 0.4}[codec]
     )
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_what_is_zero_is_not_coded_and_arrives_with_the_same_bits(codec: str):
+    zeros = torch.zeros(40)
+    sent = Frame.make("w", SHAPE, whole_box(SHAPE), 0, zeros, codec)
+    assert sent.payload == b""
+    received = Frame.from_bytes(sent.to_message().SerializeToString())
+    whole = Frame.of_payload(
+        "w", SHAPE, whole_box(SHAPE), 0, 40, codec, codec_of(codec).encode(zeros).numpy().tobytes()
+    )
+    memory = torch.ones(40)
+    received.decode_into(memory)
+    for mine, its in ((received.values(), whole.values()), (received.step(), whole.step()), (memory, whole.values())):
+        assert torch.equal(mine.view(torch.int32), its.view(torch.int32))
+
+
+def test_a_negative_zero_stays_one():
+    zeros = torch.zeros(40)
+    zeros[7] = -0.0
+    received = Frame.make("w", SHAPE, whole_box(SHAPE), 0, zeros).values()
+    assert torch.equal(received.view(torch.int32), zeros.view(torch.int32))
 
 
 @given(st.data())

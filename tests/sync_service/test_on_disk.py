@@ -138,6 +138,21 @@ def test_boxes_of_different_ranks_make_one_tensor(tmp_path: Path):
     assert torch.equal(contribution.read(CATALOG["a"]), VALUES["a"].view(-1))
 
 
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_what_was_not_coded_is_zero_in_memory_that_was_used_before(tmp_path: Path, codec: str):
+    contribution = Contribution(tmp_path / "p.frames", CATALOG, codec)
+    ones = torch.ones(512)
+    for offset, count in cut(1200, 2048):
+        part = ones[:count] if offset == 512 else torch.zeros(count)
+        contribution.append(Frame.make("a", (30, 40), whole_box((30, 40)), offset, part, codec))
+    expected = torch.zeros(1200)
+    expected[512:1024] = 1
+    for again in (contribution, Contribution(tmp_path / "p.frames", CATALOG, codec)):
+        found = again.read(CATALOG["a"], torch.full((2000,), 9.0))
+        assert torch.allclose(found, expected, rtol=0, atol=0.01) and not found[expected == 0].any()
+    assert contribution.nbytes < 2 * 4 * 512
+
+
 def test_what_contradicts_or_does_not_belong_is_refused_and_changes_nothing(tmp_path: Path):
     contribution = Contribution(tmp_path / "p.frames", CATALOG, "fp32")
     first = frames_of(VALUES)[0]
