@@ -16,6 +16,7 @@ from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problem
 from megatron_ext.hot_switch.batches import BatchReader
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.documents import open_documents
+from megatron_ext.hot_switch.loading import order_changes, refuse_other_vocabulary
 from megatron_ext.hot_switch.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
@@ -51,6 +52,7 @@ class HotSwitchFeature(Feature):
         self._step: Any = None
         self._worker: Any = None
         self._profiles = False
+        self._order_changes: list[str] = []
 
     # Arguments.
 
@@ -98,9 +100,12 @@ class HotSwitchFeature(Feature):
     # The run.
 
     def on_load(self, context: LoadContext) -> None:
-        """Refuse a checkpoint whose optimizer state is bound to another home."""
+        """Refuse a checkpoint whose optimizer state is bound to another home, or from which losses would be others."""
         if context.common_only:
             refuse_bound_format(context)
+            if self._strategies is not None:
+                refuse_other_vocabulary(context, [strategy.tp for strategy in self._strategies.strategies])
+            self._order_changes = order_changes(context)
 
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Switch inside each worker of local SGD."""
@@ -176,6 +181,8 @@ class HotSwitchFeature(Feature):
             f"hot switching: {reader.sequences_per_epoch} sequences per epoch{part}, "
             f"{context.args.global_batch_size} per step, {context.args.consumed_train_samples} read before"
         )
+        for line in self._order_changes:
+            say(line)
         self._profiles = HotSwitchConfig.from_args(context.args).hot_switch_profile
         self._step = SwitchingStep(self._home, self._guests, reader, self._place(), profiles=self._profiles)
         self._step.install(context.config)

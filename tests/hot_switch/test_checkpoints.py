@@ -66,6 +66,26 @@ def test_another_home_goes_on_from_a_reshardable_checkpoint(tmp_path):
     assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
 
 
+def test_a_vocabulary_of_other_rows_is_refused_with_the_padding_that_fits(tmp_path):
+    options = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+    options |= {"make_vocab_size_divisible_by": 64, "vocab_size": 61}
+    other = ["1,2,1", "1,1,2"], [32, 8, 0]
+    through = saved(tmp_path, (["2,1,1", "1,1,2"], [32, 8, 0]), **options)
+    options |= {"train_iters": 4, "load": os.fspath(tmp_path)}
+    said = run_failing_pretrain(arguments(*other, **options), 2)[0].stderr
+    assert "was padded to 64 rows and this run's is padded to 128, over all of which the loss is taken" in said
+    assert "give --make-vocab-size-divisible-by 32\n" in said and "Traceback" not in said
+    resumed = hot_run(*other, **{**options, "make_vocab_size_divisible_by": 32})
+    assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
+
+
+def test_what_puts_other_sequences_in_the_place_of_the_next_ones_is_said(tmp_path):
+    saved(tmp_path, HOT)
+    run = hot_run(*HOT, train_iters=4, load=os.fspath(tmp_path), seed=99, mock_data=True)
+    assert "--seed was 1234 in the run that saved and is 99: the order of sequences is another" in run[0].stdout
+    assert "--seq-length was" not in run[0].stdout and run[0].stdout.count("the order of sequences") == 1
+
+
 EXPERTS = {**MOE, "moe_aux_loss_coeff": 0.0, "disable_bias_linear": True}
 
 
