@@ -10,8 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError, combine
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
+from megatron_ext.hot_switch.corpus_files import check_corpus
 from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategy import Strategy
@@ -21,6 +22,9 @@ from megatron_ext.params import GptShape, LatentAttention, ParamsError
 from megatron_ext.support import refusals
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
+
+_SUITS_ALL = math.lcm(*range(1, 1025))
+"""Rows of a vocabulary that every tensor parallel size divides: it is padded to suit those there are."""
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -58,7 +62,18 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems.append(
             f"--hot-switch-attention {config.hot_switch_attention} is not known; use one of {', '.join(ATTENTIONS)}"
         )
-    return problems + refused_options(args) + refusals(args, feature)
+    return problems + _corpus_problems(args) + refused_options(args) + refusals(args, feature)
+
+
+def _corpus_problems(args: Any) -> list[str]:
+    """Return what is wrong with the files of the data, which Megatron opens before this run's own reader does."""
+    if args.mock_data or not args.data_path or len(args.data_path) != 1:
+        return []  # a blend is refused elsewhere
+    try:
+        check_corpus(args.data_path[0])
+    except UserError as error:
+        return [str(error)]
+    return []
 
 
 def strategies_of(args: Any) -> StrategyList:
@@ -83,7 +98,7 @@ def strategies_of(args: Any) -> StrategyList:
             cp=args.context_parallel_size,
             ep=args.expert_model_parallel_size,
             etp=args.expert_tensor_parallel_size,
-            micro_batch_size=args.micro_batch_size or 1,
+            micro_batch_size=1 if args.micro_batch_size is None else args.micro_batch_size,
             recompute=args.recompute_granularity or "none",
         )
         for strategy in parsed
@@ -94,21 +109,20 @@ def strategies_of(args: Any) -> StrategyList:
         world_size=_ranks(args),
         whose_ranks=_whose(args),
         seq_length=args.seq_length,
-        shape=_shape_of(args, [strategy for strategy in strategies if strategy]),
+        shape=_shape_of(args),
         problems=problems,
     )
 
 
 def _from_file(args: Any, path: Path) -> StrategyList:
-    sizes = {"world_size": _ranks(args), "whose_ranks": _whose(args), "seq_length": args.seq_length}
-    listed = read_strategy_file(path, **sizes)
-    problems = []
+    listed = read_strategy_file(
+        path, world_size=_ranks(args), whose_ranks=_whose(args), seq_length=args.seq_length, shape=_shape_of(args)
+    )
     if not listed.buckets:
-        problems.append(f"{path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0")
-    if problems:
-        raise combine(problems, "hot-switch strategies")
-    shape = _shape_of(args, listed.strategies)
-    return read_strategy_file(path, **sizes, shape=shape)
+        raise UserError(
+            f"hot-switch strategies: {path}: there is no list 'bucket_sizes'; give the bounds of the buckets down to 0"
+        )
+    return listed
 
 
 def take_home(args: Any) -> None:
@@ -208,6 +222,20 @@ def _connection_problems(strategies: Sequence[Strategy]) -> list[str]:
     ]
 
 
+def _batch_problems(args: Any, home: Strategy) -> list[str]:
+    """Return why Megatron could not count home's micro-batches, although a step's rows are made by length."""
+    batch, whole = args.global_batch_size, _workers(args) * home.dp * home.micro_batch_size
+    if batch is None or batch % whole == 0:
+        return []
+    near = max(batch // whole, 1) * whole
+    factors = f"home's dp {home.dp} times its micro-batch size {home.micro_batch_size}"
+    workers = f" times {_workers(args)} workers" if _workers(args) > 1 else ""
+    return [
+        f"--global-batch-size is {batch}, which is no multiple of {factors}{workers}: Megatron counts home's "
+        f"micro-batches by it; give {near} or {near + whole}"
+    ]
+
+
 def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
     if config.hot_switch_strategy_file is not None:
@@ -236,7 +264,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
         # Without bucket sizes the list has its own complaint about their number.
         return problems or [str(error)]
     home = listed.home
-    problems += _connection_problems(listed.strategies)
+    problems += _connection_problems(listed.strategies) + _batch_problems(args, home)
     if args.num_experts:
         problems += [
             f"strategy {strategy.label}: Megatron trains experts under tensor parallelism only with sequence "
@@ -284,13 +312,8 @@ def _workers(args: Any) -> int:
     return workers if workers is not None and workers > 0 and args.world_size % workers == 0 else 1
 
 
-def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:
-    """Return the model as far as strategies must divide it, None where Megatron has something to complain about.
-
-    Args:
-        args: Megatron's arguments.
-        strategies: which the vocabulary is padded to suit.
-    """
+def _shape_of(args: Any) -> GptShape | None:
+    """Return the model as far as strategies must divide it, None where Megatron has something to complain about."""
     if not (args.num_layers and args.hidden_size and args.num_attention_heads):
         return None
     width = args.ffn_hidden_size
@@ -304,7 +327,7 @@ def _shape_of(args: Any, strategies: Sequence[Strategy]) -> GptShape | None:
             num_attention_heads=args.num_attention_heads,
             num_query_groups=args.num_query_groups if args.group_query_attention else None,
             kv_channels=args.kv_channels,
-            padded_vocab_size=math.lcm(*(max(1, strategy.tp) for strategy in strategies)),
+            padded_vocab_size=_SUITS_ALL,
             gated_linear_unit=args.swiglu,
             latent_attention=_latent_attention(args) if args.multi_latent_attention else None,
             num_moe_experts=args.num_experts,

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.corpus_files import check_corpus
 
 __all__ = ["Documents", "IndexedDocuments", "MockDocuments", "open_documents"]
 
@@ -32,12 +33,16 @@ class IndexedDocuments:
     Like Megatron's GPT dataset this takes each of the file's sequences for a document.
     """
 
-    def __init__(self, prefix: str, split: str) -> None:
+    def __init__(self, prefix: str, split: str, rows: int | None = None) -> None:
         """Open the files.
 
         Args:
             prefix: their path without .bin and .idx.
             split: Megatron's --split; the first part is for training.
+            rows: of the vocabulary, below which tokens must be; None for any.
+
+        Raises:
+            UserError: a file is missing or incomplete, or no document is for training.
         """
         from megatron.core.datasets.blended_megatron_dataset_config import (
             convert_split_vector_to_split_matrix,
@@ -45,7 +50,9 @@ class IndexedDocuments:
         )
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+        check_corpus(prefix)
         self._file = IndexedDataset(prefix, multimodal=False, mmap=True)
+        self._prefix, self._rows = prefix, rows
         count = len(self._file.sequence_lengths)
         part = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))[0]
         begin, end = (0, 0) if part is None else (round(bound * count) for bound in part)
@@ -62,6 +69,14 @@ class IndexedDocuments:
     def read(self, document: int, offset: int, count: int) -> Tokens:
         """Return `count` tokens of a document, from token `offset` on."""
         tokens: Tokens = self._file.get(self._begin + document, offset, count)
+        if self._rows is not None and not (tokens.min() >= 0 and tokens.max() < self._rows):
+            # Tensor parallelism would make zeros of them, and train on.
+            wrong = tokens[(tokens < 0) | (tokens >= self._rows)]
+            raise UserError(
+                f"--data-path {self._prefix}: document {self._begin + document} has the token {wrong[0]}, and the "
+                f"vocabulary has the rows 0 to {self._rows - 1}; give the tokenizer or --vocab-size that the data were "
+                "made with"
+            )
         return tokens
 
 
@@ -97,8 +112,12 @@ class MockDocuments:
 
 
 def open_documents(args: Any) -> Documents:
-    """Return the documents that Megatron's arguments name."""
+    """Return the documents that Megatron's arguments name.
+
+    Raises:
+        UserError: they cannot be read.
+    """
     if args.mock_data:
         vocab_size = args.vocab_size or args.padded_vocab_size
         return MockDocuments(longest=args.seq_length, vocab_size=vocab_size, seed=args.seed)
-    return IndexedDocuments(args.data_path[0], args.split or "969, 30, 1")
+    return IndexedDocuments(args.data_path[0], args.split or "969, 30, 1", args.padded_vocab_size)

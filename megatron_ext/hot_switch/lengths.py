@@ -10,11 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.corpus_files import HEAD_BYTES, check_index
 
 __all__ = ["read_lengths", "typical_batch"]
-
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEAD_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
 
 
 def read_lengths(path: Path) -> npt.NDArray[np.int64]:
@@ -39,22 +37,16 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64]:
     found = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            if not line.strip().isdecimal():
+            # int() would take other scripts' digits, and numpy no larger number.
+            text = line.strip()
+            if not (text.isascii() and text.isdecimal() and len(text) <= 10):
                 raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is no number of tokens")
             found.append(int(line))
     return np.array(found, dtype=np.int64)
 
 
 def _read_index(path: Path) -> npt.NDArray[np.int64]:
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        if len(head) < _HEAD_BYTES or not head.startswith(_MAGIC):
-            raise UserError(f"{path}: is no index of a Megatron corpus; make one with megatron-ext data prepare")
-        count = int(np.frombuffer(head, dtype="<u8", count=1, offset=len(_MAGIC) + 9)[0])
-        lengths = np.fromfile(file, dtype="<i4", count=count)
-    if len(lengths) < count:
-        raise UserError(f"{path}: ends after {len(lengths)} of {count} documents; it is incomplete")
-    return lengths.astype(np.int64)
+    return np.fromfile(path, dtype="<i4", count=check_index(path), offset=HEAD_BYTES).astype(np.int64)
 
 
 def typical_batch(documents: npt.NDArray[np.int64], *, sequences: int, context: int) -> Sequence[int]:

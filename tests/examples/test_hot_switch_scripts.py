@@ -110,7 +110,8 @@ def test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it(desk: D
             runs += [(run, model, gpus) for run in started]
     assert len(runs) == 35
     (problems,) = run_ranks(problems_of, 1, runs)
-    assert problems == []
+    # The data are not made here.
+    assert [problem for problem in problems if not problem.startswith("--data-path")] == []
 
 
 def problems_of(runs: list[tuple[list[str], str, int]]) -> list[Any]:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of .bin/.idx files: those of the training part, token by token, and a run on them."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from megatron_ext.hot_switch.documents import MockDocuments
-from tests.hot_switch.runs import hot_run, losses
+from tests.hot_switch.runs import arguments, hot_run, losses
 from tests.support.corpus import make, write_json_lines
 from tests.support.distributed import run_ranks
+from tests.support.pretrain import run_failing_pretrain
 
 TEXTS = [f"{number} " * (1 + number % 23) for number in range(50)]
 
@@ -40,6 +43,35 @@ def test_the_training_part_is_read_token_by_token(corpus):
 def test_a_split_without_training_data_is_an_error(corpus):
     (exit_,) = run_ranks(documents_read, 1, corpus, "0,90,10", expect_failure=True)
     assert "has no document for training" in exit_.traceback
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "said"),
+    [
+        (".bin", 100, ".bin: has 100 bytes, and its index speaks of "),
+        (".bin", None, ".bin; give the prefix of a .bin/.idx corpus"),
+        (".idx", 200, ".idx: has 200 bytes of "),
+        (".idx", 5, ".idx: is no index of a Megatron corpus"),
+        (".idx", None, ".idx; give the prefix of a .bin/.idx corpus"),
+    ],
+)
+def test_files_that_are_not_whole_are_refused(corpus, name, kept, said):
+    file = Path(corpus + name)
+    content = file.read_bytes()
+    file.unlink()
+    if kept is not None:
+        file.write_bytes(content[:kept])
+    options = {"mock_data": None, "data_path": [corpus], "split": "100,0,0", "vocab_size": 263}
+    exit_ = run_failing_pretrain(arguments(["1,1,1"], [32, 0], **options), 1)[0]
+    assert said in exit_.stderr and "Traceback" not in exit_.stderr
+
+
+def test_tokens_that_the_vocabulary_does_not_have_end_the_run(corpus):
+    options = {"mock_data": None, "data_path": [corpus], "split": "100,0,0", "train_iters": 2, "vocab_size": 255}
+    exits = run_failing_pretrain(arguments(["1,2,1"], [32, 0], **options), 2)
+    said = exits[0].stderr + exits[1].stderr
+    assert "has the token 256, and the vocabulary has the rows 0 to 255; give the tokenizer or --vocab-size" in said
+    assert "Traceback" not in said
 
 
 def test_a_run_on_files_does_not_depend_on_the_strategies(corpus):

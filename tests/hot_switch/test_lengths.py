@@ -32,8 +32,14 @@ def test_a_text_file_has_a_length_per_line(tmp_path: Path) -> None:
     ("name", "content", "said"),
     [
         ("lengths", b"12\nseven\n", r"line 2: 'seven' is no number"),
+        ("lengths", b"99999999999999999999999\n", r"line 1: '99999999999999999999999' is no number"),
+        ("lengths", "\u0661\u0662\n".encode(), "line 1: .* is no number"),
         ("corpus.idx", b"nothing of the kind, but long enough", "is no index of a Megatron corpus"),
-        ("corpus.idx", b"MMIDIDX\x00\x00" + bytes(8) + b"\x01" + (9).to_bytes(8, "little") + bytes(12), "after 1 of 9"),
+        (
+            "corpus.idx",
+            b"MMIDIDX\x00\x00" + bytes(8) + b"\x01" + (9).to_bytes(8, "little") + bytes(12),
+            "has 38 bytes of 142; it is incomplete",
+        ),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, name: str, content: bytes, said: str) -> None:

@@ -147,6 +147,14 @@ CASES = {
         toy_gpt(hot_switch_bucket_sizes=[32, 0]),
         ["--hot-switch-bucket-sizes has no effect without --hot-switch-strategies"],
     ),
+    "batch": (
+        arguments(["2,1,1", "1,2,1"], [32, 8, 0], global_batch_size=7),
+        ["--global-batch-size is 7, which is no multiple of home's dp 2 times its micro-batch size 1", "give 6 or 8"],
+    ),
+    "no micro-batch": (
+        arguments(["2,1,1", "1,2,1"], [32, 8, 0], micro_batch_size=0),
+        ["strategy 2,1,1: micro_batch_size is 0"],
+    ),
     "nothing wrong": (arguments(*HOME_AND_GUEST), []),
     "nothing asked for": (toy_gpt(), []),
 }
@@ -186,8 +194,14 @@ def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text("strategies: [{dp: 1, tp: 2, pp: 1}, {dp: 1, tp: 1, pp: 1, cp: 2, ep: 1}]")
     bare = toy_gpt(hot_switch_strategy_file=str(file))
+    listed = tmp_path / "listed.yaml"
+    listed.write_text(
+        "bucket_sizes: [32, 8, 0]\nstrategies: [{dp: 1, tp: 1, pp: 2, vpp: 3}, {dp: 2, tp: 1, pp: 1, vpp: 2}]"
+    )
     both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
-    in_file, beside = run_ranks(problems_of, 1, [bare, both])[0]
+    with_model = toy_gpt(hot_switch_strategy_file=str(listed))
+    in_file, beside, in_list = run_ranks(problems_of, 1, [bare, both, with_model])[0]
+    assert "pp*vpp = 6 chunks" in in_list[0] and "strategy 2,1,1 vpp2" in in_list[0]
     assert "no list 'bucket_sizes'" in in_file[0]
     for option, field in (
         ("--hot-switch-strategies", "strategies"),

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the two files of a Megatron corpus are whole, told from a few bytes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_ext.errors import UserError
+
+__all__ = ["HEAD_BYTES", "check_corpus", "check_index"]
+
+_MAGIC = b"MMIDIDX\x00\x00"
+HEAD_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
+"""Of an index: magic, version, kind of token, numbers of sequences and of documents. The sequences' lengths follow."""
+
+_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+"""By Megatron's number for the kind of token."""
+
+
+def check_index(path: Path) -> int:
+    """Return of how many sequences a corpus's index speaks, of which all is there.
+
+    Raises:
+        UserError: it is no index, or incomplete.
+    """
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if len(head) < HEAD_BYTES or not head.startswith(_MAGIC):
+        raise UserError(f"{path}: is no index of a Megatron corpus; make one with megatron-ext data prepare")
+    count, documents = (int(number) for number in np.frombuffer(head, "<u8", count=2, offset=len(_MAGIC) + 9))
+    # A length and a place for each sequence, and the first sequence of each document.
+    size, wanted = path.stat().st_size, HEAD_BYTES + 12 * count + 8 * documents
+    if size < wanted:
+        raise UserError(f"{path}: has {size} bytes of {wanted}; it is incomplete: make the corpus again")
+    return count
+
+
+def check_corpus(prefix: str) -> None:
+    """Refuse a corpus of which something is missing.
+
+    Args:
+        prefix: the path of its files without .bin and .idx; nothing is looked at behind a URL.
+
+    Raises:
+        UserError: a file is missing, is something else, or ends too early.
+    """
+    if "://" in prefix:
+        return  # no file of this machine
+    tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for path in (tokens, index):
+        if not path.is_file():
+            raise UserError(f"--data-path {prefix}: there is no {path}; give the prefix of a .bin/.idx corpus")
+    count = check_index(index)
+    if count == 0:
+        return
+    with index.open("rb") as file:
+        file.seek(len(_MAGIC) + 8)
+        each = _TOKEN_BYTES.get(file.read(1)[0])
+        # The sequences lie one after the other, so that the last one's end is that of all.
+        length = int(np.fromfile(file, "<i4", count=1, offset=16 + 4 * (count - 1))[0])
+        place = int(np.fromfile(file, "<i8", count=1, offset=8 * (count - 1))[0])
+    if each is None:
+        raise UserError(f"{index}: has tokens of a kind that Megatron does not have; make the corpus again")
+    size, wanted = tokens.stat().st_size, place + length * each
+    if size < wanted:
+        raise UserError(f"{tokens}: has {size} bytes, and its index speaks of {wanted}; make the corpus again")
