@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,8 +115,9 @@ def run_plan(options: argparse.Namespace) -> int:
     from megatron_ext.hot_switch.plan import check_nodes
 
     for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
-        if not getattr(options, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; give GB/s above 0")
+        if not 1e-6 <= getattr(options, name) < math.inf:
+            given = getattr(options, name)
+            raise UserError(f"--{name.replace('_', '-')} is {given:g}; give GB/s, a finite number from 1e-6 on")
     shape = read_shape(options)
     chosen = _strategies(options, shape)
     check_nodes(chosen.home.world_size, options.gpus_per_node)
@@ -146,6 +148,8 @@ def run_plan(options: argparse.Namespace) -> int:
 def _strategies(options: argparse.Namespace, shape: GptShape) -> StrategyList:
     from megatron_ext.hot_switch import read_strategies, read_strategy_file
 
+    if options.world_size is not None and options.world_size < 1:
+        raise UserError(f"--world-size is {options.world_size}; it must be at least 1")
     known: dict[str, Any] = {"world_size": options.world_size, "seq_length": options.seq_length, "shape": shape}
     if (options.strategies is None) == (options.strategy_file is None):
         raise UserError('give either --strategies, e.g. "1,4,2" "8,1,1", or --strategy-file')

@@ -80,6 +80,7 @@ def run_profile(options: argparse.Namespace) -> int:
 
     shape = read_shape(options)
     _check(options, shape)
+    _write(options.output, "")
     found: dict[str, list[float]] = {}
     print(
         f"{'tp,pp':>7}  " + "".join(f"{f'{length} ms':>12}" for length in options.lengths) + "   largest error of fit"
@@ -89,7 +90,7 @@ def run_profile(options: argparse.Namespace) -> int:
             seconds = _measure(replace(shape, num_layers=-(-shape.num_layers // pp)), tp, options)
             fitted = fit_coefficients(options.lengths, seconds)
             found[f"{tp},{pp}"] = [fitted.squared, fitted.linear, fitted.constant]
-            options.output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            _write(options.output, json.dumps(found, indent=2) + "\n")
             error = max(
                 abs(fitted.seconds(length**2, length) / time - 1)
                 for length, time in zip(options.lengths, seconds, strict=True)
@@ -98,6 +99,20 @@ def run_profile(options: argparse.Namespace) -> int:
             print(f"{f'{tp},{pp}':>7}  {times}   {error:.1%}", flush=True)
     print(f"\nwritten to {options.output}: use it with `megatron-ext hot-switch suggest --times {options.output}`")
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    """Write, or say why not.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        # What is there stays until there is something new.
+        with file.open("r+" if file.exists() and not text else "w", encoding="utf-8") as output:
+            output.write(text)
+    except OSError as error:
+        raise UserError(f"--output {file}: cannot be written: {error.strerror}; give another file") from None
 
 
 def _check(options: argparse.Namespace, shape: GptShape) -> None:

@@ -144,8 +144,9 @@ def _check(options: argparse.Namespace) -> None:
         "intra_node_bandwidth",
         "inter_node_bandwidth",
     ):
-        if not getattr(options, name) > 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(options, name):g}; it must be above 0")
+        if not 1e-6 <= getattr(options, name) < math.inf:
+            given = getattr(options, name)
+            raise UserError(f"--{name.replace('_', '-')} is {given:g}; it must be a finite number above 0")
     if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
         raise UserError(f"--gpus {options.gpus} do not fill nodes of --gpus-per-node {options.gpus_per_node}")
     for bound in options.bounds or []:
@@ -158,8 +159,14 @@ def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
 
     wanted = 'give JSON such as {"4,1": [1e-9, 5.6e-5, 0.057]}: by "tp,pp" the numbers a, b, c'
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+        if not isinstance(content, dict) or not content:
+            raise ValueError("it is no object with times")
         for key, numbers in content.items():
+            if key.count(",") != 1 or not isinstance(numbers, list) or len(numbers) != 3:
+                raise ValueError(f"{key!r} has {numbers}, which is not three numbers by tp,pp")
+            if any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
+                raise ValueError(f"{key!r} has {numbers}, which are not all numbers")
             if not all(math.isfinite(number) and number >= 0 for number in map(float, numbers)) or not any(numbers):
                 raise ValueError(f"{key!r} has {numbers}, which must be finite and 0 or more, and not all 0")
         found = {
@@ -174,6 +181,19 @@ def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
         raise UserError(f"--times {path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"--times {path}: {error}; {wanted}") from None
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return what is said of each key once.
+
+    Raises:
+        ValueError: one is there twice.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{max(keys, key=keys.count)!r} is there twice")
+    return found
 
 
 def _as_object(suggestion: Suggestion) -> dict[str, Any]:

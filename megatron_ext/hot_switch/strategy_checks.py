@@ -167,6 +167,8 @@ def _pipeline_problems(strategy: Strategy, shape: GptShape) -> list[str]:
             f"{name}: {layers} layers cannot be divided over pp*vpp = {chunks} chunks; use sizes that divide them, or "
             f"first_stage_layers and last_stage_layers in a YAML file"
         ]
+    if strategy.pp == 1:
+        return [f"{name}: first_stage_layers and last_stage_layers are for pp above 1; leave them out"]
     try:
         counts = uneven_layers(
             layers,

@@ -140,8 +140,11 @@ def test_strategies_can_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
         (["--model", "llama-3b", "--strategies", "6,1,1", "3,2,1", "--gpus-per-node", "4"], "do not fill nodes of 4"),
         (["--model", "llama-3b", "--strategies", "8,1,1", "--gpus-per-node", "-3"], "do not fill nodes of -3"),
         (["--model", "llama-3b", "--strategies", "8,1,1", "--gpus-per-node", "3"], "do not fill nodes of 3"),
-        ([*CASE[2:], "--intra-node-bandwidth", "0"], "--intra-node-bandwidth is 0; give GB/s above 0"),
-        ([*CASE[2:], "--inter-node-bandwidth", "nan"], "--inter-node-bandwidth is nan; give GB/s above 0"),
+        ([*CASE[2:], "--intra-node-bandwidth", "0"], "--intra-node-bandwidth is 0; give GB/s, a finite number"),
+        ([*CASE[2:], "--world-size", "0"], "--world-size is 0; it must be at least 1"),
+        ([*CASE[2:], "--inter-node-bandwidth", "inf"], "--inter-node-bandwidth is inf; give GB/s, a finite number"),
+        ([*CASE[2:], "--intra-node-bandwidth", "1e-320"], "give GB/s, a finite number from 1e-6 on"),
+        ([*CASE[2:], "--inter-node-bandwidth", "nan"], "--inter-node-bandwidth is nan; give GB/s, a finite number"),
         (["--model", "llama-3b", "--num-query-groups", "5", "--strategies", "8,1,1"], "5 query groups"),
         (
             ["--model", "llama-3b", "--position-embedding-type", "learned_absolute", "--strategies", "8,1,1"],

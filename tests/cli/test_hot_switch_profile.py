@@ -3,12 +3,14 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.cli.hot_switch_profile import stage_arguments
+from megatron_ext.cli.hot_switch_profile import _write, stage_arguments
 from megatron_ext.cli.main import main
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import PRESETS
 from megatron_ext.params import GptShape
 from tests.support.distributed import run_ranks
@@ -81,6 +83,16 @@ def test_what_no_stage_can_be_is_said_before_anything_is_measured(tmp_path: Any,
     said = capsys.readouterr().err
     for part in ("--tp 4: a vocabulary of 130 rows", "--pp 3 is more than the 2 layers", "is a folder; name a file"):
         assert part in said
+
+
+def test_a_file_that_cannot_be_written_is_named_and_keeps_what_it_has(tmp_path: Path) -> None:
+    kept = tmp_path / "times.json"
+    kept.write_text("{}")
+    _write(kept, "")  # as before anything is measured
+    assert kept.read_text() == "{}"
+    for file, problem in ((Path("/dev/full"), "No space left on device"), (tmp_path / "no" / "file", "No such file")):
+        with pytest.raises(UserError, match=f"--output {file}: cannot be written: {problem}"):
+            _write(file, "{}")
 
 
 def test_measured_times_are_written_for_suggest(tmp_path: Any, capsys: Any) -> None:

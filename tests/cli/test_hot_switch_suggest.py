@@ -68,7 +68,8 @@ def test_measured_times_change_the_choice(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tflops", "0"], "--tflops is 0; it must be above 0"),
+        (["--tflops", "0"], "--tflops is 0; it must be a finite number above 0"),
+        (["--tflops", "inf"], "--tflops is inf; it must be a finite number above 0"),
         (["--bounds", "9000"], "--bounds has 9000; it must be above 0 and below --context 8192"),
         (["--gpus", "12"], "--gpus 12 do not fill nodes of --gpus-per-node 8"),
         (["--memory-gib", "0.1"], "use more GPUs, a shorter context"),
@@ -82,9 +83,20 @@ def test_bad_input_is_refused_by_name(
     assert said in capsys.readouterr().err
 
 
+def test_times_that_are_given_twice_are_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "times").write_text('{"1,1": [1, 1, 1], "1,1": [2, 2, 2]}')
+    assert main([*command, "--times", str(tmp_path / "times")]) == 2
+    assert "'1,1' is there twice" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "times",
-    ['{"8": [1, 2]}', '{"1,1": [NaN, 1, 1]}', '{"1,1": [-1, -1, -1]}', '{"1,1": [0, 0, 0]}', '{"0,1": [1, 1, 1]}'],
+    [
+        *("[]", "{}", '{"a": [1, 1, 1]}', '{"1,1": ["1", 1, 1]}', '{"1,1": [true, 1, 1]}', '{"1,1": 5}'),
+        *('{"8": [1, 2]}', '{"1,1": [NaN, 1, 1]}', '{"1,1": [-1, -1, -1]}', '{"1,1": [0, 0, 0]}', '{"0,1": [1, 1, 1]}'),
+    ],
 )
 def test_times_of_another_form_are_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], times: str

@@ -100,6 +100,7 @@ def test_bucket_sizes_that_do_not_fit_are_refused(sizes: list[int], complaint: s
         ({"pp": 3}, LLAMA, "32 layers cannot be divided over pp*vpp = 3 chunks; use sizes that divide them, or first"),
         ({"pp": 4, "vpp": 3}, LLAMA, "32 layers cannot be divided over pp*vpp = 12 chunks"),
         ({"pp": 4, "first_stage_layers": 4}, LLAMA, "28 layers cannot be split evenly over 3 pipeline stages; change"),
+        ({"first_stage_layers": 32}, LLAMA, "first_stage_layers and last_stage_layers are for pp above 1; leave them"),
         ({"pp": 2, "first_stage_layers": 32}, LLAMA, "would have 32, 0 of 32 layers, and each needs one"),
         ({"pp": 1, "vpp": 2}, LLAMA, "vpp is 2, but interleaving needs pp > 1; use vpp 1 or more stages"),
         ({"ep": 2}, LLAMA, "ep is 2, but the model has no experts; use ep 1"),
