@@ -42,20 +42,23 @@ def convert(files: Sequence[Path], output: Path, column: str) -> None:
     """
     for path in files:
         if not path.is_file():
-            raise UserError(f"{path}: there is no such file")
+            raise UserError(f"{path}: {'is no file' if path.exists() else 'there is no such file'}")
     made_from = {"column": column, "files": [_identity(path) for path in files]}
     stamp = output.with_name(output.name + ".made_from.json")
     if output.is_file() and _read(stamp) == {**made_from, "output": _identity(output)}:
         print(f"{output}: up to date, nothing done")
         return
     output.parent.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
     partial, count = output.with_name(output.name + ".partial"), 0
-    with partial.open("w", encoding="utf-8") as file:
-        for path in files:
-            for text in _texts(path, column):
-                file.write(json.dumps({column: text}) + "\n")
-                count += 1
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            for path in files:
+                for text in _texts(path, column):
+                    file.write(json.dumps({column: text}) + "\n")
+                    count += 1
+    except BaseException:
+        partial.unlink()
+        raise
     partial.replace(output)
     stamp.write_text(json.dumps({**made_from, "output": _identity(output)}) + "\n", encoding="utf-8")
     print(f"{output}: {count:,} documents from {len(files)} files")

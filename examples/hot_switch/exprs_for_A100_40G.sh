@@ -21,6 +21,7 @@ STEPS="${STEPS:-10}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}/A100_40G"
 SUMMARY=()
 require_positive STEPS
+[[ ${BACKEND:-gpu} == cpu ]] || require_gpus "$HOSTFILE" 8
 check_data
 
 for context in "${CONTEXTS[@]}"; do

@@ -275,6 +275,7 @@ def own(buckets: str, strategies: str) -> dict[str, str]:
         (HOT, [], {}, "no NVIDIA GPU here"),
         (STATIC, ["7b", "4096", "512", "0"], {}, "MICRO_BATCH is '0'"),
         (STATIC, [], {"ALL_PARALLEL_STRATEGY": "1,4,4"}, "1,4,4, which is for 16 GPUs, but there are 8"),
+        (A100, ["nope"], {}, "nope"),
         (paper_script("github", "7b", 16), [], {}, "this experiment needs 16 GPUs, and"),
         (DATASET, ["corpus"], {}, "takes PREFIX PARQUET..."),
     ],
@@ -323,6 +324,10 @@ def test_web_pages_become_a_corpus_once(desk: Desk) -> None:
     assert code == 0 and output.count("up to date, nothing done") == 2, output
     code, output = desk.run(DATASET, arguments, COLUMN="text")
     assert code == 2 and "web.parquet: has no column 'text'; --column takes one of content, url" in output
+    # What failed has cost nothing that was there.
+    assert not (desk.folder / "data/web.jsonl.partial").exists()
+    code, output = desk.run(DATASET, arguments)
+    assert code == 0 and output.count("up to date, nothing done") == 2, output
 
 
 def test_two_corpora_cannot_be_made_in_one_place_at_once(desk: Desk) -> None:
@@ -351,6 +356,13 @@ def test_lines_that_were_damaged_are_made_again(tmp_path: Path, capsys: pytest.C
         assert [json.loads(line)["content"] for line in lines.read_text().splitlines()] == ["a page", "another"]
     convert([tmp_path / "web.parquet"], lines, "content")
     assert "up to date, nothing done" in capsys.readouterr().out
+
+
+def test_an_evaluation_for_eight_gpus_begins_nothing_on_others(desk: Desk) -> None:
+    hosts = hostfile(desk, "one slots=8", "two slots=8")
+    code, output = desk.run(A100, [hosts], OUTPUT=str(desk.folder / "logs"))
+    assert code != 0 and f"this experiment needs 8 GPUs, and {hosts} has 16" in output
+    assert not (desk.folder / "logs").exists()
 
 
 def test_toy_runs_have_as_many_strategies_as_the_real_ones(desk: Desk) -> None:

@@ -8,6 +8,13 @@ source "$ROOT/examples/hot_switch/lib/llama.sh"
 
 CONTEXTS=(4096 8192 16384 32768)
 
+# Refuses hosts in $1 that have not $2 GPUs together, before the first experiment has begun.
+require_gpus() {
+    read_hostfile "$1"
+    ((${#HOSTS[@]} * SLOTS == $2)) ||
+        launch_error "this experiment needs $2 GPUs, and $1 has $((${#HOSTS[@]} * SLOTS)); give another hostfile"
+}
+
 # Runs $2, a script of this folder, with the arguments after it, and keeps its log in OUTPUT under the name $1. With
 # DRY_RUN=1 the script prints its command line instead.
 run_experiment() {
@@ -76,9 +83,7 @@ run_paper_case() {
         echo "localhost slots=$gpus" >"$hosts"
     else
         DATA_PATH="${DATA_PATH:-$ROOT/outputs/data/$dataset}"
-        read_hostfile "$hosts"
-        ((${#HOSTS[@]} * SLOTS == gpus)) ||
-            launch_error "this experiment needs $gpus GPUs, and $hosts has $((${#HOSTS[@]} * SLOTS)); give another hostfile"
+        require_gpus "$hosts" "$gpus"
     fi
     require_positive STEPS
     check_data
