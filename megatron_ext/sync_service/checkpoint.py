@@ -16,7 +16,7 @@ from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.arguments import SyncServiceConfig
 from megatron_ext.sync_service.parts import Part
 
-__all__ = ["Place", "assemble", "check_residuals", "request", "take_residuals", "take_state"]
+__all__ = ["Place", "assemble", "check_residuals", "is_of_peer", "request", "take_residuals", "take_state"]
 
 _FORMAT = 4
 _STATE = "sync_service"
@@ -82,6 +82,11 @@ def request(context: SaveContext, state: dict[str, Any] | None) -> None:
     """Ask for this rank's residuals, where the checkpoint that `state` is of has some."""
     if state is not None and state["residuals_of"] is not None and context.optimizer is not None:
         context.state[_RESIDUALS] = _of_this_rank(None)
+
+
+def is_of_peer(context: LoadContext) -> bool:
+    """Return whether a peer has saved what was read, of whatever run; asked before its state is taken out."""
+    return _STATE in context.state
 
 
 def take_state(context: LoadContext) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from megatron_ext.sync_service import checkpoint
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.background import BackgroundRound, uncounted, with_steps_since
 from megatron_ext.sync_service.joining import Peer, join
+from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.client import RoundOutcome
@@ -53,6 +54,7 @@ class SyncServiceFeature(Feature):
         self._peer: Peer | None = None
         self._saved: dict[str, Any] | None = None
         self._ended: checkpoint.Place | None = None
+        self._had_all_samples = False
         self._residuals: dict[str, torch.Tensor] = {}
 
     # Arguments.
@@ -111,6 +113,8 @@ class SyncServiceFeature(Feature):
             peer.values.refresh(now=True)
             hooks.fire("on_weights_replaced")
         peer.client.rest()
+        if self._had_all_samples:
+            go_on_in_part(context.args, peer.client.peers)
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
@@ -271,9 +275,12 @@ class SyncServiceFeature(Feature):
 
     def on_load(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
+        self._had_all_samples = not checkpoint.is_of_peer(context)
         self._saved = checkpoint.take_state(context)
         if not context.common_only:
             self._residuals = checkpoint.take_residuals(context)
+            if self._had_all_samples:
+                count_schedule_in_own_samples(context)
 
     def _place(self, peer: Peer) -> checkpoint.Place:
         return checkpoint.Place(

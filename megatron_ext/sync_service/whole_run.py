@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going on from a checkpoint of a job that had all samples to itself, such as a stock one.
+
+Megatron counts samples: those that were consumed say where the data go on, and the schedules of learning rate and
+weight decay lie on the samples of all steps. A peer consumes a part of the samples only, usually with a smaller global
+batch, so both counts have to become its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.hooks import LoadContext
+from megatron_ext.seams.arguments import say
+
+__all__ = ["count_schedule_in_own_samples", "go_on_in_part"]
+
+_SCHEDULE = "opt_param_scheduler"
+_COUNTS = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
+"""What Megatron's scheduler counts in samples."""
+
+
+def count_schedule_in_own_samples(context: LoadContext) -> None:
+    """Let the schedules go on at the iteration where the checkpoint was made, whatever the global batch was there.
+
+    Args:
+        context: the whole state that was read; its scheduler's state is changed in place.
+    """
+    schedule = context.state.get(_SCHEDULE)
+    then = getattr(context.state.get("args"), "global_batch_size", None)
+    now = context.args.global_batch_size
+    if schedule is None or then in (None, now):
+        return
+    for name in _COUNTS:
+        count = schedule[name] * now / then
+        schedule[name] = int(count) if count.is_integer() else count
+
+
+def go_on_in_part(args: Any, peers: int) -> None:
+    """Count the samples that were consumed in the part of one of the peers, and say so.
+
+    Sample k of peer i of n is sample k n + i of the whole: none of those that were consumed comes again.
+
+    Args:
+        args: Megatron's arguments, after loading and before the data are built.
+        peers: among which the samples are cut.
+    """
+    consumed = args.consumed_train_samples
+    args.consumed_train_samples = -(-consumed // peers)
+    if consumed:
+        say(
+            f"sync service: goes on at iteration {args.iteration} of a job that was no peer and consumed {consumed} "
+            f"samples: the first {args.consumed_train_samples} of each of the {peers} parts"
+        )
