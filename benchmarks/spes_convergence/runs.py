@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.convergence.runs import TIMEOUT_SECONDS, VALIDATION, Measured, count_parameters, keep
@@ -47,13 +49,14 @@ def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
         return [run_pretrain(study.command(run), RANKS, probe=count_parameters, timeout=TIMEOUT_SECONDS)]
     with (
         tempfile.TemporaryDirectory() as folder,
+        _started(study, run) as start,
         server_of(Path(folder), {"spes": settings}) as server,
         ThreadPoolExecutor(study.peers) as pool,
     ):
         jobs = [
             pool.submit(
                 run_pretrain,
-                study.command(run, peer, server.address),
+                study.command(run, peer, server.address, start),
                 1,
                 probe=count_parameters,
                 timeout=TIMEOUT_SECONDS,
@@ -61,6 +64,15 @@ def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
             for peer in range(study.peers)
         ]
         return [job.result() for job in jobs]
+
+
+@contextmanager
+def _started(study: SpesStudy, run: Run) -> Iterator[str]:
+    """Give the folder of a centralized start's checkpoint, where the run has one."""
+    with tempfile.TemporaryDirectory() as folder:
+        if study.is_started(run.method):
+            run_pretrain(study.start_command(run, folder), RANKS, timeout=TIMEOUT_SECONDS)
+        yield folder
 
 
 def validation(rank: RankOutcome) -> dict[int, float]:

@@ -58,6 +58,9 @@ class SpesMethod(Method):
     server: dict[str, Any] | None = None
     """Settings of the run at the server; None for the centralized job."""
 
+    started: bool = False
+    """Whether the peers go on from a centralized job that made the first part of the iterations (`SpesStudy.start`)."""
+
 
 CENTRALIZED = SpesMethod(name="centralized", title="centralized", options={})
 FEDAVG = SpesMethod(
@@ -74,7 +77,15 @@ SPES = SpesMethod(
     server={"sync_steps": INTERVAL, "merge_interval": INTERVAL, "merge_alpha_start": 0.5},
     goal=1.03,
 )
-METHODS = (CENTRALIZED, FEDAVG, SPES)
+STARTED = SpesMethod(
+    name="spes_h50_started",
+    title="SPES after a centralized start",
+    options=SPES.options,
+    server=SPES.server,
+    started=True,
+    goal=1.03,
+)
+METHODS = (CENTRALIZED, FEDAVG, SPES, STARTED)
 """All of them; another one is one more entry."""
 
 
@@ -98,6 +109,11 @@ class SpesStudy(Study):
     """Which share out the experts evenly."""
 
     @property
+    def start(self) -> int:
+        """Iterations of a centralized start: three tenths, after which intervals end where those of the others do."""
+        return self.iterations * 3 // 10
+
+    @property
     def experts(self) -> int:
         """Of a layer."""
         return int(str({**MODEL, **self.overrides}["num_experts"]))
@@ -105,7 +121,13 @@ class SpesStudy(Study):
     def arguments(self, run: Run) -> list[str]:
         """Return what makes a run: a command line that knows nothing of addresses, and the server's settings."""
         server = self.server(run.method)
-        return self.command(run) + ([] if server is None else [f"server: {json.dumps(server, sort_keys=True)}"])
+        made = self.command(run) + ([] if server is None else [f"server: {json.dumps(server, sort_keys=True)}"])
+        return made + (["start:", *self.start_command(run)] if self.is_started(run.method) else [])
+
+    @staticmethod
+    def is_started(method: Method) -> bool:
+        """Return whether the peers of a method go on from a centralized job."""
+        return bool(getattr(method, "started", False))
 
     def server(self, method: Method) -> dict[str, Any] | None:
         """Return the settings of the run at the server; None for the centralized job."""
@@ -115,13 +137,23 @@ class SpesStudy(Study):
         merging = {"merge_decay_steps": self.iterations} if "merge_interval" in settings else {}
         return {"peers": self.peers, **settings, **merging}
 
-    def command(self, run: Run, peer: int = 0, address: str = "") -> list[str]:
+    def start_command(self, run: Run, folder: str = "") -> list[str]:
+        """Return the command line of the centralized job that begins a run, and leaves a checkpoint in a folder."""
+        first = Run(method=CENTRALIZED, seed=run.seed)
+        ends: Options = {"save": folder, "save_interval": self.start, "exit_interval": self.start}
+        return self.command(first, overrides=ends)
+
+    def command(
+        self, run: Run, peer: int = 0, address: str = "", start: str = "", overrides: Options | None = None
+    ) -> list[str]:
         """Return the command line of examples/pretrain_gpt.py.
 
         Args:
             run: the run.
             peer: which one.
             address: of the server.
+            start: folder of the checkpoint of a centralized start.
+            overrides: Megatron options laid over all others.
         """
         together = 1 if self.server(run.method) is None else self.peers
         sequences = SEQUENCES * self.peers // together
@@ -152,4 +184,7 @@ class SpesStudy(Study):
                 # Should one fail, the others shall not wait for it for an hour.
                 "sync_service_round_seconds": 300,
             }
-        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides)
+        if self.is_started(run.method):
+            # A peer does not take the optimizer's states of all experts, and its schedules begin anew.
+            where |= {"load": start, "no_load_optim": True, "lr_decay_iters": self.iterations - self.start}
+        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides, overrides or {})
