@@ -19,10 +19,10 @@ def draw_convergence(study: Study, results: Results, seeds: Sequence[int], file:
     """Draw every method's validation loss over the iterations, and the quotients at the end, into a PNG."""
     pyplot = _pyplot()
     figure, (curves, ends) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for place, method in enumerate(study.methods):
+    made = {run.method for run in results if not run.noisy}
+    methods = [method for method in study.methods if method in made]
+    for place, method in enumerate(methods):
         runs = [results[run] for run in (Run(method=method, seed=seed) for seed in seeds) if run in results]
-        if not runs:
-            continue
         at = sorted(runs[0].validation)
         losses = [[run.validation[iteration] for run in runs] for iteration in at]
         curves.plot(at, [statistics.median(each) for each in losses], label=method.title, linewidth=1.2)
@@ -36,7 +36,7 @@ def draw_convergence(study: Study, results: Results, seeds: Sequence[int], file:
     curves.set(xlabel="iteration", ylabel="validation loss (nats per byte)", title="Median over seeds, and their range")
     curves.legend()
     ends.set(xlabel="% above the reference (line: goal)", title="Validation loss at the end, every seed")
-    ends.set_yticks(range(len(study.methods)), [method.title for method in study.methods])
+    ends.set_yticks(range(len(methods)), [method.title for method in methods])
     ends.invert_yaxis()
     _finish(pyplot, figure, (curves, ends), file)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.presets import Options, toy_gpt
 
-__all__ = ["METHODS", "WARMUP", "WORKERS", "Method", "Noise", "Run", "Study"]
+__all__ = ["METHODS", "WORKERS", "Method", "Noise", "Run", "Study"]
 
 WORKERS = 4
 """One process each."""
@@ -40,9 +40,6 @@ TRAINING: Options = {
     "eval_iters": 8,
 }
 
-WARMUP = 128
-"""Synchronous iterations at the start of local SGD: a quarter of a run, as in DiLoCo's paper."""
-
 SHORT_INTERVAL = 16
 
 
@@ -71,7 +68,6 @@ def _diloco(interval: int) -> Options:
         "use_local_sgd": True,
         "local_sgd_workers": WORKERS,
         "local_sgd_sync_interval": interval,
-        "local_sgd_warmup_steps": WARMUP,
         "outer_optimizer": "sgd",
         "outer_optimizer_lr": 0.7,
         "outer_optimizer_momentum": 0.8,
@@ -179,7 +175,7 @@ class Study:
     output: Path
     """Absolute folder of everything that is written."""
 
-    iterations: int = WARMUP + 384
+    iterations: int = 512
     """Of every run. All intervals end with it."""
 
     evaluation: int = 46
@@ -193,6 +189,11 @@ class Study:
 
     overrides: Options = field(default_factory=dict)
     """Megatron options laid over all others."""
+
+    @property
+    def warmup(self) -> int:
+        """Synchronous iterations at the start of local SGD: a quarter of a run, as in DiLoCo's paper."""
+        return self.iterations // 4
 
     @property
     def corpus(self) -> Path:
@@ -231,5 +232,7 @@ class Study:
             "eval_interval": self.evaluation,
             "log_interval": self.evaluation,
         }
-        rounds: Options = {"local_sgd_round_log": str(self.round_log(run))} if run.method.options else {}
-        return toy_gpt(MODEL, TRAINING, when, self.data, run.method.options, rounds, self.overrides)
+        rounds: Options = {}
+        if run.method.options:
+            rounds = {"local_sgd_round_log": str(self.round_log(run)), "local_sgd_warmup_steps": self.warmup}
+        return toy_gpt(MODEL, TRAINING, when, self.data, rounds, run.method.options, self.overrides)
