@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.convergence.settings import VOCABULARY, Method, Noise, Run, Study
-from tests.support.presets import MOE, Options, toy_gpt
+from tests.support.presets import MOE, Options, command_line, toy_gpt
 
 __all__ = ["CENTRALIZED", "METHODS", "RANKS", "SpesMethod", "SpesStudy"]
 
@@ -141,11 +141,9 @@ class SpesStudy(Study):
         """Return the command line of the centralized job that begins a run, and leaves a checkpoint in a folder."""
         first = Run(method=CENTRALIZED, seed=run.seed)
         ends: Options = {"save": folder, "save_interval": self.start, "exit_interval": self.start}
-        return self.command(first, overrides=ends)
+        return self.command(first) + command_line(ends)
 
-    def command(
-        self, run: Run, peer: int = 0, address: str = "", start: str = "", overrides: Options | None = None
-    ) -> list[str]:
+    def command(self, run: Run, peer: int = 0, address: str = "", start: str = "") -> list[str]:
         """Return the command line of examples/pretrain_gpt.py.
 
         Args:
@@ -153,7 +151,6 @@ class SpesStudy(Study):
             peer: which one.
             address: of the server.
             start: folder of the checkpoint of a centralized start.
-            overrides: Megatron options laid over all others.
         """
         together = 1 if self.server(run.method) is None else self.peers
         sequences = SEQUENCES * self.peers // together
@@ -187,4 +184,4 @@ class SpesStudy(Study):
         if self.is_started(run.method):
             # A peer does not take the optimizer's states of all experts, and its schedules begin anew.
             where |= {"load": start, "no_load_optim": True, "lr_decay_iters": self.iterations - self.start}
-        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides, overrides or {})
+        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides)

@@ -16,6 +16,7 @@ from tests.spes.test_arguments import FILE, FLAGS, completed
 from tests.support.presets import MOE
 from tests.support.pretrain import run_pretrain
 from tests.sync_service.jobs import (
+    ALONE,
     SINGLE,
     die_in_step,
     failing_job,
@@ -160,8 +161,7 @@ def test_gradients_and_optimizer_states_are_those_of_what_is_trained_to_the_byte
 
 
 def test_training_all_experts_takes_what_theory_says_as_well(undisturbed):
-    alone = {f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")}
-    words = job_arguments(undisturbed[0], "none", SINGLE, **MODEL, **{**alone, "train_iters": 1})
+    words = job_arguments(undisturbed[0], "none", SINGLE, **MODEL, **{**ALONE, "train_iters": 1})
     (everything,) = run_pretrain(words, 1, probe=memory_held)
     (single,) = undisturbed[1]
     shapes = {name: values.shape for name, values in model_of([single]).items()}
@@ -212,8 +212,7 @@ def everywhere(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iter
 def test_peers_that_train_all_experts_do_what_workers_inside_one_job_do(everywhere):
     service, apart = everywhere
     inside = {"use_local_sgd": True, "local_sgd_workers": 2, "local_sgd_sync_interval": 4, "global_batch_size": 8}
-    inside |= {f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")}
-    command = job_arguments(service, "none", SINGLE, **{**MODEL, **inside, **SGD})
+    command = job_arguments(service, "none", SINGLE, **{**MODEL, **ALONE, **inside, **SGD})
     (workers, _) = run_pretrain(command, 2, probe=values_held)
     found, expected = model_of(apart), model_of([workers])
     experts = [name for name in expected if expert_of(name) is not None]

@@ -16,6 +16,11 @@ from tests.sync_service.service import Service
 
 SINGLE = ("single", "fp32", 1)
 
+ALONE: dict[str, Value] = {
+    f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")
+}
+"""Laid over a peer's options, they make it a job that is none."""
+
 Kind = tuple[str, str, int]
 """(layout, precision, ranks) of a job; ranks beyond those of one replica are data parallel."""
 

@@ -14,6 +14,7 @@ from megatron_ext.sync_service.joining import agreed
 from tests.support.pretrain import run_pretrain
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.jobs import (
+    ALONE,
     SINGLE,
     Kind,
     die_in_step,
@@ -110,7 +111,7 @@ def test_peers_do_what_workers_inside_one_job_do(undisturbed):
         "local_sgd_sync_interval": 4,
         "global_batch_size": 8,
         **SGD,
-        **{f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")},
+        **ALONE,
     }
     (workers, _) = run_pretrain(job_arguments(service, "none", SINGLE, **inside), 2, probe=values_held)
     found = model_of(apart)
@@ -184,8 +185,7 @@ def test_a_single_peer_without_an_outer_optimizer_trains_as_without_the_service(
     kind = ("single", "bf16-distopt", 1)
     (peer,) = run_job(service, "a", kind, sync_service_peers=1)
     assert len(digests(service)) > 1
-    alone = {f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")}
-    (stock,) = run_pretrain(job_arguments(service, "none", kind, **alone), 1, probe=values_held)
+    (stock,) = run_pretrain(job_arguments(service, "none", kind, **ALONE), 1, probe=values_held)
     assert peer.losses == stock.losses
     assert peer.parameters == stock.parameters
     assert peer.optimizer == stock.optimizer  # a round leaves Adam's moments alone, too

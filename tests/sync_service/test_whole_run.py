@@ -11,15 +11,12 @@ import pytest
 from megatron_ext.hooks import LoadContext
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 from tests.support.pretrain import RankOutcome, run_pretrain
-from tests.sync_service.jobs import SINGLE, job_arguments, remember_samples, samples_of, start_job
+from tests.sync_service.jobs import ALONE, SINGLE, job_arguments, remember_samples, samples_of, start_job
 from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 SCHEDULE = {"lr_decay_style": "cosine", "lr_warmup_iters": 2, "min_lr": 1e-3}
-STOCK = {
-    **{f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")},
-    "global_batch_size": 8,
-}
+STOCK = {**ALONE, "global_batch_size": 8}
 
 
 def learning_rates(rank: RankOutcome) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.sync_service.jobs import die_in_step, failing_job, model_of, run_job, same_bits, start_job
+from tests.sync_service.jobs import ALONE, die_in_step, failing_job, model_of, run_job, same_bits, start_job
 from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
@@ -46,8 +46,7 @@ def test_workers_go_on_from_what_a_round_of_peers_gives(make_service: MakeServic
     # The server takes half of what the workers' rounds have come to, as an outer learning rate half as large does. It
     # is not 1, with which the anchor would not matter.
     halved = model_of(run_job(service, "a", fp32, **{**plain, "outer_optimizer_lr": 0.8}))
-    alone = {f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")}
-    expected = model_of(run_job(service, "a", fp32, **{**plain, "outer_optimizer_lr": 0.4, **alone}))
+    expected = model_of(run_job(service, "a", fp32, **{**plain, "outer_optimizer_lr": 0.4, **ALONE}))
     for name, values in expected.items():
         # Sums are rounded in another order; a key's bias has nothing but rounding errors for a gradient.
         tolerance = 1e-4 if name.endswith("linear_qkv.bias") else 1e-6
