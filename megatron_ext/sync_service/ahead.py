@@ -19,11 +19,11 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
-from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.incoming import Incoming, Place
 from megatron_ext.sync_service.parts import Part, Values
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
+from megatron_ext.sync_service.wire import Unreadable
 
 __all__ = ["Ahead", "Taken"]
 
@@ -125,8 +125,9 @@ class Ahead:
         incoming.begin()
         try:
             for batch in call:
-                for message in batch.frames:
-                    frame = Frame.from_message(message)
+                if isinstance(batch, Unreadable):
+                    raise DamagedOnTheWay(batch.problem)
+                for frame in batch.frames:
                     incoming.take(frame)
                     sources[frame.name, frame.box] = batch.source
                     connection.count(received=len(frame.payload))

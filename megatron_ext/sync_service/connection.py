@@ -14,9 +14,10 @@ from typing import Any, Self, TypeVar
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
-from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
+from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.security import TOKEN_KEY, read_token
 from megatron_ext.sync_service.tls import client_credentials, what_tls_says
+from megatron_ext.sync_service.wire import Unreadable, stub_of
 
 __all__ = ["Connection", "ConnectionConfig", "DamagedOnTheWay"]
 
@@ -200,6 +201,8 @@ class Connection:
         with _Watch(call, self.config.call_seconds, "come") as watch:
             for message in call:
                 watch.heard()
+                if isinstance(message, Unreadable):
+                    raise DamagedOnTheWay(message.problem)
                 yield message
                 watch.heard()  # what the caller took to work on it does not count
 
@@ -311,7 +314,7 @@ class Connection:
                 raise UserError(f"server {self.config.server}: the call was given up, because this job ends")
             if self._stub is None:
                 self._channel = self._open()
-                self._stub = pb2_grpc.SyncServiceStub(self._channel)
+                self._stub = stub_of(self._channel)
             return self._stub
 
     def _open(self) -> Any:

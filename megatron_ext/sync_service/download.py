@@ -13,7 +13,6 @@ import torch
 
 from megatron_ext.sync_service.ahead import Taken
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
-from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.incoming import Incoming, Place
 from megatron_ext.sync_service.parts import Part, Values
 from megatron_ext.sync_service.protocol import pb2
@@ -120,8 +119,7 @@ def _receive(
             if index >= len(places) or places[index] not in known:
                 raise DamagedOnTheWay(f"slice {index} is said to be as expected, and was not")
             incoming.take_as(places[index], known[places[index]])
-        for message in batch.frames:
-            frame = Frame.from_message(message)
+        for frame in batch.frames:
             connection.count(received=len(frame.payload))
             incoming.take(frame)
     if incoming.left:

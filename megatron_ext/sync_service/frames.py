@@ -136,15 +136,22 @@ class Frame:
             shape: its global shape.
             box: the part of it.
             offset: first element within the box.
-            values: fp32, 1-D, on the CPU.
+            values: fp32, 1-D, on the CPU; in fp32 the frame looks into their memory.
             codec: how to code them.
         """
-        payload = b"" if _are_zero(values) else codec_of(codec).encode(values).numpy().tobytes()
+        payload = b"" if _are_zero(values) else memoryview(codec_of(codec).encode(values).numpy()).toreadonly()
         return cls.of_payload(name, shape, box, offset, values.numel(), codec, payload)
 
     @classmethod
     def of_payload(
-        cls, name: str, shape: tuple[int, ...], box: Box, offset: int, count: int, codec: str, payload: bytes
+        cls,
+        name: str,
+        shape: tuple[int, ...],
+        box: Box,
+        offset: int,
+        count: int,
+        codec: str,
+        payload: bytes | memoryview,
     ) -> Frame:
         """Return the frame of `count` values that are coded already; otherwise as `make`."""
         head: dict[str, Any] = {"name": name, "shape": shape, "box": box, "offset": offset, "count": count}
@@ -213,9 +220,15 @@ class Frame:
         if self.shape != spec.shape:
             raise Refusal("invalid", f"shape of tensor {self.name!r} is {self.shape} instead of {spec.shape}")
 
-    def to_message(self, *, payload: bool = True) -> Any:
-        """Return the frame as a message of the protocol, with its payload or without."""
-        return pb2.Frame(
+    def to_message(self) -> Any:
+        """Return the frame as a message of the protocol."""
+        message = pb2.Frame.FromString(self.head())
+        message.payload = bytes(self.payload)
+        return message
+
+    def head(self) -> bytes:
+        """Return the bytes of the frame's message without its payload."""
+        message = pb2.Frame(
             name=self.name,
             shape=self.shape,
             box_start=self.box.start,
@@ -223,9 +236,9 @@ class Frame:
             offset=self.offset,
             count=self.count,
             codec=self.codec,
-            payload=bytes(self.payload) if payload else b"",
             checksum=self.checksum,
         )
+        return bytes(message.SerializeToString())
 
     @classmethod
     def from_message(cls, message: Any, payload: bytes | memoryview | None = None) -> Frame:

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.grpc_health import HealthService
-from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc, pb2_grpc
+from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import PATIENCE_SECONDS
 from megatron_ext.sync_service.run import Run
@@ -104,7 +105,7 @@ class Server:
         servicer: ValuesServicer = Servicer(self._runs, self._drain)
         if self._shard_runs:
             servicer = ShardServicer(self._shard_runs, config.shard, config.shards[0])
-        pb2_grpc.add_SyncServiceServicer_to_server(servicer, self._grpc)
+        wire.serve(servicer, self._grpc)
         self._health.add_to(self._grpc)
         self._grpc.start()
         (folder / ADDRESS_FILE).write_text(self.address + "\n")

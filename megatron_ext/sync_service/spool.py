@@ -108,7 +108,7 @@ class Contribution:
         frame.check_against(self._catalog[frame.name])
         if frame.codec != self._codec:
             raise Refusal("invalid", f"codec of a frame is {frame.codec!r}; the run's is {self._codec!r}")
-        head = frame.to_message(payload=False).SerializeToString()
+        head = frame.head()
         with self._lock:
             if self._discarded:
                 raise Discarded

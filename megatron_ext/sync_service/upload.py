@@ -9,10 +9,10 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.outgoing import Outgoing, Piece
 from megatron_ext.sync_service.parts import Values
-from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 
 __all__ = ["upload"]
@@ -50,7 +50,7 @@ def upload(
         def requests() -> Iterator[Any]:
             for frames in outgoing.batches(number, job, values):
                 connection.count(sent=sum(len(frame.payload) for frame in frames))
-                yield pb2.UploadRequest(caller=caller, round=number, frames=[frame.to_message() for frame in frames])
+                yield wire.Upload(caller=caller, round=number, frames=frames)
 
         return bool(connection.send("Upload", requests).closed)
 

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from megatron_ext.params import flat_offset
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import HEAD_BYTES, Box, Frame, cut, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
@@ -59,24 +60,25 @@ class ValuesServicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # gen
         """Take the runs by their name."""
         self._values = runs
 
-    def Upload(self, requests: Iterator[Any], context: Any) -> Any:
+    def Upload(self, requests: Iterator[wire.Upload | wire.Unreadable], context: Any) -> Any:
         """Take frames."""
         with refusing(context):
-            first = next(requests, None)
+            uploads = wire.readable(requests)
+            first = next(uploads, None)
             if first is None:
                 raise Refusal("invalid", "an upload without a message")
             caller = first.caller
 
             def frames() -> Iterator[Frame]:
-                yield from map(Frame.from_message, first.frames)
-                for request in requests:
-                    yield from map(Frame.from_message, request.frames)
+                yield from first.frames
+                for upload in uploads:
+                    yield from upload.frames
 
             run = served(self._values, caller.run)
             closed, taken, known = run.upload(caller.peer, caller.instance, first.round, frames())
             return pb2.UploadReply(closed=closed, frames=taken, duplicates=known)
 
-    def Download(self, request: Any, context: Any) -> Iterator[Any]:
+    def Download(self, request: Any, context: Any) -> Iterator[wire.Batch]:
         """Send values."""
         with refusing(context):
             caller = request.caller
@@ -91,7 +93,7 @@ class ValuesServicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # gen
                 yield from _batches(snapshot, catalog, request.slices, codec)
 
 
-def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec: str) -> Iterator[Any]:
+def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec: str) -> Iterator[wire.Batch]:
     """Yield messages with the frames of slices, or that they are as expected."""
     unchanged: list[int] = []
 
@@ -106,7 +108,7 @@ def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec:
 
     yield from _messages((b"", frame) for frame in frames())
     if unchanged:
-        yield pb2.FrameBatch(unchanged=unchanged)
+        yield wire.Batch(unchanged=unchanged)
 
 
 def _known_as(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, size: int) -> list[bytes]:
@@ -122,7 +124,7 @@ def _known_as(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None,
     return [found.digest()]
 
 
-def _known_batches(known: OpenValues, slices: Iterable[Any]) -> Iterator[Any]:
+def _known_batches(known: OpenValues, slices: Iterable[Any]) -> Iterator[wire.Batch]:
     """Yield messages with the frames of those slices of the open round that are known."""
 
     def frames() -> Iterator[tuple[bytes, Frame]]:
@@ -133,18 +135,18 @@ def _known_batches(known: OpenValues, slices: Iterable[Any]) -> Iterator[Any]:
     return _messages(frames())
 
 
-def _messages(frames: Iterable[tuple[bytes, Frame]]) -> Iterator[Any]:
+def _messages(frames: Iterable[tuple[bytes, Frame]]) -> Iterator[wire.Batch]:
     """Yield messages of about the size of a frame, each of one contribution."""
-    batch: list[Any] = []
+    batch: list[Frame] = []
     size, last = 0, b""
     for source, frame in frames:
         if batch and (size >= FRAME_BYTES or source != last):
-            yield pb2.FrameBatch(frames=batch, source=last)
+            yield wire.Batch(frames=batch, source=last)
             batch, size = [], 0
-        batch.append(frame.to_message())
+        batch.append(frame)
         size, last = size + HEAD_BYTES + len(frame.payload), source
     if batch:
-        yield pb2.FrameBatch(frames=batch, source=last)
+        yield wire.Batch(frames=batch, source=last)
 
 
 def served[T](runs: Mapping[str, T], name: str) -> T:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.client import ClientConfig, Report, RoundOutcome, SyncClient
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.frames import whole_box
-from megatron_ext.sync_service.protocol import pb2
 
 SHAPES = {
     "embedding": (40, 16),
@@ -112,8 +112,7 @@ def _die(client: SyncClient, number: int, values: dict[str, torch.Tensor], place
     if place == "during_upload":
         (first, *_) = client._outgoing.jobs(number, client.index, 16384)
         (frames, *_) = client._outgoing.batches(number, first, values)
-        messages = [frame.to_message() for frame in frames]
-        request = pb2.UploadRequest(caller=client._membership.caller, round=number, frames=messages)
+        request = wire.Upload(caller=client._membership.caller, round=number, frames=frames)
         client._connection.call("Upload", lambda: iter([request]))
     elif place == "after_upload":
         client.upload(number, values)

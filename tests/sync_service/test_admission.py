@@ -13,6 +13,7 @@ import torch
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.server import _try_out
@@ -128,7 +129,8 @@ def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
         ):
             client.register()
         with service.client("p0", START, connection={"token_file": token}) as client:
-            for method, request in (("Upload", iter([pb2.UploadRequest()] * 3)), ("Download", pb2.DownloadRequest())):
+            nothing = wire.Upload(caller=pb2.Caller(), round=0, frames=[])
+            for method, request in (("Upload", iter([nothing] * 3)), ("Download", pb2.DownloadRequest())):
                 with pytest.raises(grpc.RpcError) as caught:
                     list(client._connection.stream(method, request))
                 assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.failpoints import FAILPOINTS
@@ -206,12 +208,13 @@ def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: M
         client.start(start)
         sent = trained(start, 0, 1)
         (parts,) = client._outgoing.jobs(1, 0, 1 << 30)
-        messages = [frame.to_message() for batch in client._outgoing.batches(1, parts, sent) for frame in batch]
-        broken = pb2.Frame.FromString(messages[3].SerializeToString())
-        broken.payload = broken.payload[:-1] + bytes([broken.payload[-1] ^ 1])
+        messages = [frame for batch in client._outgoing.batches(1, parts, sent) for frame in batch]
+        payload = bytearray(messages[3].payload)
+        payload[-1] ^= 1
+        broken = replace(messages[3], payload=bytes(payload))
 
         def upload(frames: list) -> None:
-            request = pb2.UploadRequest(caller=client._membership.caller, round=1, frames=frames)
+            request = wire.Upload(caller=client._membership.caller, round=1, frames=frames)
             list(map(str, [client._connection._stub.Upload(iter([request]), timeout=20)]))
 
         with pytest.raises(grpc.RpcError) as caught:

@@ -12,6 +12,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.spes import Ownership, merge_experts
+from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import DamagedOnTheWay
 from megatron_ext.sync_service.download import download
@@ -129,7 +130,7 @@ def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_dama
             return once()
 
         def stream(self, method: str, request: Any) -> Iterator[Any]:
-            yield pb2.FrameBatch(unchanged=[self.place])
+            yield wire.Batch(unchanged=[self.place])
 
     parts, connection = whole_parts(Catalog([TensorSpec(name="w", shape=(3,))])), Lying()
     for connection.place, expected in ((0, None), (1, {"w": torch.zeros(3)})):
