@@ -55,6 +55,11 @@ class Decision:
     nbytes: int = 0
     """Bytes of the contributions on the disk."""
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether everybody counts alike, in everything."""
+        return not self.rejected and self.verdicts is None and not self.coefficients and self.learned is None
+
 
 def decide(
     catalog: Catalog,

@@ -45,12 +45,16 @@ class RoundDigest:
             box: which elements of it.
             values: of the box, fp32 on the CPU, in its row-major order.
         """
-        factor = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
-        bits = values.detach().contiguous().view(-1).numpy().view(np.uint32)
         first = flat_offset(shape, box.start, box.shape)
         if first is None:
-            self._add_rows(factor, bits.reshape(-1, box.shape[-1]), _first_positions(shape, box))
-            return
+            rows = _bits(values).reshape(-1, box.shape[-1])
+            self._add_rows(_factor(name), rows, _first_positions(shape, box))
+        else:
+            self.add_range(name, first, values)
+
+    def add_range(self, name: str, first: int, values: torch.Tensor) -> None:
+        """Add elements of a tensor that follow each other in its row-major order, from the first one on."""
+        factor, bits = _factor(name), _bits(values)
         whole = bits.size // _ROW * _ROW
         for at, rows in ((0, bits[:whole].reshape(-1, _ROW)), (whole, bits[whole:].reshape(1, -1))):
             starts = np.arange(len(rows), dtype=np.uint64) * np.uint64(_ROW) + np.uint64(first + at)
@@ -68,6 +72,14 @@ class RoundDigest:
 
     def _add(self, factor: int, plain: int, placed: int) -> None:
         self.sums = ((self.sums[0] + factor * plain) % _MODULUS, (self.sums[1] + factor * placed) % _MODULUS)
+
+
+def _factor(name: str) -> int:
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
+
+
+def _bits(values: torch.Tensor) -> Any:
+    return values.detach().contiguous().view(-1).numpy().view(np.uint32)
 
 
 def _first_positions(shape: tuple[int, ...], box: Box) -> Any:

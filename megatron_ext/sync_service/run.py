@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -299,9 +299,12 @@ class Run:
             self._state.adopted(peer, number)
             self._draining.begin_fetching(peer, number)
             self._changed.notify_all()
-            found = self._store.shard.snapshots[number], self._store.shard.catalog
+            reading = ExitStack()
+            found = reading.enter_context(self._store.shard.snapshots[number].reading())
+            catalog = self._store.shard.catalog
         try:
-            yield found
+            with reading:
+                yield found, catalog
         finally:
             with self._changed:
                 self._draining.end_fetching()

@@ -2,7 +2,8 @@
 """The values of a run that a server process has: what was uploaded of them, their snapshots, how rounds change them.
 
     FOLDER/snapshots/round-N.safetensors       the values of the newest rounds
-    FOLDER/spool/round-N/PEER.frames           contributions to the open round
+    FOLDER/spool/round-N/PEER.SALT.frames      contributions to the open round
+    FOLDER/spare                               files to write over
 
 It keeps no account of rounds: whoever uses it says which one is open, and what was decided of it. A round may be made
 again and again until it is committed, with the same bits.
@@ -23,7 +24,8 @@ from megatron_ext.sync_service.guards import Judged
 from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
-from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, snapshot_name
+from megatron_ext.sync_service.spares import SpareFiles
 from megatron_ext.sync_service.spool import Contribution, Spool
 
 __all__ = ["RoundJob", "Shard", "Uploader"]
@@ -74,7 +76,9 @@ class Shard:
             keep_snapshots: how many committed rounds stay on the disk.
             failpoints: where to die in tests.
         """
-        self.spool = Spool(folder / "spool")
+        # A contribution of every peer, and the snapshot that is no longer kept when the next one has been made.
+        self.spool = Spool(folder / "spool", SpareFiles(folder / "spare" / "frames", config.peers))
+        self._spares = SpareFiles(folder / "spare" / "snapshots", 1)
         self.snapshots: dict[int, Snapshot] = {}
         self._config = config
         self._keep = keep_snapshots
@@ -84,6 +88,7 @@ class Shard:
         self._catalog: Catalog | None = None
         self._codec = ""
         self._sources: tuple[int, dict[str, bytes]] = (-1, {})
+        self._attempt: tuple[RoundJob, SnapshotWriter, Made] | None = None
 
     def open(self, catalog: Catalog, codec: str) -> None:
         """Say which tensors there are, and how contributions travel."""
@@ -145,8 +150,7 @@ class Shard:
         if self._sources[0] == number:
             self.snapshots[number].sources = self._sources[1]
         for old in [old for old in self.snapshots if old <= number - self._keep]:
-            # A download that is under way keeps the file open.
-            self.snapshots.pop(old).path.unlink(missing_ok=True)
+            self.snapshots.pop(old).remove(self._spares)
 
     def contribution(self, peer: str, number: int) -> Contribution:
         """Return a peer's contribution to a round, perhaps an empty one."""
@@ -171,10 +175,21 @@ class Shard:
     def measure(self, job: RoundJob) -> list[Measured]:
         """Return what the decision about a round needs, in the order of its uploaders.
 
+        Where no guards weigh contributions, nearly always everybody counts: the values are made at the same time, and
+        `write` finds them made if that is what was decided.
+
         Raises:
             DamagedContribution: one cannot be read, and was removed.
+            OSError: the values cannot be written.
         """
-        return self._made(job, lambda reduction, contributors: reduction.measure(contributors))
+        self._take_attempt()
+        if self._config.penalty is not None and job.number > 0:
+            return self._made(job, lambda reduction, contributors: reduction.measure(contributors))
+        path = self.snapshot_path(job.number)
+        measured, made = self._made(job, lambda reduction, contributors: reduction.attempt(path, contributors))
+        if made is not None:
+            self._attempt = job, *made
+        return measured
 
     def common_squares(self, job: RoundJob, decision: Decision) -> dict[Judged, float]:
         """Return the squared norms of the common pseudo-gradients of the units that all peers train.
@@ -193,7 +208,8 @@ class Shard:
         """
 
         def write(reduction: Reduction, contributors: list[Contributor]) -> Made:
-            writer, made = reduction.write(self.snapshot_path(job.number), contributors, decision)
+            found = self._take_attempt(job, decision)
+            writer, made = found or reduction.write(self.snapshot_path(job.number), contributors, decision)
             self._failpoints.hit("snapshot_written")
             writer.publish()
             self._failpoints.hit("snapshot_renamed")
@@ -202,6 +218,19 @@ class Shard:
             return made
 
         return self._made(job, write)
+
+    def _take_attempt(
+        self, job: RoundJob | None = None, decision: Decision | None = None
+    ) -> tuple[SnapshotWriter, Made] | None:
+        """Return the values that were made with the measuring if they are this round's, else remove them."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return None
+        made_for, writer, made = attempt
+        if made_for == job and decision is not None and decision.is_plain:
+            return writer, made
+        writer.abandon()
+        return None
 
     def merge(self, number: int) -> Merge | None:
         """Return what a round merges, None for nothing."""
@@ -217,6 +246,7 @@ class Shard:
             failpoints=self._failpoints,
             alone=job.alone,
             merge=self.merge(job.number),
+            spares=self._spares,
         )
         try:
             return work(reduction, [self._contributor(uploader) for uploader in job.uploaders])

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,9 +106,12 @@ class ShardRun:
                     "not_found", f"the values of round {number} are not on {self._title}; the newest is {newest}"
                 )
             self._draining.begin_fetching(peer, number)
-            found = self._shard.snapshots[number], self._shard.catalog
+            reading = ExitStack()
+            found = reading.enter_context(self._shard.snapshots[number].reading())
+            catalog = self._shard.catalog
         try:
-            yield found
+            with reading:
+                yield found, catalog
         finally:
             with self._changed:
                 self._draining.end_fetching()

@@ -12,18 +12,21 @@ import json
 import math
 import os
 import struct
-import zlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import RESERVED, Catalog
+from megatron_ext.sync_service.checksum import crc32
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.journal import sync_folder
+from megatron_ext.sync_service.spares import SpareFiles
 
-__all__ = ["Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
+__all__ = ["CheckedRead", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
 
 _LENGTH = struct.Struct("<Q")
 
@@ -42,7 +45,7 @@ def state_name(state: str, name: str) -> str:
 
 
 class SnapshotWriter:
-    """Writes a snapshot; tensors come in any order, each once."""
+    """Writes a snapshot; tensors come in any order, the blocks of each in theirs."""
 
     def __init__(
         self,
@@ -51,6 +54,7 @@ class SnapshotWriter:
         states: Sequence[str],
         metadata: dict[str, str],
         states_of_all: Sequence[str] = (),
+        spares: SpareFiles | None = None,
     ) -> None:
         """Begin the file beside its final place.
 
@@ -60,6 +64,7 @@ class SnapshotWriter:
             states: names of the outer optimizer's states, each of the shape of its tensor.
             metadata: goes into the head of the file.
             states_of_all: names of states that tensors with owners have as well.
+            spares: has a file to write over, perhaps.
         """
         self._path = path
         self._partial = path.with_suffix(".partial")
@@ -71,7 +76,7 @@ class SnapshotWriter:
         self._head: dict[str, object] = {"__metadata__": {**metadata, _SUMS: _joined(self._sums)}}
         self._metadata = metadata
         self._overwritten: set[str] = set()
-        self._missing = {name for name, _ in names}
+        self._missing = {name: spec.numel for name, spec in names}
         self._places: dict[str, tuple[int, int]] = {}
         position = 0
         for name, spec in names:
@@ -81,22 +86,33 @@ class SnapshotWriter:
             position = end
         head = self._packed_head()
         self._begin = len(head)
-        self._file = self._partial.open("w+b", buffering=0)
+        self._size = len(head) + position
+        self._partial.unlink(missing_ok=True)
+        if spares is not None:
+            spares.take(self._partial)
+        handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = os.fdopen(handle, "r+b", buffering=0)
         self._put(0, head)
 
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Write a tensor, fp32 on the CPU.
+    def write(self, name: str, values: torch.Tensor, first: int = 0) -> None:
+        """Write the next block of a tensor, fp32 on the CPU; with the first one the tensor is begun, perhaps anew.
+
+        Args:
+            name: of the tensor or state.
+            values: of the block.
+            first: its first element.
 
         Raises:
             OSError: it could not be written.
         """
         position, end = self._places[name]
         data = _bytes_of(values)
-        if len(data) != end - position:
-            raise ValueError(f"{name} has {len(data)} bytes instead of {end - position}")
-        self._missing.remove(name)
-        self._sums[name] = zlib.crc32(data)
-        self._put(self._begin + position, data)
+        wanted = (end - position) // 4 - self._missing[name] if first else 0
+        if first != wanted or position + 4 * first + len(data) > end:
+            raise ValueError(f"{name} has {(end - position) // 4} elements: no {values.numel()} follow from {first} on")
+        self._missing[name] = (end - position - len(data)) // 4 - first
+        self._sums[name] = crc32(data, self._sums[name] if first else 0)
+        self._put(self._begin + position + 4 * first, data)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> torch.Tensor:
         """Return elements of a tensor that was written, as `Snapshot.read` does."""
@@ -119,11 +135,13 @@ class SnapshotWriter:
 
     def sync(self) -> None:
         """Make what was written durable, still beside its final place."""
-        if self._missing:
-            raise ValueError(f"tensor {min(self._missing)!r} was not written")
+        missing = [name for name, count in self._missing.items() if count]
+        if missing:
+            raise ValueError(f"tensor {min(missing)!r} was not written")
         for name in self._overwritten:
-            self._sums[name] = zlib.crc32(_bytes_of(self.read(name)))
+            self._sums[name] = crc32(_bytes_of(self.read(name)))
         self._put(0, self._packed_head())  # as long as before
+        self._file.truncate(self._size)  # it may have been longer
         os.fsync(self._file.fileno())
         self._file.close()
 
@@ -164,6 +182,8 @@ class Snapshot:
         """
         self.path = path
         self.sources: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+        self._readers = 0
         try:
             self._file = path.open("rb", buffering=0)
             (length,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
@@ -189,6 +209,26 @@ class Snapshot:
         """Close the file."""
         self._file.close()
 
+    @contextmanager
+    def reading(self) -> Iterator[Snapshot]:
+        """Let nobody write over the file until the end of the block."""
+        with self._lock:
+            self._readers += 1
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._readers -= 1
+
+    def remove(self, spares: SpareFiles) -> None:
+        """Remove the file; whoever is reading it keeps its contents."""
+        with self._lock:
+            if self._readers:
+                self.path.unlink(missing_ok=True)
+            else:
+                self.close()
+                spares.keep(self.path)
+
     def read(
         self, name: str, offset: int = 0, count: int | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -210,13 +250,13 @@ class Snapshot:
         Raises:
             OSError: it cannot be read, or is not what was written.
         """
-        found = self.read(name, out=out)
-        if name in self._sums and zlib.crc32(_bytes_of(found)) != self._sums[name]:
-            raise OSError(
-                f"{self.path}: {name!r} is damaged on the disk; restore the file from a copy, and start the server "
-                "again"
-            )
-        return found
+        start, end = self._entries[name]["data_offsets"]
+        return self.checked(name).read(0, (end - start) // 4, out)
+
+    def checked(self, name: str) -> CheckedRead:
+        """Return what reads a whole tensor or state block by block."""
+        start, end = self._entries[name]["data_offsets"]
+        return CheckedRead(self, name, (end - start) // 4, self._sums.get(name))
 
     def read_bytes(self, name: str, offset: int, count: int) -> bytes:
         """Return elements of a tensor as the bytes that they are in the file, little-endian fp32."""
@@ -234,6 +274,33 @@ class Snapshot:
         row = math.prod(shape[1:])
         rows = self.read(name, box.start[0] * row, box.shape[0] * row).view(box.shape[0], *shape[1:])
         return rows[(slice(None), *box.slices[1:])].contiguous().view(-1)
+
+
+class CheckedRead:
+    """Reads a tensor or state block by block, and compares the whole with its checksum as the last one is read."""
+
+    def __init__(self, snapshot: Snapshot, name: str, numel: int, checksum: int | None) -> None:
+        """Take the snapshot, the name, the number of elements, and the checksum if there is one."""
+        self._snapshot, self._name, self._numel, self._checksum = snapshot, name, numel, checksum
+        self._next = self._sum = 0
+
+    def read(self, first: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the next block, as `Snapshot.read` does; that from 0 on begins anew.
+
+        Raises:
+            OSError: it cannot be read, or the whole is not what was written.
+        """
+        if first != (self._next if first else 0):
+            raise ValueError(f"{self._name}: the block from {self._next} on is the next one, not that from {first}")
+        found = self._snapshot.read(self._name, first, count, out)
+        self._sum = crc32(_bytes_of(found), self._sum if first else 0)
+        self._next = first + count
+        if self._next == self._numel and self._checksum not in (None, self._sum):
+            raise OSError(
+                f"{self._snapshot.path}: {self._name!r} is damaged on the disk; restore the file from a copy, and "
+                "start the server again"
+            )
+        return found
 
 
 def _joined(sums: dict[str, int]) -> str:

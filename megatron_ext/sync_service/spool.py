@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spool: what the peers have uploaded for the open round, on the disk until the round is committed.
 
-One file per contribution, frames one after the other as they come: two lengths, the frame without its payload, the
-payload. Their checksums are checked when they arrive, when a restarted server finds them, and when they are read to be
-reduced.
+One file per contribution, frames one after the other as they come: two lengths and the file's salt, the frame without
+its payload, the payload. Their checksums are checked when they arrive, when a restarted server finds them, and when
+they are read to be reduced.
+
+Files are written over those of former rounds. The salt, a random number in the file's name, tells what is new in it.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import shutil
 import struct
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,16 +24,20 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.params import flat_offset
+from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
 from megatron_ext.sync_service.frames import MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.journal import sync_folder
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.spares import SpareFiles
 
 __all__ = ["Contribution", "Discarded", "Spool"]
 
-_LENGTHS = struct.Struct("<II")
+_LENGTHS = struct.Struct("<IIQ")
+_SALT_BYTES = 8
 _MAX_HEAD = 1 << 20
 
 _Key = tuple[Box, int]
@@ -57,6 +65,10 @@ class _Record:
         return self.start + _LENGTHS.size + self.head + self.payload
 
 
+_Placed = tuple[int, int, _Record]
+"""(first element of the tensor in row-major order, count, where the frame is in the file)."""
+
+
 class Discarded(Exception):
     """The contribution is no longer wanted: its round was closed, or another process has taken its peer's place."""
 
@@ -68,21 +80,36 @@ class Contribution:
         identity: of what is in it, 16 bytes: no other contribution's, nor that of this one after a restart.
     """
 
-    def __init__(self, path: Path, catalog: Catalog, codec: str) -> None:
-        """Open the file, or create it, and find the frames that are in it; a last one that is cut off is dropped."""
+    def __init__(
+        self, path: Path, catalog: Catalog, codec: str, spares: SpareFiles | None = None, *, is_new: bool = False
+    ) -> None:
+        """Open the file, or create it, and find the frames that are in it; a last one that is cut off is dropped.
+
+        Args:
+            path: of the file; before its last suffix may be the salt.
+            catalog: the tensors.
+            codec: of the frames.
+            spares: where the file goes when it is over.
+            is_new: whether nothing can be in it.
+        """
         self._catalog = catalog
         self._codec = codec
         self._lock = threading.Lock()
         self._index: dict[str, dict[_Key, _Record]] = {}
         self._coverage: dict[str, Coverage] = {}
+        self._ranges: dict[str, list[_Placed] | None] = {}
         self._discarded = False
         self.identity = os.urandom(16)
         self._path = path
-        self._file = path.open("a+b", buffering=0)
+        self._salt = _salt_of(path)
+        self._spares = spares
+        self._handles = 0
+        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
         self._size = 0
-        for frame, record in self._records():
-            self._take(frame, record)
-        self._file.truncate(self._size)
+        if not is_new:
+            for frame, record in self._records():
+                self._take(frame, record)
+            self._file.truncate(self._size)
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +147,8 @@ class Contribution:
             self._coverage.setdefault(frame.name, Coverage()).check(frame)
             record = _Record(self._size, len(head), len(frame.payload))
             try:
-                lengths = _LENGTHS.pack(record.head, record.payload)
-                written = os.writev(self._file.fileno(), [lengths, head, frame.payload])
+                lengths = _LENGTHS.pack(record.head, record.payload, self._salt)
+                written = os.pwritev(self._file.fileno(), [lengths, head, frame.payload], self._size)
                 if written != record.end - record.start:
                     raise OSError(errno.ENOSPC, "the disk is full", str(self._path))
             except OSError:
@@ -157,11 +184,12 @@ class Contribution:
         os.fsync(self._file.fileno())
         sync_folder(self._path.parent)
 
-    def read(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
+    def read(self, spec: TensorSpec, at: Block | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return what was uploaded of a tensor, decoded: fp32, 1-D.
 
         Args:
             spec: the tensor.
+            at: a block of it that begins and ends where frames do, see `ranges`; the whole tensor when None.
             out: memory for it, fp32, 1-D on the CPU, no shorter; memory of its own when None.
 
         Raises:
@@ -169,7 +197,51 @@ class Contribution:
             Discarded: the contribution is no longer wanted.
         """
         with self._handle() as handle:
-            return self._read(handle, spec, out)
+            if at is None or at == (0, spec.numel):
+                return self._read(handle, spec, out)
+            return self._read_block(handle, spec, at, out)
+
+    def ranges(self, spec: TensorSpec) -> list[Block] | None:
+        """Return which elements of a tensor its frames hold, in order; None where one does not hold a range."""
+        placed = self._placed(spec)
+        return None if placed is None else [(first, count) for first, count, _ in placed]
+
+    def _placed(self, spec: TensorSpec) -> list[_Placed] | None:
+        """Return (first element, count, record) of a tensor's frames, in order; None where one holds no range."""
+        if spec.name not in self._ranges:
+            self._ranges[spec.name] = self._find_placed(spec)
+        return self._ranges[spec.name]
+
+    def _find_placed(self, spec: TensorSpec) -> list[_Placed] | None:
+        found: list[_Placed] = []
+        for box, entries in self._by_box(spec.name).items():
+            first = flat_offset(spec.shape, box.start, box.shape)
+            if first is None:
+                return None
+            ordered = sorted(entries, key=lambda entry: entry[0])
+            ends = [*(offset for offset, _ in ordered[1:]), box.numel]
+            found += [(first + at, end - at, record) for (at, record), end in zip(ordered, ends, strict=True)]
+        return sorted(found, key=lambda entry: entry[0])
+
+    def _read_block(self, handle: int, spec: TensorSpec, at: Block, out: torch.Tensor | None) -> torch.Tensor:
+        begin, count = at
+        out = torch.empty(count, dtype=torch.float32) if out is None else out[:count]
+        placed = self._placed(spec)
+        assert placed is not None
+        place, end = bisect_left(placed, begin, key=lambda entry: entry[0]), begin + count
+        while place < len(placed) and placed[place][0] < end:
+            first, size, record = placed[place]
+            values = out[first - begin : first - begin + size]
+            if self._codec == "fp32" and record.payload:
+                frame = self._load(handle, record, values)
+            else:
+                frame = self._load(handle, record)
+                frame.decode_into(values)
+            found = flat_offset(spec.shape, frame.box.start, frame.box.shape)
+            if frame.name != spec.name or found is None or (found + frame.offset, frame.count) != (first, size):
+                raise Refusal("damaged", f"another frame is where {spec.name!r} should be ({frame.place})")
+            place += 1
+        return out
 
     def _read(self, handle: int, spec: TensorSpec, out: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(spec.numel, dtype=torch.float32) if out is None else out[: spec.numel]
@@ -215,7 +287,10 @@ class Contribution:
         with self._lock:
             self._discarded = True
             self._file.close()
-            self._path.unlink(missing_ok=True)
+            if self._spares is None or self._handles:
+                self._path.unlink(missing_ok=True)
+            else:
+                self._spares.keep(self._path)
 
     @contextmanager
     def _handle(self) -> Iterator[int]:
@@ -224,14 +299,18 @@ class Contribution:
             if self._discarded:
                 raise Discarded
             handle = os.dup(self._file.fileno())
+            self._handles += 1
         try:
             yield handle
         finally:
             os.close(handle)
+            with self._lock:
+                self._handles -= 1
 
     def _take(self, frame: Frame, record: _Record) -> None:
         self._index.setdefault(frame.name, {})[_key(frame)] = replace(record, checksum=frame.checksum)
         self._coverage.setdefault(frame.name, Coverage()).add(frame)
+        self._ranges.pop(frame.name, None)
         self._size = record.end
 
     def _by_box(self, name: str) -> dict[Box, list[tuple[int, _Record]]]:
@@ -254,9 +333,9 @@ class Contribution:
         """Yield the frames in the file, up to the first that is not whole."""
         position, size = 0, self._path.stat().st_size
         while position + _LENGTHS.size <= size:
-            lengths = _LENGTHS.unpack(os.pread(self._file.fileno(), _LENGTHS.size, position))
-            record = _Record(position, *lengths)
-            if record.head > _MAX_HEAD or record.payload > MAX_PAYLOAD or record.end > size:
+            head, payload, salt = _LENGTHS.unpack(os.pread(self._file.fileno(), _LENGTHS.size, position))
+            record = _Record(position, head, payload)
+            if salt != self._salt or record.head > _MAX_HEAD or record.payload > MAX_PAYLOAD or record.end > size:
                 return
             try:
                 frame = self._load(self._file.fileno(), record)
@@ -269,9 +348,15 @@ class Contribution:
 class Spool:
     """Contributions that no round has used yet, at most one of each peer. May be used by several threads."""
 
-    def __init__(self, folder: Path) -> None:
-        """Open the folder, or make it."""
+    def __init__(self, folder: Path, spares: SpareFiles | None = None) -> None:
+        """Open the folder, or make it.
+
+        Args:
+            folder: of the contributions.
+            spares: where their files come from and go to.
+        """
         self._folder = folder
+        self._spares = spares
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._found: dict[str, tuple[int, Contribution]] = {}
@@ -295,7 +380,7 @@ class Spool:
         """
         with self._lock:
             for path in list(self._folder.glob("round-*/*")):
-                peer, number = path.stem, int(path.parent.name.removeprefix("round-"))
+                peer, number = _peer_of(path), int(path.parent.name.removeprefix("round-"))
                 if is_wanted(peer, number):
                     continue
                 if peer in self._found and self._found[peer][0] == number:
@@ -313,7 +398,7 @@ class Spool:
                 if not folder.exists():
                     folder.mkdir()
                     sync_folder(self._folder)
-                self._found[peer] = number, Contribution(folder / f"{peer}.frames", catalog, codec)
+                self._found[peer] = number, self._opened(folder, peer, catalog, codec)
             return self._found[peer][1]
 
     def sent_alone(self, number: int, spec: TensorSpec) -> Contribution | None:
@@ -327,8 +412,8 @@ class Spool:
         with self._lock:
             if peer in self._found:
                 self._found.pop(peer)[1].discard()
-            for name in (f"{peer}.frames", f"{peer}.sealed"):
-                for path in list(self._folder.glob(f"round-*/{name}")):
+            for path in list(self._folder.glob("round-*/*")):
+                if _peer_of(path) == peer:
                     path.unlink()
             self._remove_empty()
 
@@ -352,6 +437,16 @@ class Spool:
         with self._lock:
             return {peer: contribution.nbytes for peer, (_, contribution) in self._found.items()}
 
+    def _opened(self, folder: Path, peer: str, catalog: Catalog, codec: str) -> Contribution:
+        """Return a peer's contribution in the folder of a round."""
+        for path in folder.glob("*.frames"):
+            if _peer_of(path) == peer:
+                return Contribution(path, catalog, codec, self._spares)
+        path = folder / f"{peer}.{int.from_bytes(os.urandom(_SALT_BYTES)):0{2 * _SALT_BYTES}x}.frames"
+        if self._spares is not None:
+            self._spares.take(path)
+        return Contribution(path, catalog, codec, self._spares, is_new=True)
+
     def _remove_empty(self) -> None:
         for folder in list(self._folder.iterdir()):
             if not any(folder.iterdir()):
@@ -359,6 +454,17 @@ class Spool:
 
     def _of_round(self, number: int) -> Path:
         return self._folder / f"round-{number:08d}"
+
+
+def _salt_of(path: Path) -> int:
+    """Return the salt of a contribution's file; 0 for one without, which no other was before."""
+    text = path.stem.rpartition(".")[2]
+    return int(text, 16) if re.fullmatch(r"[0-9a-f]{16}", text) else 0
+
+
+def _peer_of(path: Path) -> str:
+    """Return whose a file in the folder of a round is: PEER.SALT.frames or PEER.sealed."""
+    return path.stem.rpartition(".")[0] if path.suffix == ".frames" else path.stem
 
 
 def _key(frame: Frame) -> _Key:

@@ -292,8 +292,8 @@ def test_a_contribution_damaged_on_the_servers_disk_is_uploaded_again(make_servi
         service.peer("p0", 1, options={"index": 0}),
         service.peer("p1", 1, options={"index": 1}, pauses={"1": 2.0}),
     ]
-    path = service.state / "runs/demo/spool/round-00000001/p0.frames"
     until(lambda: [e for e in service.events("uploaded") if e["round"] == 1], "the first upload")
+    (path,) = (service.state / "runs/demo/spool/round-00000001").glob("p0.*.frames")
     with path.open("r+b") as file:
         file.seek(1000)
         file.write(b"damage")

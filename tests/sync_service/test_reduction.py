@@ -10,6 +10,7 @@ import torch
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.decision import Decision, decide
 from megatron_ext.sync_service.failpoints import Failpoints
@@ -194,8 +195,8 @@ class Watched(Contribution):
     alive: ClassVar[list[weakref.ref[torch.Tensor]]] = []
     most: ClassVar[int] = 0
 
-    def read(self, spec: TensorSpec, out: torch.Tensor | None = None) -> torch.Tensor:
-        values = super().read(spec, out)
+    def read(self, spec: TensorSpec, at: Block | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
+        values = super().read(spec, at, out)
         Watched.alive = [found for found in Watched.alive if found() is not None] + [weakref.ref(values)]
         Watched.most = max(Watched.most, len(Watched.alive))
         return values
