@@ -44,7 +44,7 @@ class ClientConfig:
     streams: int = 4
     """Parallel streams of an upload or download."""
 
-    frame_bytes: int = 1 << 18
+    frame_bytes: int = 1 << 20
     """Bytes of a frame."""
 
     call_bytes: int = 8 << 20

@@ -32,7 +32,7 @@ _CODES = {
 
 _DIGEST_BYTES = 32
 
-FRAME_BYTES = 1 << 18
+FRAME_BYTES = 1 << 20
 """Of fp32 values in a frame. Every stream holds some copies of one, and there are many streams."""
 
 
