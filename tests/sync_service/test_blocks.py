@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds that are made block by block, in one pass or two, have the bits of those made tensor by tensor."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.sync_service.blocks import BLOCK_ELEMENTS, Block, common_blocks
+from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.decision import Decision, decide
+from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
+from megatron_ext.sync_service.reduction import Contributor, Reduction
+from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.spool import Contribution
+
+CATALOG = Catalog(
+    [
+        TensorSpec(name="w", shape=(600, 500)),
+        TensorSpec(name="e0", shape=(200_003,), owners=(0,)),
+        TensorSpec(name="e1", shape=(500, 300), owners=(1,)),
+        TensorSpec(name="shared", shape=(410, 500), owners=(0, 1)),
+        TensorSpec(name="b", shape=()),
+    ]
+)
+FRAME_BYTES = 100_000
+NONE = OuterOptimizerConfig(outer_optimizer="none")
+
+
+def contributor(folder: Path, index: int, codec: str, scale: float, *, halves: bool = False) -> Contributor:
+    """Return a contribution of random numbers, in frames of whole tensors or of their upper and lower halves."""
+    contribution = Contribution(folder / f"{index}-{codec}-{scale}.frames", CATALOG, codec)
+    generator = torch.Generator().manual_seed(index)
+    for spec in CATALOG:
+        if scale == 1 or spec.is_trained_by(index):
+            values = torch.randn(spec.shape, generator=generator) * scale
+            for box in boxes(spec, halves):
+                part = values[box.slices].reshape(-1)
+                for at, count in cut(part.numel(), FRAME_BYTES):
+                    contribution.append(Frame.make(spec.name, spec.shape, box, at, part[at : at + count], codec))
+    return Contributor(peer=f"p{index}", index=index, contribution=contribution)
+
+
+def boxes(spec: TensorSpec, halves: bool) -> list[Box]:
+    if not halves or len(spec.shape) < 2:
+        return [whole_box(spec.shape)]
+    rows, *others = spec.shape
+    cut_at = rows // 3
+    return [Box((0, 0), (cut_at, *others)), Box((cut_at, 0), (rows - cut_at, *others))]
+
+
+def reduction(codec: str, optimizer: OuterOptimizerConfig, before: Snapshot | None) -> Reduction:
+    return Reduction(CATALOG, optimizer, codec=codec, before=before, outer_scalars={}, failpoints=Failpoints())
+
+
+def started(folder: Path) -> Snapshot:
+    writer, _ = reduction("fp32", NONE, None).write(
+        folder / "start.safetensors", [contributor(folder, 0, "fp32", 1)], Decision()
+    )
+    writer.publish()
+    return Snapshot(folder / "start.safetensors")
+
+
+@pytest.mark.parametrize("halves", [False, True])
+@pytest.mark.parametrize("optimizer", ["none", "sgd", "adam"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+def test_blocks_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, optimizer: str, halves: bool
+):
+    before = started(tmp_path)
+    peers = [contributor(tmp_path, index, codec, 0.5, halves=halves and index == 1) for index in range(3)]
+    config = OuterOptimizerConfig(outer_optimizer=optimizer, outer_optimizer_lr=0.1 if optimizer == "adam" else None)
+    found = []
+    for way in ("blocks", "attempt", "whole"):
+        made_by = reduction(codec, config, before)
+        if way == "whole":
+            monkeypatch.setattr(
+                "megatron_ext.sync_service.sources.common_blocks", lambda numel, *_: [(0, numel)]
+            )
+        path = tmp_path / way / "round.safetensors"
+        path.parent.mkdir()
+        if way == "attempt":
+            measured, made = made_by.attempt(path, peers)
+            assert made is not None
+        else:
+            measured = made_by.measure(peers)
+            members = [(peer.peer, peer.index) for peer in peers]
+            decision = decide(CATALOG, members, measured, guards=None, max_norm=None, is_start=False)
+            assert decision.is_plain
+            made = made_by.write(path, peers, decision)
+        writer, facts = made
+        writer.publish()
+        norms = [square for peer in measured for square in peer.squares.values()]
+        found.append((path.read_bytes(), facts, norms))
+    assert found[0][:2] == found[1][:2] == found[2][:2]
+    for other in found[1:]:
+        assert found[0][2] == pytest.approx(other[2], rel=1e-9)
+
+
+def test_a_broken_contribution_leaves_nothing_of_an_attempt_and_is_named(tmp_path: Path):
+    before = started(tmp_path)
+    peers = [contributor(tmp_path, index, "fp32", scale) for index, scale in ((0, 0.5), (1, float("nan")))]
+    there = sorted(tmp_path.iterdir())
+    measured, made = reduction("fp32", NONE, before).attempt(tmp_path / "round.safetensors", peers)
+    assert made is None and [entry.broken for entry in measured] == [None, "w"]
+    assert sorted(tmp_path.iterdir()) == there
+
+
+@given(st.data())
+def test_blocks_cover_a_tensor_once_and_cut_no_frame(data: st.DataObject):
+    numel = data.draw(st.integers(1, 5 * BLOCK_ELEMENTS))
+    cuts = st.lists(st.integers(1, 5 * BLOCK_ELEMENTS), max_size=30)
+    frames: list[list[Block] | None] = []
+    for _ in range(data.draw(st.integers(0, 3))):
+        firsts = sorted({0, *(at for at in data.draw(cuts) if at < numel)})
+        frames.append([(at, end - at) for at, end in zip(firsts, [*firsts[1:], numel], strict=True)])
+    if data.draw(st.booleans()):
+        frames.append(None)
+    blocks = common_blocks(numel, frames, multiple := data.draw(st.sampled_from([1, 128])))
+    assert [first for first, _ in blocks] == [0, *(first + count for first, count in blocks)][:-1]
+    assert sum(count for _, count in blocks) == numel
+    assert all(first % multiple == 0 for first, _ in blocks)
+    for ranges in frames:
+        begins = {0} if ranges is None else {first for first, _ in ranges}
+        assert {first for first, _ in blocks} <= begins
