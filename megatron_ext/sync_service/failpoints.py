@@ -17,7 +17,7 @@ __all__ = ["FAILPOINTS", "Failpoints"]
 
 FAILPOINTS = (
     "frame_spooled",
-    "upload_synced",
+    "upload_checked",
     "upload_journaled",
     "round_closed",
     "tensor_reduced",

@@ -225,11 +225,10 @@ class Run:
         missing = self._store.shard.missing(contribution, index, number)
         if missing is not None:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
-        contribution.sync()
         missing, frames, nbytes = self._shards.seal(peer, instance, index, number)
         if missing is not None:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
-        self._failpoints.hit("upload_synced")
+        self._failpoints.hit("upload_checked")
         with self._changed:
             self._caller(peer, instance)
             if not self._accepts(peer, number):

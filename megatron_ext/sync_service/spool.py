@@ -179,11 +179,6 @@ class Contribution:
     def _covered(self, spec: TensorSpec) -> int:
         return self._coverage[spec.name].covered if spec.name in self._coverage else 0
 
-    def sync(self) -> None:
-        """Make everything durable."""
-        os.fsync(self._file.fileno())
-        sync_folder(self._path.parent)
-
     def read(self, spec: TensorSpec, at: Block | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return what was uploaded of a tensor, decoded: fp32, 1-D.
 

@@ -268,7 +268,7 @@ def test_the_values_are_where_the_formula_says_for_the_order_of_arrival(
         ("round_committed:4", 3, 0),
         ("snapshot_renamed:4", 3, 0),
         ("frame_spooled:4", 3, 1),
-        ("upload_synced:4", 3, 1),
+        ("upload_checked:4", 3, 1),
         ("snapshot_written:4", 3, 2),
     ],
 )

@@ -24,7 +24,7 @@ MakeService = Callable[..., Service]
     ("victim", "failpoint", "lost"),
     [
         (1, "snapshot_renamed:3", [1]),
-        (2, "upload_synced:3", [2]),
+        (2, "upload_checked:3", [2]),
         (0, "round_committed:3", [0]),
         (0, "snapshot_renamed:3", [0, 1, 2]),
         (0, "round_committed:3", [0, 1, 2]),

@@ -135,7 +135,7 @@ def undisturbed() -> list[str]:
 @pytest.mark.parametrize(
     ("victim", "failpoint"),
     [
-        (1, "upload_synced:3"),
+        (1, "upload_checked:3"),
         (1, "snapshot_written:3"),
         (2, "snapshot_renamed:3"),
         (0, "snapshot_renamed:3"),
