@@ -16,13 +16,13 @@ from megatron_ext.sync_service.frames import Box
 
 __all__ = ["RoundDigest"]
 
-_MODULUS = 1 << 64
+_MODULUS = 1 << 32
 _ROW = 4096
 """Elements of a row into which a range without gaps is cut, so that sums by row and by column stay small."""
 
 
 class RoundDigest:
-    """Two sums modulo 2^64 over the elements of all tensors.
+    """Two sums modulo 2^32 over the elements of all tensors.
 
     The first adds up an element's 32 bits, the second its bits times its position in its tensor, from 1; both times an
     odd number that is the SHA-256 of the tensor's name. So neither the order in which elements are added nor what else
@@ -62,11 +62,12 @@ class RoundDigest:
 
     def hex(self) -> str:
         """Return the digest of what was added."""
-        return "".join(f"{number:016x}" for number in self.sums)
+        return "".join(f"{number:08x}" for number in self.sums)
 
     def _add_rows(self, factor: int, bits: Any, first: Any) -> None:
         """Add rows of elements that lie side by side; `first` is the position of the first one of each, from 0."""
-        rows, columns = bits.sum(axis=1, dtype=np.uint64), bits.sum(axis=0, dtype=np.uint64)
+        # In 32 bits, which overflow as they should, a processor adds four times as fast as in 64.
+        rows, columns = (bits.sum(axis=axis, dtype=np.uint32).astype(np.uint64) for axis in (1, 0))
         placed = int(np.dot(first, rows)) + int(np.dot(np.arange(1, bits.shape[1] + 1, dtype=np.uint64), columns))
         self._add(factor, int(rows.sum(dtype=np.uint64)), placed)
 
@@ -75,7 +76,7 @@ class RoundDigest:
 
 
 def _factor(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little") | 1
 
 
 def _bits(values: torch.Tensor) -> Any:

@@ -30,7 +30,7 @@ __all__ = [
     "pb2_grpc",
 ]
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Changes when client and server of different releases would misunderstand each other."""
 
 MAX_MESSAGE = 16 << 20

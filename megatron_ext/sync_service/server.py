@@ -44,7 +44,7 @@ ADDRESS_FILE = "address"
 
 _STOP_SECONDS = 2.0
 _POLL_SECONDS = 0.2
-_M_ARENA_MAX = -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 """Of glibc's malloc.h."""
 
 
@@ -273,6 +273,9 @@ def _share_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 2)
+        # Messages come and go: their memory stays, instead of being cleared by the kernel for every one of them.
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 @contextmanager
