@@ -202,7 +202,7 @@ def peer_rounds(job: Job) -> Measured:
     values = {name: torch.randn(shape, generator=generator).mul_(0.02) for name, shape in job.shapes.items()}
     found = Measured(seconds=[], bare_seconds=[], server_cpu=[], server_peak=[], wire_bytes=[])
     with SyncClient(config, catalog) as client:
-        values = client.start(values)
+        values, memory = client.start(values), {name: value.clone() for name, value in values.items()}
         for number in range(job.warmup + job.rounds):
             for spec in catalog:
                 if spec.is_trained_by(rank):
@@ -216,7 +216,7 @@ def peer_rounds(job: Job) -> Measured:
             cpu = _cpu_seconds(job.pid)
             dist.barrier()
             began = time.perf_counter()
-            values = client.sync(values).values
+            values, memory = client.sync(values, out=memory).values, values
             dist.barrier()
             found.seconds.append(time.perf_counter() - began)
             found.server_cpu.append(_cpu_seconds(job.pid) - cpu)

@@ -51,7 +51,14 @@ class Ahead:
     """What has been taken of a round that is not made yet. It asks, in threads of its own, until it is ended."""
 
     def __init__(
-        self, route: Route, caller: Any, parts: Sequence[Part], number: int, index: int, before: Values | None = None
+        self,
+        route: Route,
+        caller: Any,
+        parts: Sequence[Part],
+        number: int,
+        index: int,
+        before: Values | None = None,
+        out: Values | None = None,
     ) -> None:
         """Begin to ask.
 
@@ -62,6 +69,7 @@ class Ahead:
             number: the round, above 0.
             index: of the peer.
             before: values of the round before for all parts, by their keys, where others send updates of them.
+            out: memory for what is taken, by the parts' keys; fresh memory unless given.
         """
         self.number = number
         self._caller = caller
@@ -71,6 +79,7 @@ class Ahead:
         self._taken = Taken()
         wanted = [part for part in parts if len(part.spec.owners) == 1 and part.spec.owners != (index,)]
         base = {(part.spec.name, part.box): before[part.key] for part in wanted} if before else {}
+        self._memory = {(part.spec.name, part.box): out[part.key] for part in wanted if out and part.key in out}
         places = list(dict.fromkeys((part.spec.name, part.box) for part in wanted))
         self._threads = []
         for at, connection in enumerate(route.connections):
@@ -92,7 +101,8 @@ class Ahead:
         return self._taken
 
     def _work(self, connection: Connection, places: list[Place], base: dict[Place, torch.Tensor]) -> None:
-        incoming, sources = Incoming(places, base, gradients=True), dict[Place, bytes]()
+        memory = {place: self._memory[place] for place in places if place in self._memory}
+        incoming, sources = Incoming(places, base, memory, gradients=True), dict[Place, bytes]()
         pause = _FIRST_PAUSE
         while incoming.left and not self._ended.wait(pause):
             before = len(incoming.left)

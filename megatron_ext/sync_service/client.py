@@ -93,6 +93,7 @@ class SyncClient:
         self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
         self._looks_ahead = False
+        self._out: Values = {}
         self._ahead: Ahead | None = None
         self._job.on_all(self._connect)
         self._membership = Membership(config, self._connection, self._job)
@@ -232,7 +233,13 @@ class SyncClient:
         log.warning("round %d is no longer kept; this peer goes on from round %d", number, self.round)
         return taken
 
-    def sync(self, values: Values, report: Report | None = None, frozen: Frozen = lambda key: None) -> RoundOutcome:
+    def sync(
+        self,
+        values: Values,
+        report: Report | None = None,
+        frozen: Frozen = lambda key: None,
+        out: Values | None = None,
+    ) -> RoundOutcome:
         """Make a round: upload, wait for the others, download.
 
         Args:
@@ -240,11 +247,14 @@ class SyncClient:
             report: what there is to say of the interval; the first process's counts.
             frozen: returns the values of a part that this peer does not train, given its key, if they are at hand
                 exactly as the last round had them.
+            out: memory for the round's values, by the parts' keys, such as an earlier round's that are not needed any
+                more: fresh memory is slow. Not that of `values`.
 
         Raises:
             UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
         """
         number = self.round + 1
+        self._out = out or {}
         self._route.take_traffic()  # of the start
         if not self.uploaded:
             self.upload(number, values, report or Report())
@@ -302,6 +312,7 @@ class SyncClient:
         if answer.newest == self.round + 1:
             expected |= self._kept(answer.kept, frozen)
         adopted = self._adopt(answer, expected)
+        self._out = {}
         traffic = self._job.on_all(self._route.take_traffic)
         return RoundOutcome(
             number=self.round,
@@ -352,7 +363,8 @@ class SyncClient:
         """Upload this process's share; return whether the round was closed before."""
         if self._looks_ahead and self._ahead is None and number == self.round + 1 > 0:
             before = self._outgoing.anchors
-            self._ahead = Ahead(self._route, self._membership.caller, self.parts, number, self.index, before)
+            caller = self._membership.caller
+            self._ahead = Ahead(self._route, caller, self.parts, number, self.index, before, self._out)
         return upload(
             self._route,
             self._pool,
@@ -423,7 +435,10 @@ class SyncClient:
             before = self._outgoing.anchors if number == self.round + 1 else None
             ahead = self._take_ahead(number)
             taken.update(
-                download(self._route, self._pool, caller, self.parts, number, streams, expected, before, ahead)
+                download(
+                    *(self._route, self._pool, caller, self.parts, number, streams, expected, before, ahead),
+                    out=self._out,
+                )
             )
         except UserError as error:
             return str(error), digest.sums, False

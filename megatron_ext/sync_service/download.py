@@ -31,6 +31,7 @@ def download(
     expected: Values | None = None,
     before: Values | None = None,
     ahead: Taken | None = None,
+    out: Values | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the values that a round has for parts.
 
@@ -45,6 +46,7 @@ def download(
             are others.
         before: values of the round before for all parts, by their keys; updates of them are then taken as well.
         ahead: what the round should have of some boxes besides; what is returned of them is in this memory.
+        out: memory for the rest, by the parts' keys: fp32 tensors of the parts' shapes.
 
     Raises:
         UserError: the server refuses, or is away for too long.
@@ -55,7 +57,12 @@ def download(
     known = {**ahead.values, **own}
     places = dict.fromkeys((part.spec.name, part.box) for part in parts)
     values = dict(ahead.values)
-    values |= {place: torch.empty(place[1].shape) for place in places if place not in values}
+    memory = {(part.spec.name, part.box): out[part.key] for part in parts if out and part.key in out}
+    values |= {
+        place: memory[place] if place in memory else torch.empty(place[1].shape)
+        for place in places
+        if place not in values
+    }
     base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
 
     def take(connection: Connection, share: list[Place]) -> None:

@@ -146,7 +146,7 @@ class SyncServiceFeature(Feature):
         elif is_over:
             with _timed():
                 tell = peer.report()
-                outcome = peer.client.sync(peer.slices.read(frozen=False), tell(), peer.slices.frozen)
+                outcome = peer.client.sync(peer.slices.read(frozen=False), tell(), peer.slices.frozen, peer.memory)
                 self._go_on(peer, outcome, outcome.values)
                 peer.client.rest()
             peer.begin_interval()
@@ -157,7 +157,7 @@ class SyncServiceFeature(Feature):
 
         def make() -> RoundOutcome:
             try:
-                return peer.client.sync(values, tell(), peer.slices.frozen)
+                return peer.client.sync(values, tell(), peer.slices.frozen, peer.memory)
             finally:
                 peer.client.rest()
 
@@ -191,6 +191,7 @@ class SyncServiceFeature(Feature):
     def _go_on(self, peer: Peer, outcome: RoundOutcome, values: Values, *, now: bool = False) -> None:
         """Take the values that a round leads to."""
         peer.slices.write(values)
+        peer.memory = outcome.values
         peer.values.refresh(now=now)
         hooks.fire("on_weights_replaced")
         peer.last, peer.round = replace(outcome, values={}), outcome.number

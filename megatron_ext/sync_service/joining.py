@@ -22,6 +22,7 @@ from megatron_ext.spes.arguments import ownership_of
 from megatron_ext.sync_service.arguments import SyncServiceConfig, connection_of, interval_of
 from megatron_ext.sync_service.background import BackgroundRound
 from megatron_ext.sync_service.config import INTERVAL
+from megatron_ext.sync_service.parts import Values
 from megatron_ext.sync_service.report import Report
 
 if TYPE_CHECKING:
@@ -72,6 +73,9 @@ class Peer:
 
     last: RoundOutcome | None = None
     """The last round, without its values; None before the first."""
+
+    memory: Values | None = None
+    """What the last round's values were in, for the next one's; None before the first."""
 
     def begin_interval(self) -> None:
         """Count steps and losses anew."""

@@ -37,8 +37,13 @@ class Outgoing:
 
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
-        if self.sends_gradients:
-            self._anchors = {part.key: values[part.key].clone() for part in self._all_parts}
+        if not self.sends_gradients:
+            return
+        for part in self._all_parts:
+            if part.key in self._anchors:
+                self._anchors[part.key].copy_(values[part.key])
+            else:
+                self._anchors[part.key] = values[part.key].clone()
 
     @property
     def anchors(self) -> Values:

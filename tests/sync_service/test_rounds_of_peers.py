@@ -2,6 +2,7 @@
 """What peers can rely on when nothing goes wrong: real server, real peers."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -48,6 +49,33 @@ def test_peers_are_bit_identical_and_are_where_the_formula_says(make_service: Ma
     size = 4 * sum(value.numel() for value in start_values(5).values())
     traffic = [service.seen(f"p{index}")[number]["traffic"] for index in range(3) for number in (1, 2, 3)]
     assert traffic == [[size, size]] * 9
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_a_round_can_be_taken_into_memory_of_an_earlier_one(make_service: MakeService, codec: str):
+    service = make_service({"demo": {"peers": 2}})
+    service.start()
+    start = {"w": torch.randn(700, 300), "e0": torch.randn(500), "e1": torch.randn(500)}
+    owners = {"e0": (0,), "e1": (1,)}
+    catalog = Catalog(TensorSpec(name=n, shape=tuple(v.shape), owners=owners.get(n, ())) for n, v in start.items())
+    with (
+        service.client("p0", catalog, codec=codec, index=0) as first,
+        service.client("p1", catalog, codec=codec, index=1) as second,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        values = list(pool.map(lambda client: client.start(start), (first, second)))
+        memory = {name: torch.full_like(value, float("nan")) for name, value in start.items()}
+        for number in range(3):
+            sent = [trained(own, index, number) for index, own in enumerate(values)]
+            held = {name: value.data_ptr() for name, value in memory.items()}
+            rounds = [
+                pool.submit(first.sync, sent[0], out=memory),
+                pool.submit(second.sync, sent[1]),
+            ]
+            found = [made.result().values for made in rounds]
+            assert digest(found[0]) == digest(found[1])
+            assert {name: value.data_ptr() for name, value in found[0].items()} == held
+            values, memory = found, values[0]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
