@@ -301,12 +301,15 @@ class SyncClient:
         Raises:
             UserError: as for `sync`.
         """
+        was_sent = self._sent == number
+        # Worked out while the server has something to do, and of no use should the contribution not count.
+        owned = self._outgoing.owned(number, self.index, values) if was_sent and number > 0 else {}
+        residuals = self._outgoing.residuals_after(number, self.index, values) if was_sent else self.residuals
         answer = self._await(number, values)
         expected: dict[str, torch.Tensor] = {}
-        if answer.contributed and self._sent == number:
-            if answer.newest == number > 0:
-                expected = self._outgoing.owned(number, self.index, values)
-            self._outgoing.counted(number, self.index, values)
+        if answer.contributed and was_sent:
+            expected = owned if answer.newest == number else {}
+            self.residuals = residuals
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         if answer.newest == self.round + 1:

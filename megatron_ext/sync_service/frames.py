@@ -24,7 +24,19 @@ from megatron_ext.sync_service.protocol import DecodeError, pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.transport.codecs import BLOCK, Codec, build_codec
 
-__all__ = ["CODECS", "HEAD_BYTES", "MAX_PAYLOAD", "Box", "Fp32Codec", "Frame", "codec_of", "cut", "whole_box"]
+__all__ = [
+    "CODECS",
+    "HEAD_BYTES",
+    "MAX_PAYLOAD",
+    "Box",
+    "Fp32Codec",
+    "Frame",
+    "arriving",
+    "codec_of",
+    "cut",
+    "step_of",
+    "whole_box",
+]
 
 CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 MAX_PAYLOAD = 4 << 20
@@ -171,9 +183,7 @@ class Frame:
 
     def step(self) -> torch.Tensor:
         """Return what a pseudo-gradient adds to the values, fp32, 1-D, as the server codes it."""
-        # Not just the opposite: a codec may turn -0 into 0, which added to -0 is 0.
-        codec = codec_of(self.codec)
-        return codec.decode(codec.encode(self.values().neg_()), self.count)
+        return step_of(self.values(), self.codec)
 
     def decode_into(self, out: torch.Tensor) -> None:
         """Put the elements into fp32 memory, 1-D on the CPU."""
@@ -281,6 +291,21 @@ def cut(numel: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(frame_bytes // 4 // BLOCK, 1) * BLOCK
     for offset in range(0, numel, step):
         yield offset, min(step, numel - offset)
+
+
+def arriving(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """Return what a frame of values brings: fp32, 1-D, as its `values`."""
+    if _are_zero(values):
+        return torch.zeros_like(values)
+    chosen = codec_of(codec)
+    return chosen.decode(chosen.encode(values), values.numel())
+
+
+def step_of(arrived: torch.Tensor, codec: str) -> torch.Tensor:
+    """Return what a pseudo-gradient that has arrived adds to the values, as the server codes it; uses it up."""
+    # Not just the opposite: a codec may turn -0 into 0, which added to -0 is 0.
+    chosen = codec_of(codec)
+    return chosen.decode(chosen.encode(arrived.neg_()), arrived.numel())
 
 
 def _are_zero(values: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, cut
+from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, arriving, cut, step_of
 from megatron_ext.sync_service.parts import Part, Values
 
 __all__ = ["Outgoing", "Piece"]
@@ -105,24 +105,30 @@ class Outgoing:
         if frames:
             yield frames
 
-    def counted(self, number: int, index: int, values: Values) -> None:
-        """Keep what the contribution to a round has lost, now that the round has counted it."""
+    def residuals_after(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
+        """Return what is owed when a round has counted a contribution.
+
+        Args:
+            number: the round.
+            index: of the peer.
+            values: what was uploaded.
+        """
         if self._codec == "fp32":
-            return
+            return self.residuals
         kept = dict(self.residuals)
         for part in self._parts_of(number, index):
             residual = torch.empty(part.box.numel)
             for offset, count in cut(part.box.numel, self._frame_bytes):
                 at = slice(offset, offset + count)
-                sent = self._frame(number, (part, offset, count), values).values()
-                residual[at] = self._wanted(part.key, at, values) - sent
+                wanted = self._wanted(part.key, at, values)
+                torch.sub(wanted, arriving(wanted, self._codec), out=residual[at])
             kept[part.key] = residual
-        self.residuals = kept
+        return kept
 
     def owned(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
         """Return what a round that counts this contribution has for the parts that this peer alone trains.
 
-        To be called before `counted`. A merge or a guard may have made something else of them.
+        A merge or a guard may have made something else of them.
 
         Args:
             number: the round, above 0.
@@ -138,7 +144,8 @@ class Outgoing:
                 continue
             step = torch.empty(part.box.numel)
             for offset, count in cut(part.box.numel, self._frame_bytes):
-                step[offset : offset + count] = self._frame(number, (part, offset, count), values).step()
+                at = slice(offset, offset + count)
+                step[at] = step_of(arriving(self._wanted(part.key, at, values), self._codec), self._codec)
             found[part.key] = step.add_(self._anchors[part.key].view(-1)).view(part.box.shape)
         return found
 
