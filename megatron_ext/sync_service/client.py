@@ -251,10 +251,10 @@ class SyncClient:
                 more: fresh memory is slow. Not that of `values`.
 
         Raises:
-            UserError: the server refuses, the round does not come, or the values have not the catalog's shapes.
+            UserError: the server refuses, the round does not come, or values or memory have not the catalog's shapes.
         """
         number = self.round + 1
-        self._out = out or {}
+        self._out = self._checked_memory(out or {})
         self._route.take_traffic()  # of the start
         if not self.uploaded:
             self.upload(number, values, report or Report())
@@ -355,6 +355,24 @@ class SyncClient:
                 if value is not None:
                     found[part.key] = value
         return found
+
+    def _checked_memory(self, out: Values) -> Values:
+        """Return memory for a round's values.
+
+        Raises:
+            UserError: something in it is no memory for its part.
+        """
+        for part in self.parts:
+            memory = out.get(part.key)
+            if memory is None:
+                continue
+            is_plain = memory.dtype == torch.float32 and memory.device.type == "cpu" and memory.is_contiguous()
+            if not is_plain or tuple(memory.shape) != part.box.shape:
+                raise UserError(
+                    f"out: {part.key!r} is {memory.dtype} of shape {tuple(memory.shape)} on {memory.device}; it must "
+                    f"be torch.float32 of shape {part.box.shape} on the CPU, contiguous"
+                )
+        return out
 
     def _take_ahead(self, number: int) -> Taken:
         """Take no more of the open round before it is made; return what there is, if it is this one."""

@@ -175,15 +175,16 @@ class Shard:
     def measure(self, job: RoundJob) -> list[Measured]:
         """Return what the decision about a round needs, in the order of its uploaders.
 
-        Where no guards weigh contributions, nearly always everybody counts: the values are made at the same time, and
-        `write` finds them made if that is what was decided.
+        Where nothing but what is broken is left out, nearly always everybody counts: the values are made at the same
+        time, and `write` finds them made if that is what was decided.
 
         Raises:
             DamagedContribution: one cannot be read, and was removed.
             OSError: the values cannot be written.
         """
         self._take_attempt()
-        if self._config.penalty is not None and job.number > 0:
+        is_judged = self._config.penalty is not None or self._config.max_norm is not None
+        if is_judged and job.number > 0:
             return self._made(job, lambda reduction, contributors: reduction.measure(contributors))
         path = self.snapshot_path(job.number)
         measured, made = self._made(job, lambda reduction, contributors: reduction.attempt(path, contributors))

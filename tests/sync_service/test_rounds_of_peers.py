@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.outer_optimizer import OuterSGD
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
@@ -76,6 +77,19 @@ def test_a_round_can_be_taken_into_memory_of_an_earlier_one(make_service: MakeSe
             assert digest(found[0]) == digest(found[1])
             assert {name: value.data_ptr() for name, value in found[0].items()} == held
             values, memory = found, values[0]
+
+
+@pytest.mark.parametrize(
+    "memory", [torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).t()], ids=str
+)
+def test_memory_that_does_not_fit_is_named_and_nothing_is_sent(make_service: MakeService, memory: torch.Tensor):
+    service = make_service({"demo": {"peers": 1}})
+    service.start()
+    with service.client("p", {"w": torch.ones(2, 3)}) as client:
+        values = client.start({"w": torch.ones(2, 3)})
+        with pytest.raises(UserError, match=r"out: 'w' is .*; it must be torch.float32 of shape \(2, 3\)"):
+            client.sync(values, out={"w": memory})
+        assert torch.equal(client.sync(values).values["w"], torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
