@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that are made block by block, in one pass or two, have the bits of those made tensor by tensor."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,35 +23,40 @@ CATALOG = Catalog(
     [
         TensorSpec(name="w", shape=(600, 500)),
         TensorSpec(name="e0", shape=(200_003,), owners=(0,)),
-        TensorSpec(name="e1", shape=(500, 300), owners=(1,)),
+        TensorSpec(name="e1", shape=(300, 520), owners=(1,)),
+        TensorSpec(name="e2", shape=(300, 520), owners=(1,)),
         TensorSpec(name="shared", shape=(410, 500), owners=(0, 1)),
         TensorSpec(name="b", shape=()),
     ]
 )
 FRAME_BYTES = 100_000
+ROWS = {"w": [200], "e1": [130], "e2": [128, 138], "shared": [100]}
+"""Where tensors are cut into boxes. In e1 a block could begin where the elements that share a scale in int8 do not; in
+e2 the first block of an update can be coded as a part of the whole, and the next one cannot."""
+
 NONE = OuterOptimizerConfig(outer_optimizer="none")
 
 
-def contributor(folder: Path, index: int, codec: str, scale: float, *, halves: bool = False) -> Contributor:
-    """Return a contribution of random numbers, in frames of whole tensors or of their upper and lower halves."""
+def contributor(folder: Path, index: int, codec: str, scale: float, *, rows_apart: bool = False) -> Contributor:
+    """Return a contribution of random numbers, in frames of whole tensors or of some rows."""
     contribution = Contribution(folder / f"{index}-{codec}-{scale}.frames", CATALOG, codec)
     generator = torch.Generator().manual_seed(index)
     for spec in CATALOG:
         if scale == 1 or spec.is_trained_by(index):
             values = torch.randn(spec.shape, generator=generator) * scale
-            for box in boxes(spec, halves):
+            for box in boxes(spec, rows_apart):
                 part = values[box.slices].reshape(-1)
                 for at, count in cut(part.numel(), FRAME_BYTES):
                     contribution.append(Frame.make(spec.name, spec.shape, box, at, part[at : at + count], codec))
     return Contributor(peer=f"p{index}", index=index, contribution=contribution)
 
 
-def boxes(spec: TensorSpec, halves: bool) -> list[Box]:
-    if not halves or len(spec.shape) < 2:
+def boxes(spec: TensorSpec, rows_apart: bool) -> list[Box]:
+    if not rows_apart or spec.name not in ROWS:
         return [whole_box(spec.shape)]
-    rows, *others = spec.shape
-    cut_at = rows // 3
-    return [Box((0, 0), (cut_at, *others)), Box((cut_at, 0), (rows - cut_at, *others))]
+    rows, columns = spec.shape
+    places = [0, *ROWS[spec.name], rows]
+    return [Box((begin, 0), (end - begin, columns)) for begin, end in pairwise(places)]
 
 
 def reduction(codec: str, optimizer: OuterOptimizerConfig, before: Snapshot | None) -> Reduction:
@@ -65,14 +71,16 @@ def started(folder: Path) -> Snapshot:
     return Snapshot(folder / "start.safetensors")
 
 
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("optimizer", ["none", "sgd", "adam"])
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("rows_apart", [False, True])
+@pytest.mark.parametrize(
+    ("codec", "optimizer"),
+    [("fp32", "none"), ("fp32", "sgd"), ("fp32", "adam"), ("bf16", "sgd"), ("int8", "none"), ("int4", "sgd")],
+)
 def test_blocks_change_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, optimizer: str, halves: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str, optimizer: str, rows_apart: bool
 ):
     before = started(tmp_path)
-    peers = [contributor(tmp_path, index, codec, 0.5, halves=halves and index == 1) for index in range(3)]
+    peers = [contributor(tmp_path, index, codec, 0.5, rows_apart=rows_apart and index == 1) for index in range(3)]
     config = OuterOptimizerConfig(outer_optimizer=optimizer, outer_optimizer_lr=0.1 if optimizer == "adam" else None)
     found = []
     for way in ("blocks", "attempt", "whole"):
