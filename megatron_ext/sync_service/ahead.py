@@ -20,7 +20,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
 from megatron_ext.sync_service.incoming import Incoming, Place
-from megatron_ext.sync_service.parts import Part, Values
+from megatron_ext.sync_service.parts import Part, Values, by_place
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 from megatron_ext.sync_service.wire import Unreadable
@@ -79,7 +79,7 @@ class Ahead:
         self._taken = Taken()
         wanted = [part for part in parts if len(part.spec.owners) == 1 and part.spec.owners != (index,)]
         base = {(part.spec.name, part.box): before[part.key] for part in wanted} if before else {}
-        self._memory = {(part.spec.name, part.box): out[part.key] for part in wanted if out and part.key in out}
+        self._memory = by_place(wanted, out)
         places = list(dict.fromkeys((part.spec.name, part.box) for part in wanted))
         self._threads = []
         for at, connection in enumerate(route.connections):

@@ -14,7 +14,7 @@ import torch
 from megatron_ext.sync_service.ahead import Taken
 from megatron_ext.sync_service.connection import Connection, DamagedOnTheWay
 from megatron_ext.sync_service.incoming import Incoming, Place
-from megatron_ext.sync_service.parts import Part, Values
+from megatron_ext.sync_service.parts import Part, Values, by_place
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 
@@ -52,12 +52,12 @@ def download(
         UserError: the server refuses, or is away for too long.
     """
     ahead = ahead or Taken()
-    own = {(part.spec.name, part.box): expected[part.key] for part in parts if expected and part.key in expected}
+    own = by_place(parts, expected)
     # What a round has left as it was may have been sent ahead nevertheless, in a contribution that did not count.
     known = {**ahead.values, **own}
     places = dict.fromkeys((part.spec.name, part.box) for part in parts)
     values = dict(ahead.values)
-    memory = {(part.spec.name, part.box): out[part.key] for part in parts if out and part.key in out}
+    memory = by_place(parts, out)
     values |= {
         place: memory[place] if place in memory else torch.empty(place[1].shape)
         for place in places

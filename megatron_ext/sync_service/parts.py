@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import Box, whole_box
 
-__all__ = ["Part", "Values", "whole_parts"]
+__all__ = ["Part", "Values", "by_place", "whole_parts"]
 
 Values = Mapping[str, torch.Tensor]
 """The values of parts by their keys: fp32, on the CPU, in the shape of the box."""
@@ -37,3 +37,8 @@ class Part:
 def whole_parts(catalog: Catalog) -> tuple[Part, ...]:
     """Return the parts of a process that holds everything."""
     return tuple(Part(key=spec.name, spec=spec, box=whole_box(spec.shape)) for spec in catalog)
+
+
+def by_place(parts: Iterable[Part], values: Values | None) -> dict[tuple[str, Box], torch.Tensor]:
+    """Return values of parts by tensor and box, as far as there are any."""
+    return {(part.spec.name, part.box): values[part.key] for part in parts if values and part.key in values}

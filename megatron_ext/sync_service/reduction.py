@@ -197,7 +197,7 @@ class Reduction:
             Broken: one is, while it is measured.
         """
         writer = self._writer(path, decision)
-        scalars, sums = dict(self._scalars), []
+        scalars, sums = dict(self._scalars), dict[str, tuple[int, int]]()
         as_uploaded: dict[str, str] = {}
         try:
             for spec in self._catalog:
@@ -208,20 +208,20 @@ class Reduction:
                 for place, square in made.squares.items():
                     assert squares is not None
                     _add(squares[place], spec, square)
-                owner = self._sole_owner(spec, contributors, decision)
-                if owner is not None and made.is_coded:
-                    as_uploaded[spec.name] = owner
+                has_owner = self._before is not None and spec.owners and spec.name not in self._merged
+                if has_owner and made.is_coded and len(verdict.accepted) == 1:
+                    as_uploaded[spec.name] = contributors[verdict.accepted[0]].peer
                 scalars = scalars if made.scalars is None else made.scalars
-                sums.append(made.sums)
+                sums[spec.name] = made.sums
                 self._failpoints.hit("tensor_reduced")
             if self._merge is not None:
                 self._merge.run(writer, self._failpoints)
-                sums = [self._sums_of(writer, spec) for spec in self._catalog]
+                sums |= {name: self._sums_of(writer, self._catalog[name]) for name in self._merged}
             writer.sync()
         except BaseException:
             writer.abandon()
             raise
-        return writer, Made(sums=RoundDigest(sums).sums, outer_scalars=scalars, as_uploaded=as_uploaded)
+        return writer, Made(sums=RoundDigest(sums.values()).sums, outer_scalars=scalars, as_uploaded=as_uploaded)
 
     def _writer(self, path: Path, decision: Decision) -> SnapshotWriter:
         states = self._tensors.states if self._before is not None else []
@@ -235,13 +235,6 @@ class Reduction:
         if self._alone is not None:
             return self._alone.weight
         return decision.coefficients.get(judged_as(spec), 1.0)
-
-    def _sole_owner(self, spec: TensorSpec, contributors: list[Contributor], decision: Decision) -> str | None:
-        """Return the peer whose contribution alone counts in a tensor with owners that is not merged."""
-        if self._before is None or not spec.owners or spec.name in self._merged:
-            return None
-        accepted = self._verdict(spec, contributors, decision).accepted
-        return contributors[accepted[0]].peer if len(accepted) == 1 else None
 
     def _sums_of(self, writer: SnapshotWriter, spec: TensorSpec) -> tuple[int, int]:
         """Return the digest's sums of a tensor as it was written."""

@@ -90,8 +90,8 @@ class SnapshotWriter:
         self._partial.unlink(missing_ok=True)
         if spares is not None:
             spares.take(self._partial)
-        handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._file = os.fdopen(handle, "r+b", buffering=0)
+        self._partial.touch()
+        self._file = self._partial.open("r+b", buffering=0)
         self._put(0, head)
 
     def write(self, name: str, values: torch.Tensor, first: int = 0) -> None:
@@ -243,15 +243,6 @@ class Snapshot:
         start, end = self._entries[name]["data_offsets"]
         count = (end - start) // 4 - offset if count is None else count
         return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}", out)
-
-    def read_checked(self, name: str, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a whole tensor or state, as `read` does.
-
-        Raises:
-            OSError: it cannot be read, or is not what was written.
-        """
-        start, end = self._entries[name]["data_offsets"]
-        return self.checked(name).read(0, (end - start) // 4, out)
 
     def checked(self, name: str) -> CheckedRead:
         """Return what reads a whole tensor or state block by block."""

@@ -104,7 +104,8 @@ class Contribution:
         self._salt = _salt_of(path)
         self._spares = spares
         self._handles = 0
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b", buffering=0)
+        path.touch()
+        self._file = path.open("r+b", buffering=0)
         self._size = 0
         if not is_new:
             for frame, record in self._records():
@@ -454,7 +455,7 @@ class Spool:
 def _salt_of(path: Path) -> int:
     """Return the salt of a contribution's file; 0 for one without, which no other was before."""
     text = path.stem.rpartition(".")[2]
-    return int(text, 16) if re.fullmatch(r"[0-9a-f]{16}", text) else 0
+    return int(text, 16) if re.fullmatch(rf"[0-9a-f]{{{2 * _SALT_BYTES}}}", text) else 0
 
 
 def _peer_of(path: Path) -> str:

@@ -9,7 +9,7 @@ frames that were received look into the message that they came in. Everything bu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.sync_service.frames import Frame
@@ -82,8 +82,7 @@ def pack(message: Upload | Batch) -> bytes:
 def unpack_upload(data: bytes) -> Upload | Unreadable:
     """Return the UploadRequest that bytes hold, whose frames look into them."""
     try:
-        rest, frames = _without_payloads(data, _UPLOAD_FRAMES)
-        message = pb2.UploadRequest.FromString(rest)
+        message, frames = _unpacked(data, pb2.UploadRequest, _UPLOAD_FRAMES)
     except DecodeError as error:
         return Unreadable(f"an upload's message cannot be read: {error}")
     return Upload(caller=message.caller, round=message.round, frames=frames)
@@ -92,8 +91,7 @@ def unpack_upload(data: bytes) -> Upload | Unreadable:
 def unpack_batch(data: bytes) -> Batch | Unreadable:
     """Return the FrameBatch that bytes hold, whose frames look into them."""
     try:
-        rest, frames = _without_payloads(data, _BATCH_FRAMES)
-        message = pb2.FrameBatch.FromString(rest)
+        message, frames = _unpacked(data, pb2.FrameBatch, _BATCH_FRAMES)
     except DecodeError as error:
         return Unreadable(f"a download's message cannot be read: {error}")
     return Batch(frames=frames, unchanged=message.unchanged, source=message.source)
@@ -151,7 +149,6 @@ class _Reader:
 
     data: memoryview
     at: int = 0
-    kept: list[memoryview] = field(default_factory=list)
 
     def fields(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield (number, wire type, start, end) of every field, the latter two of its content."""
@@ -188,8 +185,8 @@ class _Reader:
             shift += 7
 
 
-def _without_payloads(data: bytes, number: int) -> tuple[bytes, list[Frame]]:
-    """Return a message without its frames, and the frames, which are its fields of this number."""
+def _unpacked(data: bytes, kind: Any, number: int) -> tuple[Any, list[Frame]]:
+    """Return a message of a kind without its frames, and the frames, which are its fields of this number."""
     frames: list[Frame] = []
 
     def take(content: memoryview) -> None:
@@ -197,7 +194,7 @@ def _without_payloads(data: bytes, number: int) -> tuple[bytes, list[Frame]]:
         head = _rest(content, _PAYLOAD, payloads.append)
         frames.append(Frame.from_message(pb2.Frame.FromString(head), payloads[-1] if payloads else b""))
 
-    return _rest(memoryview(data), number, take), frames
+    return kind.FromString(_rest(memoryview(data), number, take)), frames
 
 
 def _rest(data: memoryview, number: int, take: Callable[[memoryview], None]) -> bytes:
