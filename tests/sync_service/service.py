@@ -178,6 +178,12 @@ class Service:
             process.wait()
 
 
+def kill_process(pid: int) -> None:
+    """Kill a process that the zygote has forked, and wait for its end: a busy machine lets it answer for a while."""
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")
+
+
 def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
     """Wait for something."""
     end = time.monotonic() + seconds

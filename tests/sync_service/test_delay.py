@@ -3,7 +3,6 @@
 
 import functools
 import os
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote, until
+from tests.sync_service.service import Service, Zygote, kill_process, until
 from tests.sync_service.test_switching_peers import SWITCHED
 
 MakeService = Callable[..., Service]
@@ -94,7 +93,7 @@ def hold(path, when, iteration, model, optimizer) -> None:
 def fail(pid, when, iteration, model, optimizer) -> None:
     """Kill the server before the first interval ends, and fail while the round is on its way."""
     if (when, iteration) == ("before", 4):
-        os.kill(pid, signal.SIGKILL)
+        kill_process(pid)
     if (when, iteration) == ("before", 6):
         raise RuntimeError("something else")
 
@@ -102,7 +101,7 @@ def fail(pid, when, iteration, model, optimizer) -> None:
 def lose(pid, when, iteration, model, optimizer) -> None:
     """Kill the server before the first interval ends."""
     if (when, iteration) == ("before", 4) and os.environ["RANK"] == "0":
-        os.kill(pid, signal.SIGKILL)
+        kill_process(pid)
 
 
 def at(ranks: list[RankOutcome], when: str, iteration: int) -> Model:

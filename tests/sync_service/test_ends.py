@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the end of a peer leaves behind: its last checkpoint, whatever the server does."""
 
-import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.sync_service.jobs import SINGLE, model_of, run_job, same_bits
-from tests.sync_service.service import Service
+from tests.sync_service.service import Service, kill_process
 
 MakeService = Callable[..., Service]
 # Two steps after the only round; nothing is saved before the end.
@@ -19,7 +17,7 @@ ENDING = {"train_iters": 6, "save_interval": 100}
 
 
 def kill_in_step(iteration: int, process: int) -> None:
-    """Before: kill a process, such as the server, in a step; iterations count from 0."""
+    """Before: kill the server in a step; iterations count from 0."""
     import functools
 
     from megatron.training import training
@@ -29,7 +27,7 @@ def kill_in_step(iteration: int, process: int) -> None:
     @functools.wraps(original)
     def train_step(*args, **kwargs):
         if kwargs["iteration"] == iteration:
-            os.kill(process, signal.SIGKILL)
+            kill_process(process)
         return original(*args, **kwargs)
 
     training.train_step = train_step
