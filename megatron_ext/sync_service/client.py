@@ -197,7 +197,8 @@ class SyncClient:
         if lossy:
             taken = self._adopt(answer)
             if self.round != number:
-                self.residuals = {} if was_uploaded else self.residuals
+                if was_uploaded:
+                    self.residuals = {}
                 return taken
         self.round, self.uploaded = number, was_uploaded
         self.digest = answer.digest if answer.newest == number else digest
@@ -303,13 +304,12 @@ class SyncClient:
         """
         was_sent = self._sent == number
         # Worked out while the server has something to do, and of no use should the contribution not count.
-        owned = self._outgoing.owned(number, self.index, values) if was_sent and number > 0 else {}
-        residuals = self._outgoing.residuals_after(number, self.index, values) if was_sent else self.residuals
+        settled = self._outgoing.settle(number, self.index, values) if was_sent else None
         answer = self._await(number, values)
         expected: dict[str, torch.Tensor] = {}
-        if answer.contributed and was_sent:
-            expected = owned if answer.newest == number else {}
-            self.residuals = residuals
+        if answer.contributed and settled is not None:
+            expected = dict(settled.owned) if answer.newest == number else {}
+            self._outgoing.owe(settled)
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         if answer.newest == self.round + 1:
@@ -330,12 +330,15 @@ class SyncClient:
 
     @property
     def residuals(self) -> dict[str, torch.Tensor]:
-        """What this process's contributions have lost so far, by part, 1-D; belongs into the peer's checkpoints."""
-        return self._outgoing.residuals
+        """What this process's contributions have lost so far, by part, 1-D; belongs into the peer's checkpoints.
+
+        It is copied when it is read, and when it is set.
+        """
+        return {key: residual.clone() for key, residual in self._outgoing.residuals.items()}
 
     @residuals.setter
     def residuals(self, residuals: dict[str, torch.Tensor]) -> None:
-        self._outgoing.residuals = residuals
+        self._outgoing.residuals = {key: residual.clone() for key, residual in residuals.items()}
 
     def leave(self) -> None:
         """End the membership; what was committed counts."""

@@ -34,6 +34,7 @@ __all__ = [
     "arriving",
     "codec_of",
     "cut",
+    "payload_of",
     "step_of",
     "whole_box",
 ]
@@ -181,16 +182,17 @@ class Frame:
             return torch.zeros(self.count)
         return codec_of(self.codec).decode(torch.frombuffer(bytearray(self.payload), dtype=torch.uint8), self.count)
 
-    def step(self) -> torch.Tensor:
-        """Return what a pseudo-gradient adds to the values, fp32, 1-D, as the server codes it."""
-        return step_of(self.values(), self.codec)
-
     def decode_into(self, out: torch.Tensor) -> None:
         """Put the elements into fp32 memory, 1-D on the CPU."""
         if not self.payload:
             out.zero_()
         elif self.codec == "fp32":
             out.numpy().view(np.uint8)[:] = np.frombuffer(self.payload, dtype=np.uint8)
+        elif self.codec == "bf16":
+            # The upper halves of fp32, with nothing in between: no memory but that of the values.
+            np.left_shift(
+                np.frombuffer(self.payload, dtype="<u2"), 16, out=out.numpy().view(np.uint32), dtype=np.uint32
+            )
         else:
             out.copy_(self.values())
 
@@ -301,11 +303,18 @@ def arriving(values: torch.Tensor, codec: str) -> torch.Tensor:
     return chosen.decode(chosen.encode(values), values.numel())
 
 
+def payload_of(coded: bytes) -> bytes:
+    """Return what a frame carries of elements that were coded one by one: nothing where all are +0."""
+    return b"" if coded[:1] == b"\0" and not np.frombuffer(coded, dtype=np.uint8).any() else coded
+
+
 def step_of(arrived: torch.Tensor, codec: str) -> torch.Tensor:
     """Return what a pseudo-gradient that has arrived adds to the values, as the server codes it; uses it up."""
-    # Not just the opposite: a codec may turn -0 into 0, which added to -0 is 0.
-    chosen = codec_of(codec)
-    return chosen.decode(chosen.encode(arrived.neg_()), arrived.numel())
+    chosen, opposite = codec_of(codec), arrived.neg_()
+    if chosen.elementwise:
+        return opposite
+    # A codec of blocks may turn -0 into 0, which added to -0 is 0.
+    return chosen.decode(chosen.encode(opposite), opposite.numel())
 
 
 def _are_zero(values: torch.Tensor) -> bool:

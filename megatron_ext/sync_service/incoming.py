@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from megatron_ext.sync_service.connection import DamagedOnTheWay
-from megatron_ext.sync_service.frames import Box, Frame
+from megatron_ext.sync_service.frames import Box, Frame, step_of
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["Incoming", "Place"]
@@ -72,7 +72,8 @@ class Incoming:
         if frame.codec == "fp32":
             frame.decode_into(values[at])
         elif place in self._base:
-            update = frame.step() if self._gradients else frame.values()
+            frame.decode_into(values[at])
+            update = step_of(values[at], frame.codec) if self._gradients else values[at]
             torch.add(self._base[place].view(-1)[at], update, out=values[at])
         else:
             raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,18 +13,36 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, arriving, cut, step_of
 from megatron_ext.sync_service.parts import Part, Values
 
-__all__ = ["Outgoing", "Piece"]
+__all__ = ["Outgoing", "Piece", "Settled"]
 
 Piece = tuple[Part, int, int]
 """(part, first element of its box, count) of one frame."""
+
+_SETTLED_BYTES = 1 << 16
+"""Of fp32 values that are settled at a time: they stay in a processor's cache, and in memory that is used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """What is so once a round has counted a contribution, by the parts' keys."""
+
+    owned: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What the round has for the parts that this peer alone trains, unless a merge or a guard has made something else
+    of them; as `Outgoing.settle` says, for a while."""
+
+    residuals: dict[str, torch.Tensor]
+    """What is owed then, 1-D."""
 
 
 class Outgoing:
     """Cuts contributions into frames.
 
-    With a lossy codec it sends pseudo-gradients plus what those that counted before have lost, which is kept here: 8
-    bytes per value, with the values of the last round. Set `sends_gradients` to do so in fp32 too, for which it keeps
-    those values.
+    With a lossy codec it sends pseudo-gradients plus what those that counted before have lost, which is kept here: 12
+    bytes per value, with the values of the last round and the place for what the next one loses. Set `sends_gradients`
+    to do so in fp32 too, for which it keeps the values.
+
+    Attributes:
+        residuals: what is owed, by the parts' keys, 1-D. Two rounds later their memory is written over.
     """
 
     def __init__(self, parts: Sequence[Part], codec: str, frame_bytes: int) -> None:
@@ -34,6 +54,9 @@ class Outgoing:
         self._codec = codec
         self._frame_bytes = frame_bytes
         self._anchors: dict[str, torch.Tensor] = {}
+        self._spare: dict[str, torch.Tensor] = {}
+        self._owned: dict[str, torch.Tensor] = {}
+        self._scratch = threading.local()
 
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
@@ -105,49 +128,47 @@ class Outgoing:
         if frames:
             yield frames
 
-    def residuals_after(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
-        """Return what is owed when a round has counted a contribution.
+    def settle(self, number: int, index: int, values: Values) -> Settled:
+        """Return what is so when a round has counted a contribution; `owe` when it has.
 
         Args:
             number: the round.
             index: of the peer.
-            values: what was uploaded.
+            values: what was uploaded, in whose memory fp32 values are returned; others until the next call.
         """
         if self._codec == "fp32":
-            return self.residuals
-        kept = dict(self.residuals)
+            parts = self._owned_parts(number, index)
+            return Settled(
+                owned={part.key: values[part.key] for part in parts if part.key in values}, residuals=self.residuals
+            )
+        residuals = {part.key: self._memory(self._spare, part).view(-1) for part in self._parts_of(number, index)}
+        owned = {part.key: self._memory(self._owned, part) for part in self._owned_parts(number, index)}
         for part in self._parts_of(number, index):
-            residual = torch.empty(part.box.numel)
-            for offset, count in cut(part.box.numel, self._frame_bytes):
+            for offset, count in cut(part.box.numel, _SETTLED_BYTES):
                 at = slice(offset, offset + count)
-                wanted = self._wanted(part.key, at, values)
-                torch.sub(wanted, arriving(wanted, self._codec), out=residual[at])
-            kept[part.key] = residual
-        return kept
+                wanted = self._wanted(part.key, at, values, self._scratch_of(count))
+                arrived = arriving(wanted, self._codec)
+                torch.sub(wanted, arrived, out=residuals[part.key][at])
+                if part.key in owned:
+                    anchor, step = self._anchors[part.key].view(-1)[at], step_of(arrived, self._codec)
+                    torch.add(step, anchor, out=owned[part.key].view(-1)[at])
+        return Settled(owned=owned, residuals={**self.residuals, **residuals})
 
-    def owned(self, number: int, index: int, values: Values) -> dict[str, torch.Tensor]:
-        """Return what a round that counts this contribution has for the parts that this peer alone trains.
+    def owe(self, settled: Settled) -> None:
+        """Take over what is owed: a round has counted the contribution."""
+        before, self.residuals = self.residuals, settled.residuals
+        self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals[key]}
 
-        A merge or a guard may have made something else of them.
+    @staticmethod
+    def _memory(held: dict[str, torch.Tensor], part: Part) -> torch.Tensor:
+        """Return fp32 memory for a part, the same as the last time."""
+        if part.key not in held:
+            held[part.key] = torch.empty(part.box.shape)
+        return held[part.key]
 
-        Args:
-            number: the round, above 0.
-            index: of the peer.
-            values: what was uploaded.
-        """
-        found = {}
-        for part in self._parts_of(number, index):
-            if part.spec.owners != (index,) or part.key not in values:
-                continue
-            if self._codec == "fp32":
-                found[part.key] = values[part.key]
-                continue
-            step = torch.empty(part.box.numel)
-            for offset, count in cut(part.box.numel, self._frame_bytes):
-                at = slice(offset, offset + count)
-                step[at] = step_of(arriving(self._wanted(part.key, at, values), self._codec), self._codec)
-            found[part.key] = step.add_(self._anchors[part.key].view(-1)).view(part.box.shape)
-        return found
+    def _owned_parts(self, number: int, index: int) -> list[Part]:
+        """Return what this peer alone trains."""
+        return [part for part in self._parts_of(number, index) if number > 0 and part.spec.owners == (index,)]
 
     def _parts_of(self, number: int, index: int) -> list[Part]:
         """Return what is sent to a round: at the start everything, later what the peer trains."""
@@ -161,10 +182,20 @@ class Outgoing:
         if number == 0 or not self.sends_gradients:
             value, codec = values[part.key].detach().reshape(-1)[at], "fp32"
         else:
-            value, codec = self._wanted(part.key, at, values), self._codec
+            # A frame in fp32 looks into the memory of its values.
+            memory = torch.empty(count) if self._codec == "fp32" else self._scratch_of(count)
+            value, codec = self._wanted(part.key, at, values, memory), self._codec
         return Frame.make(part.spec.name, part.spec.shape, part.box, offset, value, codec)
 
-    def _wanted(self, key: str, at: slice, values: Values) -> torch.Tensor:
-        """Return what should arrive: the pseudo-gradient and what earlier ones have lost."""
-        gradient = self._anchors[key].view(-1)[at] - values[key].detach().reshape(-1)[at]
+    def _wanted(self, key: str, at: slice, values: Values, out: torch.Tensor) -> torch.Tensor:
+        """Return what should arrive, in `out`: the pseudo-gradient and what earlier ones have lost."""
+        anchor, value = self._anchors[key].view(-1)[at], values[key].detach().reshape(-1)[at]
+        gradient = torch.sub(anchor, value, out=out)
         return gradient.add_(self.residuals[key][at]) if key in self.residuals else gradient
+
+    def _scratch_of(self, count: int) -> torch.Tensor:
+        """Return so many fp32 values that are this thread's until it asks again."""
+        held: torch.Tensor | None = getattr(self._scratch, "memory", None)
+        if held is None or held.numel() < count:
+            held = self._scratch.memory = torch.empty(count)
+        return held[:count]

@@ -25,7 +25,7 @@ from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.sources import Contributor, DamagedContribution
 from megatron_ext.sync_service.spares import SpareFiles
 from megatron_ext.sync_service.tensor_round import LARGEST_NORM, Alone, Broken, TensorRound, divided, square_of
-from megatron_ext.sync_service.updates import RESIDUAL, UPDATE
+from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, kept_as
 
 __all__ = ["LARGEST_NORM", "Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
 
@@ -79,6 +79,7 @@ class Reduction:
         self._spares = spares
         self._catalog = catalog
         self._alone = alone
+        self._codec = codec
         self._before = before
         self._scalars = dict(outer_scalars)
         self._failpoints = failpoints
@@ -229,7 +230,8 @@ class Reduction:
         metadata = {"format": "pt", "round": path.stem, **learned}
         if self._tensors.is_exact:
             return SnapshotWriter(path, self._catalog, states, metadata, spares=self._spares)
-        return SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, [UPDATE], spares=self._spares)
+        of_all = {UPDATE: kept_as(self._codec)}
+        return SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, of_all, spares=self._spares)
 
     def _coefficient(self, spec: TensorSpec, decision: Decision) -> float:
         if self._alone is not None:

@@ -13,9 +13,11 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,6 +34,57 @@ _LENGTH = struct.Struct("<Q")
 
 _SUMS = "crc32"
 """In the metadata: 8 hexadecimal digits for each tensor and state, in their order."""
+
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+
+
+@dataclass(frozen=True)
+class _Extent:
+    """Where a tensor or state is in a file."""
+
+    begin: int
+    """Position of its first byte, after the head."""
+
+    shape: tuple[int, ...]
+    """Of the tensor."""
+
+    dtype: torch.dtype
+    """Of its elements."""
+
+    @classmethod
+    def of_entry(cls, entry: dict[str, Any]) -> _Extent:
+        """Return what an entry of the head says.
+
+        Raises:
+            ValueError: its type is none of a snapshot's, or the place has not the size.
+        """
+        begin, end = entry["data_offsets"]
+        if entry["dtype"] not in _TYPES:
+            raise ValueError(f"type {entry['dtype']!r} is none of a snapshot's")
+        found = cls(begin, tuple(entry["shape"]), _TYPES[entry["dtype"]])
+        if found.end != end:
+            raise ValueError(f"{found.numel} elements of type {entry['dtype']} are said to be {end - begin} bytes")
+        return found
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """What the head says of it."""
+        return {"dtype": _NAMES[self.dtype], "shape": list(self.shape), "data_offsets": [self.begin, self.end]}
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Position of what follows."""
+        return self.at(self.numel)
+
+    def at(self, element: int) -> int:
+        """Return the position of an element."""
+        return self.begin + self.dtype.itemsize * element
 
 
 def snapshot_name(number: int) -> str:
@@ -53,7 +106,7 @@ class SnapshotWriter:
         catalog: Catalog,
         states: Sequence[str],
         metadata: dict[str, str],
-        states_of_all: Sequence[str] = (),
+        states_of_all: Mapping[str, torch.dtype] | None = None,
         spares: SpareFiles | None = None,
     ) -> None:
         """Begin the file beside its final place.
@@ -61,29 +114,26 @@ class SnapshotWriter:
         Args:
             path: the final place.
             catalog: the tensors.
-            states: names of the outer optimizer's states, each of the shape of its tensor.
+            states: names of the outer optimizer's states, each of the shape of its tensor, fp32.
             metadata: goes into the head of the file.
-            states_of_all: names of states that tensors with owners have as well.
+            states_of_all: states that tensors with owners have as well, and their types.
             spares: has a file to write over, perhaps.
         """
         self._path = path
         self._partial = path.with_suffix(".partial")
-        names = [(spec.name, spec) for spec in catalog]
+        names = [(spec.name, spec, torch.float32) for spec in catalog]
         # A peer that trains a tensor alone moves it by itself: there is no outer step, and no state of one.
-        names += [(state_name(state, s.name), s) for state in states for s in catalog if not s.owners]
-        names += [(state_name(state, s.name), s) for state in states_of_all for s in catalog]
-        self._sums = {name: 0 for name, _ in names}
-        self._head: dict[str, object] = {"__metadata__": {**metadata, _SUMS: _joined(self._sums)}}
+        names += [(state_name(name, s.name), s, torch.float32) for name in states for s in catalog if not s.owners]
+        names += [(state_name(name, s.name), s, kind) for name, kind in (states_of_all or {}).items() for s in catalog]
+        self._sums = {name: 0 for name, _, _ in names}
         self._metadata = metadata
         self._overwritten: set[str] = set()
-        self._missing = {name: spec.numel for name, spec in names}
-        self._places: dict[str, tuple[int, int]] = {}
+        self._missing = {name: spec.numel for name, spec, _ in names}
+        self._extents: dict[str, _Extent] = {}
         position = 0
-        for name, spec in names:
-            end = position + 4 * spec.numel
-            self._head[name] = {"dtype": "F32", "shape": list(spec.shape), "data_offsets": [position, end]}
-            self._places[name] = (position, end)
-            position = end
+        for name, spec, dtype in names:
+            self._extents[name] = _Extent(position, spec.shape, dtype)
+            position = self._extents[name].end
         head = self._packed_head()
         self._begin = len(head)
         self._size = len(head) + position
@@ -95,30 +145,30 @@ class SnapshotWriter:
         self._put(0, head)
 
     def write(self, name: str, values: torch.Tensor, first: int = 0) -> None:
-        """Write the next block of a tensor, fp32 on the CPU; with the first one the tensor is begun, perhaps anew.
+        """Write the next block of a tensor; with the first one the tensor is begun, perhaps anew.
 
         Args:
             name: of the tensor or state.
-            values: of the block.
+            values: of the block, on the CPU, fp32 or what the state is kept as.
             first: its first element.
 
         Raises:
             OSError: it could not be written.
         """
-        position, end = self._places[name]
+        extent = self._extents[name]
+        wanted = extent.numel - self._missing[name] if first else 0
+        if first != wanted or first + values.numel() > extent.numel:
+            raise ValueError(f"{name} has {extent.numel} elements: no {values.numel()} follow from {first} on")
+        if values.dtype != extent.dtype:
+            raise ValueError(f"{name} is kept as {extent.dtype}, not as {values.dtype}")
         data = _bytes_of(values)
-        wanted = (end - position) // 4 - self._missing[name] if first else 0
-        if first != wanted or position + 4 * first + len(data) > end:
-            raise ValueError(f"{name} has {(end - position) // 4} elements: no {values.numel()} follow from {first} on")
-        self._missing[name] = (end - position - len(data)) // 4 - first
+        self._missing[name] = extent.numel - first - values.numel()
         self._sums[name] = crc32(data, self._sums[name] if first else 0)
-        self._put(self._begin + position + 4 * first, data)
+        self._put(self._begin + extent.at(first), data)
 
     def read(self, name: str, offset: int = 0, count: int | None = None) -> torch.Tensor:
         """Return elements of a tensor that was written, as `Snapshot.read` does."""
-        start, end = self._places[name]
-        count = (end - start) // 4 - offset if count is None else count
-        return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self._partial}: {name!r}")
+        return _read(self._file.fileno(), self._begin, self._extents[name], offset, count, f"{self._partial}: {name!r}")
 
     def overwrite(self, name: str, offset: int, values: torch.Tensor) -> None:
         """Write elements of a tensor again, fp32 on the CPU.
@@ -126,12 +176,11 @@ class SnapshotWriter:
         Raises:
             OSError: they could not be written.
         """
-        start, end = self._places[name]
-        data = _bytes_of(values)
-        if start + 4 * offset + len(data) > end:
+        extent = self._extents[name]
+        if offset + values.numel() > extent.numel:
             raise ValueError(f"{name} ends before element {offset + values.numel()}")
         self._overwritten.add(name)
-        self._put(self._begin + start + 4 * offset, data)
+        self._put(self._begin + extent.at(offset), _bytes_of(values))
 
     def sync(self) -> None:
         """Make what was written durable, still beside its final place."""
@@ -156,7 +205,8 @@ class SnapshotWriter:
         self._partial.unlink(missing_ok=True)
 
     def _packed_head(self) -> bytes:
-        text = json.dumps({**self._head, "__metadata__": {**self._metadata, _SUMS: _joined(self._sums)}}).encode()
+        entries = {name: extent.entry for name, extent in self._extents.items()}
+        text = json.dumps({"__metadata__": {**self._metadata, _SUMS: _joined(self._sums)}, **entries}).encode()
         text += b" " * (-len(text) % 8)
         return _LENGTH.pack(len(text)) + text
 
@@ -191,19 +241,20 @@ class Snapshot:
                 raise ValueError("its head is longer than the file")
             head = json.loads(self._file.read(length))
             self.metadata: dict[str, str] = head.get("__metadata__", {})
-            self._entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+            entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
+            self._extents = {name: _Extent.of_entry(entry) for name, entry in entries.items()}
             # Those of former releases have none.
             sums = self.metadata.get(_SUMS, "")
-            self._sums = {name: int(sums[8 * at : 8 * at + 8], 16) for at, name in enumerate(self._entries) if sums}
+            self._sums = {name: int(sums[8 * at : 8 * at + 8], 16) for at, name in enumerate(self._extents) if sums}
             self._begin = _LENGTH.size + length
-            size = self._begin + max(entry["data_offsets"][1] for entry in self._entries.values())
+            size = self._begin + max(extent.end for extent in self._extents.values())
             if path.stat().st_size != size:
                 raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
         except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
             raise UserError(f"{path}: cannot be read as a snapshot ({error}); restore it from a copy") from error
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._extents
 
     def close(self) -> None:
         """Close the file."""
@@ -232,34 +283,37 @@ class Snapshot:
     def read(
         self, name: str, offset: int = 0, count: int | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return elements of a tensor: fp32, 1-D, in memory of their own. They are not compared with the checksum.
+        """Return elements of a tensor, 1-D, as they are kept, in memory of their own. No checksum is looked at.
 
         Args:
             name: of a tensor or a state.
             offset: first element.
             count: how many; all that follow when None.
-            out: memory for them, fp32, 1-D on the CPU, no shorter; new memory when None.
+            out: memory for them, of their type, 1-D on the CPU, no shorter; new memory when None.
         """
-        start, end = self._entries[name]["data_offsets"]
-        count = (end - start) // 4 - offset if count is None else count
-        return _read(self._file.fileno(), self._begin + start + 4 * offset, count, f"{self.path}: {name!r}", out)
+        extent, what = self._extents[name], f"{self.path}: {name!r}"
+        return _read(self._file.fileno(), self._begin, extent, offset, count, what, out)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return as what a tensor or state is kept."""
+        return self._extents[name].dtype
 
     def checked(self, name: str) -> CheckedRead:
         """Return what reads a whole tensor or state block by block."""
-        start, end = self._entries[name]["data_offsets"]
-        return CheckedRead(self, name, (end - start) // 4, self._sums.get(name))
+        return CheckedRead(self, name, self._extents[name].numel, self._sums.get(name))
 
     def read_bytes(self, name: str, offset: int, count: int) -> bytes:
-        """Return elements of a tensor as the bytes that they are in the file, little-endian fp32."""
-        start, _ = self._entries[name]["data_offsets"]
-        data = os.pread(self._file.fileno(), 4 * count, self._begin + start + 4 * offset)
-        if len(data) == 4 * count:
+        """Return elements of a tensor as the bytes that they are in the file, little-endian."""
+        extent = self._extents[name]
+        nbytes = extent.dtype.itemsize * count
+        data = os.pread(self._file.fileno(), nbytes, self._begin + extent.at(offset))
+        if len(data) == nbytes:
             return data
         return bytes(_bytes_of(self.read(name, offset, count)))  # a read may bring less than it was asked for
 
     def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor: fp32, 1-D, in row-major order."""
-        shape = self._entries[name]["shape"]
+        """Return a box of a tensor as it is kept: 1-D, in row-major order."""
+        shape = self._extents[name].shape
         if not shape:
             return self.read(name)
         row = math.prod(shape[1:])
@@ -299,13 +353,22 @@ def _joined(sums: dict[str, int]) -> str:
 
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
-    return memoryview(values.detach().contiguous().view(-1).numpy()).cast("B")
+    return memoryview(values.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def _read(handle: int, position: int, count: int, what: str, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return fp32 values of a file, 1-D, in memory of their own or at the beginning of `out`."""
-    values = torch.empty(count, dtype=torch.float32) if out is None else out[:count]
-    view, done = memoryview(values.numpy()).cast("B"), 0
+def _read(
+    handle: int,
+    begin: int,
+    extent: _Extent,
+    first: int,
+    count: int | None,
+    what: str,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return elements from a file whose head ends at `begin`, 1-D, in memory of their own or at the front of `out`."""
+    count = extent.numel - first if count is None else count
+    values = torch.empty(count, dtype=extent.dtype) if out is None else out[:count]
+    view, position, done = _bytes_of(values), begin + extent.at(first), 0
     while done < len(view):
         got = os.preadv(handle, [view[done:]], position + done)
         if got == 0:

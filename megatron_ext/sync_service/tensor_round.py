@@ -18,7 +18,7 @@ from megatron_ext.sync_service.catalog import TensorSpec
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.sources import Contributor, Memory, Sources
-from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, Published, full, publish, publish_exactly
+from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
 __all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "divided", "square_of"]
 
@@ -214,7 +214,7 @@ class TensorRound:
         if total is None:
             published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
         elif takes_values:
-            published = full(total)
+            published = full(self._codec, total)
         else:
             published = publish_exactly(self._codec, anchor, total.neg_())
         return published.values, {UPDATE: published.update}
@@ -249,8 +249,10 @@ class TensorRound:
         kept = {**zeros, **states}
         if self.is_exact:
             return moved, kept, scalars
-        published: Published = full(moved) if spec.name in self._merged else publish(self._codec, anchor, moved)
-        return published.values, {**kept, RESIDUAL: published.residual, UPDATE: published.update}, scalars
+        is_merged = spec.name in self._merged
+        published = full(self._codec, moved) if is_merged else publish(self._codec, anchor, moved)
+        residual = torch.zeros_like(anchor) if published.residual is None else published.residual
+        return published.values, {**kept, RESIDUAL: residual, UPDATE: published.update}, scalars
 
     def accumulated(self, total: torch.Tensor | None, term: torch.Tensor, weight: float) -> torch.Tensor:
         """Return the sum of weighted terms, in order; the term may be used up."""

@@ -16,7 +16,17 @@ from megatron_ext.sync_service.frames import Box, codec_of, cut
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
 from megatron_ext.transport.codecs import BLOCK
 
-__all__ = ["RESIDUAL", "UPDATE", "Published", "can_be_cut", "full", "has_update", "publish", "publish_exactly"]
+__all__ = [
+    "RESIDUAL",
+    "UPDATE",
+    "Published",
+    "can_be_cut",
+    "full",
+    "has_update",
+    "kept_as",
+    "publish",
+    "publish_exactly",
+]
 
 UPDATE = "update"
 """State of a snapshot: what the round has added to the values; begins with NaN where that cannot be coded."""
@@ -30,16 +40,21 @@ _CODED_BYTES = 1 << 20
 
 @dataclass(kw_only=True)
 class Published:
-    """What peers hold of a tensor after a round; fp32, 1-D."""
+    """What peers hold of a tensor after a round; 1-D."""
 
     values: torch.Tensor
-    """The values."""
+    """The values, fp32."""
 
     update: torch.Tensor
-    """What was added to the last ones."""
+    """What was added to the last ones, as `kept_as` says."""
 
-    residual: torch.Tensor
-    """What should have been added besides."""
+    residual: torch.Tensor | None = None
+    """What should have been added besides, fp32; None for nothing."""
+
+
+def kept_as(codec: str) -> torch.dtype:
+    """Return as what an update is kept: as it travels, where it can be cut there."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(codec, torch.float32)
 
 
 def publish(codec: str, before: torch.Tensor, wanted: torch.Tensor) -> Published:
@@ -52,9 +67,9 @@ def publish(codec: str, before: torch.Tensor, wanted: torch.Tensor) -> Published
     """
     step = wanted - before
     update = _coded(codec, step)
-    if not torch.equal(_coded(codec, update), update):
-        return full(wanted)
-    return Published(values=before + update, update=update, residual=step.sub_(update))
+    if not codec_of(codec).elementwise and not torch.equal(_coded(codec, update), update):
+        return full(codec, wanted)
+    return Published(values=before + update, update=update.to(kept_as(codec)), residual=step.sub_(update))
 
 
 def publish_exactly(codec: str, before: torch.Tensor, step: torch.Tensor) -> Published:
@@ -65,16 +80,18 @@ def publish_exactly(codec: str, before: torch.Tensor, step: torch.Tensor) -> Pub
         before: what peers hold, fp32, 1-D.
         step: what is added, fp32, 1-D.
     """
+    if codec_of(codec).elementwise:
+        return Published(values=before + step, update=step.to(kept_as(codec)))
     update = _coded(codec, step)
-    # It may have been cut in another way, as when the peer's ranks hold columns.
+    # A block may have been cut in another way, as when the peer's ranks hold columns.
     if not torch.equal(update, step):
-        return full(before + step)
-    return Published(values=before + update, update=update, residual=torch.zeros_like(update))
+        return full(codec, before + step)
+    return Published(values=before + update, update=update)
 
 
-def full(values: torch.Tensor) -> Published:
+def full(codec: str, values: torch.Tensor) -> Published:
     """Return values that no update leads to, so that they are sent as they are."""
-    return Published(values=values, update=torch.full_like(values, math.nan), residual=torch.zeros_like(values))
+    return Published(values=values, update=torch.full(values.shape, math.nan, dtype=kept_as(codec)))
 
 
 def has_update(snapshot: Snapshot, name: str, codec: str, first: int | None, box: Box, numel: int) -> bool:

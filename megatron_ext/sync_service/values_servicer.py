@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from megatron_ext.params import flat_offset
 from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.frames import HEAD_BYTES, Box, Frame, cut, whole_box
+from megatron_ext.sync_service.frames import HEAD_BYTES, Box, Frame, codec_of, cut, payload_of, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.protocol import grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.remote_shard import ShardProblem
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
-from megatron_ext.sync_service.updates import UPDATE, has_update
+from megatron_ext.sync_service.updates import UPDATE, has_update, kept_as
 
 __all__ = ["HasValues", "ValuesServicer", "refusing", "served"]
 
@@ -191,16 +191,17 @@ def _frames(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, c
     if codec != "fp32" and not has_update(snapshot, spec.name, codec, first, box, spec.numel):
         codec = "fp32"
     source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)
+    is_coded = codec_of(codec).elementwise and snapshot.dtype(source) == kept_as(codec)
     if first is not None:
         # A box without gaps is read frame by frame.
         for offset, count in cut(box.numel, FRAME_BYTES):
-            if codec == "fp32":
-                payload = snapshot.read_bytes(source, first + offset, count)
+            if is_coded:
+                payload = payload_of(snapshot.read_bytes(source, first + offset, count))
                 yield Frame.of_payload(spec.name, spec.shape, box, offset, count, codec, payload)
             else:
                 values = snapshot.read(source, first + offset, count)
                 yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
         return
-    values = snapshot.read_box(source, box)
+    values = snapshot.read_box(source, box).float()
     for offset, count in cut(box.numel, FRAME_BYTES):
         yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count], codec)

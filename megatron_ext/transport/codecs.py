@@ -27,7 +27,7 @@ class Codec(Protocol):
     """Turns fp32 values into bytes and back."""
 
     elementwise: bool
-    """Whether every value is coded by itself, whatever stands beside it."""
+    """Whether every value is coded by itself, whatever stands beside it; what it decodes to is coded without loss."""
 
     def nbytes(self, numel: int) -> int:
         """Return the number of bytes of `numel` values."""
@@ -46,8 +46,10 @@ class CastCodec:
 
     def __init__(self, dtype: torch.dtype) -> None:
         """Take the type: bfloat16 or float16."""
-        self._dtype = dtype
+        self.dtype = dtype
         self._largest = torch.finfo(dtype).max
+        # Of the sum of squares, with room for its rounding.
+        self._surely_fits = min((self._largest / 2) ** 2, torch.finfo(torch.float32).max)
 
     def nbytes(self, numel: int) -> int:
         """Return 2 per value."""
@@ -55,12 +57,19 @@ class CastCodec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers' bytes; those that are too large become the largest one."""
-        within = torch.where(torch.isinf(values), values, values.clamp(-self._largest, self._largest))
-        return _bytes(within.to(self._dtype))
+        return _bytes(self.round(values))
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the numbers."""
-        return _typed(data, self._dtype).float()
+        return _typed(data, self.dtype).float()
+
+    def round(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that values become."""
+        # The cheapest pass tells that none is too large, as they seldom are; a device would have to be waited for.
+        if values.device.type == "cpu" and float(values.dot(values)) <= self._surely_fits:
+            return values.to(self.dtype)
+        within = torch.where(torch.isinf(values), values, values.clamp(-self._largest, self._largest))
+        return within.to(self.dtype)
 
 
 class BlockCodec:

@@ -12,7 +12,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.download import download
 from megatron_ext.sync_service.frames import Box, codec_of
 from megatron_ext.sync_service.parts import Part
-from megatron_ext.sync_service.updates import publish, publish_exactly
+from megatron_ext.sync_service.updates import kept_as, publish, publish_exactly
 from tests.sync_service.service import Service
 
 LOSSY = ("bf16", "fp16", "int8", "int4")
@@ -31,15 +31,17 @@ def test_whoever_decodes_an_update_gets_the_same_values(codec: str, numel: int, 
     step = size * torch.randn(numel, generator=generator) * (torch.rand(numel, generator=generator) < 0.8)
     wanted = before + step
     found = publish(codec, before, wanted.clone())
-    assert not found.update.isnan().any()
-    assert torch.equal(again(codec, found.update), found.update)
-    assert torch.equal(found.values, before + found.update)
-    torch.testing.assert_close(found.update + found.residual, wanted - before, rtol=1e-6, atol=1e-6 * size)
+    assert found.update.dtype == kept_as(codec) and found.residual is not None
+    update = found.update.float()
+    assert not update.isnan().any()
+    assert torch.equal(again(codec, update), update)
+    assert torch.equal(found.values, before + update)
+    torch.testing.assert_close(update + found.residual, wanted - before, rtol=1e-6, atol=1e-6 * size)
     # What a peer has coded goes on as it is.
     coded = -again(codec, step)
     exact = publish_exactly(codec, before, coded)
-    assert torch.equal(exact.values, before + coded) and torch.equal(exact.update, coded)
-    assert not exact.residual.any()
+    assert torch.equal(exact.values, before + coded) and torch.equal(exact.update.float(), coded)
+    assert exact.residual is None
 
 
 def test_a_step_that_was_cut_in_another_way_is_sent_as_values():

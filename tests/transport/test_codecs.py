@@ -70,6 +70,19 @@ def test_what_is_not_finite_stays_so(name, broken):
     assert not torch.isfinite(decoded).all()
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize("too_large", [[], [0], [299], [1, 150]])
+def test_what_is_too_large_becomes_the_largest_and_the_rest_is_rounded(name, dtype, too_large):
+    largest = torch.finfo(dtype).max
+    values = torch.linspace(-3, 3, 300)
+    expected = values.to(dtype).float()
+    for place in too_large:
+        values[place] = math.copysign(min(largest * 1.5, torch.finfo(torch.float32).max), values[place])
+        expected[place] = math.copysign(largest, values[place])
+    decoded, _ = around(name, values)
+    assert torch.equal(decoded, expected)
+
+
 @pytest.mark.parametrize("name", CODEC_NAMES)
 def test_decoding_needs_no_alignment(name):
     codec = build_codec(name)
