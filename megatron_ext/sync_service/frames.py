@@ -31,7 +31,6 @@ __all__ = [
     "Box",
     "Fp32Codec",
     "Frame",
-    "arriving",
     "codec_of",
     "cut",
     "payload_of",
@@ -293,14 +292,6 @@ def cut(numel: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(frame_bytes // 4 // BLOCK, 1) * BLOCK
     for offset in range(0, numel, step):
         yield offset, min(step, numel - offset)
-
-
-def arriving(values: torch.Tensor, codec: str) -> torch.Tensor:
-    """Return what a frame of values brings: fp32, 1-D, as its `values`."""
-    if _are_zero(values):
-        return torch.zeros_like(values)
-    chosen = codec_of(codec)
-    return chosen.decode(chosen.encode(values), values.numel())
 
 
 def payload_of(coded: bytes) -> bytes:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, arriving, cut, step_of
+from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, cut, step_of
 from megatron_ext.sync_service.parts import Part, Values
 
 __all__ = ["Outgoing", "Piece", "Settled"]
@@ -18,20 +18,20 @@ __all__ = ["Outgoing", "Piece", "Settled"]
 Piece = tuple[Part, int, int]
 """(part, first element of its box, count) of one frame."""
 
-_SETTLED_BYTES = 1 << 16
-"""Of fp32 values that are settled at a time: they stay in a processor's cache, and in memory that is used again."""
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Settled:
     """What is so once a round has counted a contribution, by the parts' keys."""
 
     owned: dict[str, torch.Tensor] = field(default_factory=dict)
     """What the round has for the parts that this peer alone trains, unless a merge or a guard has made something else
-    of them; as `Outgoing.settle` says, for a while."""
+    of them. Until the next contribution, if they are not the values that were uploaded."""
 
-    residuals: dict[str, torch.Tensor]
+    residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     """What is owed then, 1-D."""
+
+    pieces: set[tuple[str, int]] = field(default_factory=set)
+    """(key, first element) of the frames that this was worked out for."""
 
 
 class Outgoing:
@@ -56,6 +56,8 @@ class Outgoing:
         self._anchors: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
         self._owned: dict[str, torch.Tensor] = {}
+        self._settled = Settled()
+        self._begun = -1
         self._scratch = threading.local()
 
     def go_on_from(self, values: Values) -> None:
@@ -114,8 +116,18 @@ class Outgoing:
         if job:
             yield job
 
+    def begin(self, number: int, index: int) -> None:
+        """Prepare for the contribution to a round of a peer of this index, perhaps another time."""
+        self._settled, self._begun = Settled(), number
+        if number == 0 or self._codec == "fp32":
+            return
+        parts = self._parts_of(number, index)
+        self._settled.residuals = {part.key: self._memory(self._spare, part).view(-1) for part in parts}
+        owned = [part for part in parts if part.spec.owners == (index,)]
+        self._settled.owned = {part.key: self._memory(self._owned, part) for part in owned}
+
     def batches(self, number: int, job: list[Piece], values: Values) -> Iterator[list[Frame]]:
-        """Yield the frames of a job, as many at a time as fill a message."""
+        """Yield the frames of a job, as many at a time as fill a message; `begin` first."""
         frames: list[Frame] = []
         size = 0
         for piece in job:
@@ -129,30 +141,26 @@ class Outgoing:
             yield frames
 
     def settle(self, number: int, index: int, values: Values) -> Settled:
-        """Return what is so when a round has counted a contribution; `owe` when it has.
+        """Return what is so when a round has counted the last contribution; `owe` when it has.
 
         Args:
             number: the round.
             index: of the peer.
-            values: what was uploaded, in whose memory fp32 values are returned; others until the next call.
+            values: what was uploaded.
         """
         if self._codec == "fp32":
-            parts = self._owned_parts(number, index)
+            owned = [part for part in self._parts_of(number, index) if part.spec.owners == (index,)]
             return Settled(
-                owned={part.key: values[part.key] for part in parts if part.key in values}, residuals=self.residuals
+                owned={part.key: values[part.key] for part in owned if number > 0 and part.key in values},
+                residuals=self.residuals,
             )
-        residuals = {part.key: self._memory(self._spare, part).view(-1) for part in self._parts_of(number, index)}
-        owned = {part.key: self._memory(self._owned, part) for part in self._owned_parts(number, index)}
-        for part in self._parts_of(number, index):
-            for offset, count in cut(part.box.numel, _SETTLED_BYTES):
-                at = slice(offset, offset + count)
-                wanted = self._wanted(part.key, at, values, self._scratch_of(count))
-                arrived = arriving(wanted, self._codec)
-                torch.sub(wanted, arrived, out=residuals[part.key][at])
-                if part.key in owned:
-                    anchor, step = self._anchors[part.key].view(-1)[at], step_of(arrived, self._codec)
-                    torch.add(step, anchor, out=owned[part.key].view(-1)[at])
-        return Settled(owned=owned, residuals={**self.residuals, **residuals})
+        if self._begun != number:
+            self.begin(number, index)  # an earlier process has uploaded it
+        # A round that was closed meanwhile has not taken all frames.
+        for piece in (piece for job in self.jobs(number, index, self._frame_bytes) for piece in job):
+            if (piece[0].key, piece[1]) not in self._settled.pieces:
+                self._frame(number, piece, values)
+        return replace(self._settled, residuals={**self.residuals, **self._settled.residuals})
 
     def owe(self, settled: Settled) -> None:
         """Take over what is owed: a round has counted the contribution."""
@@ -165,10 +173,6 @@ class Outgoing:
         if part.key not in held:
             held[part.key] = torch.empty(part.box.shape)
         return held[part.key]
-
-    def _owned_parts(self, number: int, index: int) -> list[Part]:
-        """Return what this peer alone trains."""
-        return [part for part in self._parts_of(number, index) if number > 0 and part.spec.owners == (index,)]
 
     def _parts_of(self, number: int, index: int) -> list[Part]:
         """Return what is sent to a round: at the start everything, later what the peer trains."""
@@ -183,9 +187,22 @@ class Outgoing:
             value, codec = values[part.key].detach().reshape(-1)[at], "fp32"
         else:
             # A frame in fp32 looks into the memory of its values.
-            memory = torch.empty(count) if self._codec == "fp32" else self._scratch_of(count)
+            memory = torch.empty(count) if self._codec == "fp32" else self._scratch_of("wanted", count)
             value, codec = self._wanted(part.key, at, values, memory), self._codec
-        return Frame.make(part.spec.name, part.spec.shape, part.box, offset, value, codec)
+        frame = Frame.make(part.spec.name, part.spec.shape, part.box, offset, value, codec)
+        if codec != "fp32":
+            self._settle(part.key, at, value, frame)
+        return frame
+
+    def _settle(self, key: str, at: slice, wanted: torch.Tensor, frame: Frame) -> None:
+        """Work out what is so when what a frame brings counts, while what it was made of is in a processor's cache."""
+        arrived = self._scratch_of("arrived", frame.count)
+        frame.decode_into(arrived)
+        torch.sub(wanted, arrived, out=self._settled.residuals[key][at])
+        if key in self._settled.owned:
+            anchor, step = self._anchors[key].view(-1)[at], step_of(arrived, frame.codec)
+            torch.add(step, anchor, out=self._settled.owned[key].view(-1)[at])
+        self._settled.pieces.add((key, frame.offset))
 
     def _wanted(self, key: str, at: slice, values: Values, out: torch.Tensor) -> torch.Tensor:
         """Return what should arrive, in `out`: the pseudo-gradient and what earlier ones have lost."""
@@ -193,9 +210,10 @@ class Outgoing:
         gradient = torch.sub(anchor, value, out=out)
         return gradient.add_(self.residuals[key][at]) if key in self.residuals else gradient
 
-    def _scratch_of(self, count: int) -> torch.Tensor:
-        """Return so many fp32 values that are this thread's until it asks again."""
-        held: torch.Tensor | None = getattr(self._scratch, "memory", None)
+    def _scratch_of(self, use: str, count: int) -> torch.Tensor:
+        """Return so many fp32 values that are this thread's until it asks again for the same use."""
+        held: torch.Tensor | None = getattr(self._scratch, use, None)
         if held is None or held.numel() < count:
-            held = self._scratch.memory = torch.empty(count)
+            held = torch.empty(count)
+            setattr(self._scratch, use, held)
         return held[:count]

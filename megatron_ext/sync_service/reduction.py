@@ -9,7 +9,9 @@ uploaded first changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +26,21 @@ from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.sources import Contributor, DamagedContribution
 from megatron_ext.sync_service.spares import SpareFiles
-from megatron_ext.sync_service.tensor_round import LARGEST_NORM, Alone, Broken, TensorRound, divided, square_of
+from megatron_ext.sync_service.tensor_round import (
+    LARGEST_NORM,
+    Alone,
+    Broken,
+    TensorMade,
+    TensorRound,
+    divided,
+    square_of,
+)
 from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, kept_as
 
 __all__ = ["LARGEST_NORM", "Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
+
+_MOST_THREADS = 4
+"""Which make tensors at a time. More would wait for memory and disk."""
 
 _Squares = dict[Judged, float]
 """Squared norms by what is judged as one."""
@@ -200,12 +213,14 @@ class Reduction:
         writer = self._writer(path, decision)
         scalars, sums = dict(self._scalars), dict[str, tuple[int, int]]()
         as_uploaded: dict[str, str] = {}
+
+        def make(spec: TensorSpec) -> tuple[TensorMade, Verdict]:
+            verdict, coefficient = self._verdict(spec, contributors, decision), self._coefficient(spec, decision)
+            measures = squares is not None
+            return self._tensors.make(writer, spec, contributors, verdict, coefficient, measures=measures), verdict
+
         try:
-            for spec in self._catalog:
-                verdict, coefficient = self._verdict(spec, contributors, decision), self._coefficient(spec, decision)
-                made = self._tensors.make(
-                    writer, spec, contributors, verdict, coefficient, measures=squares is not None
-                )
+            for spec, (made, verdict) in zip(self._catalog, _in_threads(make, self._catalog), strict=True):
                 for place, square in made.squares.items():
                     assert squares is not None
                     _add(squares[place], spec, square)
@@ -261,6 +276,15 @@ class Reduction:
         # What one peer has sent is taken as it is, to the last bit.
         weights = [1.0 if len(accepted) == 1 else weight_of[contributors[place].index] for place in accepted]
         return Verdict(accepted=accepted, weights=tuple(weights))
+
+
+def _in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """Yield what comes of items, in their order; several are worked on at a time. One that fails ends the others."""
+    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="reduction")
+    try:
+        yield from pool.map(work, items)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _add(squares: _Squares, spec: TensorSpec, square: float) -> None:

@@ -27,6 +27,7 @@ from megatron_ext.sync_service.checksum import crc32
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.journal import sync_folder
 from megatron_ext.sync_service.spares import SpareFiles
+from megatron_ext.sync_service.writeback import Writeback
 
 __all__ = ["CheckedRead", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
 
@@ -142,6 +143,7 @@ class SnapshotWriter:
             spares.take(self._partial)
         self._partial.touch()
         self._file = self._partial.open("r+b", buffering=0)
+        self._writeback = Writeback()
         self._put(0, head)
 
     def write(self, name: str, values: torch.Tensor, first: int = 0) -> None:
@@ -214,6 +216,7 @@ class SnapshotWriter:
         while data:
             written = os.pwrite(self._file.fileno(), data, position)
             data, position = data[written:], position + written
+            self._writeback.wrote(self._file.fileno(), written)
 
 
 class Snapshot:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -43,20 +44,21 @@ class Contributor:
 
 
 class Memory:
-    """Memory that is used again and again: fresh memory costs more than what is read into it."""
+    """Memory that each thread uses again and again: fresh memory costs more than what is read into it."""
 
     def __init__(self) -> None:
-        self._held: dict[str, torch.Tensor] = {}
+        self._of_thread = threading.local()
 
     def __call__(self, use: str, count: int) -> torch.Tensor:
-        """Return so many fp32 values for one use, as its last one has left them."""
-        if use not in self._held or self._held[use].numel() < count:
-            self._held[use] = torch.empty(count, dtype=torch.float32)
-        return self._held[use][:count]
+        """Return so many fp32 values for one use, as this thread's last one has left them."""
+        held: dict[str, torch.Tensor] = self._of_thread.__dict__
+        if use not in held or held[use].numel() < count:
+            held[use] = torch.empty(count, dtype=torch.float32)
+        return held[use][:count]
 
 
 class Sources:
-    """Reads values and contributions. What it returns is overwritten when the next block of its kind is read."""
+    """Reads values and contributions. What a thread gets is overwritten when it reads the next block of its kind."""
 
     def __init__(self, codec: str, before: Snapshot | None, *, absolute: bool, by_blocks: bool) -> None:
         """Prepare.

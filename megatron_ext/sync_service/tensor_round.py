@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +27,10 @@ __all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "divi
 LARGEST_NORM = 1e15
 """Of a tensor's pseudo-gradient: more is broken, though finite. Sums, momentum and the squares that Adam keeps of what
 is below stay far from the end of fp32, so that a round's values are always finite."""
+
+
+_LARGE_ELEMENTS = 1 << 20
+"""More than that is in a block only where the peers' layouts or the outer optimizer do not let it be smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +70,7 @@ class TensorMade:
 
 
 class TensorRound:
-    """Makes the new values of tensors, one after the other."""
+    """Makes the new values of tensors. Several threads may, of a tensor each."""
 
     def __init__(
         self,
@@ -94,6 +100,7 @@ class TensorRound:
         self._scalars = dict(outer_scalars)
         self._merged = merged
         self._memory = Memory()
+        self._one_large = threading.Lock()
         # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
         tried = self._optimizer([torch.zeros(2)])
         tried.step(0, slice(0, 2), torch.ones(2))
@@ -136,9 +143,17 @@ class TensorRound:
         blocks = self.sources.blocks(spec, [contributors[place] for place in involved])
         work = (writer, spec, contributors, verdict, coefficient, involved if measures else [])
         try:
-            return self._by_blocks(blocks, *work)
+            with self._as_one_of_few(blocks):
+                return self._by_blocks(blocks, *work)
         except _Whole:
-            return self._by_blocks([(0, spec.numel)], *work)
+            whole = [(0, spec.numel)]
+            with self._as_one_of_few(whole):
+                return self._by_blocks(whole, *work)
+
+    def _as_one_of_few(self, blocks: list[Block]) -> AbstractContextManager[object]:
+        """Let no two threads have large blocks in memory at a time."""
+        is_large = max(count for _, count in blocks) > _LARGE_ELEMENTS
+        return self._one_large if is_large else nullcontext()
 
     def _by_blocks(
         self,

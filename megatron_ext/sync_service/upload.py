@@ -45,6 +45,7 @@ def upload(
         UserError: the server refuses, or is away for too long, or the values have not the shapes of the parts.
     """
     outgoing.check(number, index, values)
+    outgoing.begin(number, index)
 
     def send(connection: Connection, job: list[Piece]) -> bool:
         def requests() -> Iterator[Any]:

@@ -111,6 +111,7 @@ def _interval(client: SyncClient, values: dict[str, torch.Tensor], job: dict[str
 def _die(client: SyncClient, number: int, values: dict[str, torch.Tensor], place: str) -> None:
     if place == "during_upload":
         (first, *_) = client._outgoing.jobs(number, client.index, 16384)
+        client._outgoing.begin(number, client.index)
         (frames, *_) = client._outgoing.batches(number, first, values)
         request = wire.Upload(caller=client._membership.caller, round=number, frames=frames)
         client._connection.call("Upload", lambda: iter([request]))

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.cli.main import main
 from megatron_ext.params import flat_offset
+from megatron_ext.sync_service import incoming
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import SyncClient
 from megatron_ext.sync_service.digest import RoundDigest
@@ -180,7 +181,7 @@ def test_values_that_were_taken_ahead_and_do_not_add_up_are_taken_again(
     service.start()
     with started(service, "int8") as (clients, begun, received):
         sent = [trained(begun, index, 1) for index in range(PEERS)]
-        monkeypatch.setattr(Frame, "step", Frame.values)  # of the wrong sign
+        monkeypatch.setattr(incoming, "step_of", lambda arrived, codec: arrived)  # of the wrong sign
         for client in clients[:2]:
             client.upload(1, sent[client.index])
         until(lambda: of(1) <= set(arrived(received, 0)), "the experts of p1 at p0")

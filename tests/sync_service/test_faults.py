@@ -208,6 +208,7 @@ def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: M
         client.start(start)
         sent = trained(start, 0, 1)
         (parts,) = client._outgoing.jobs(1, 0, 1 << 30)
+        client._outgoing.begin(1, client.index)
         messages = [frame for batch in client._outgoing.batches(1, parts, sent) for frame in batch]
         payload = bytearray(messages[3].payload)
         payload[-1] ^= 1
