@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 
-__all__ = ["refuse_bound_format"]
+__all__ = ["refuse_bound_format", "refuse_states_by_place"]
 
 _BOUND_TO = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -59,3 +59,24 @@ def refuse_bound_format(context: LoadContext) -> None:
                 "is in a format that is bound to that. Resume with the options it was saved with and save with "
                 "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim"
             )
+
+
+def refuse_states_by_place(context: LoadContext) -> None:
+    """Refuse an optimizer's state of which the parts of single parameters cannot be taken.
+
+    Args:
+        context: of the load; the common state is enough.
+
+    Raises:
+        UserError: naming the ways out.
+    """
+    from megatron.core.dist_checkpointing import load_content_metadata
+
+    metadata = load_content_metadata(preloaded_state_dict=context.state) or {}
+    kind = metadata.get("distrib_optim_sharding_type")
+    if kind not in (None, "fully_reshardable"):
+        raise UserError(
+            f"--load {context.directory}: its optimizer trained all experts, this peer trains some, and its state's "
+            f"form ({kind}) does not tell them apart. Let the job that saves it do so with "
+            "--dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim"
+        )

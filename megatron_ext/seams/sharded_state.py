@@ -9,6 +9,8 @@ own two formats for its shards, so they reshard wherever the inner optimizer's s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from megatron_ext.seams.optimizer import InnerValues, is_distributed
 
 __all__ = [
+    "ask_for_some_experts",
     "beside_optimizer",
     "is_model_key",
     "load_beside_optimizer",
@@ -69,6 +72,17 @@ def unstack_experts(entry: Any) -> None:
             item.build_fn = _unstacking(item.build_fn)
         elif isinstance(item, ShardedTensor):
             _unstack(item)
+
+
+def ask_for_some_experts(entry: Any) -> None:
+    """Let the request of a read in `entry` have the tensors of some routed experts of a checkpoint that has all's.
+
+    Megatron takes it that all parts of what it names as one are asked for together, on a grid; ranges without a grid
+    need not be everything.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+
+    dict_list_map_inplace(_without_grid, entry)
 
 
 def split_plain(entry: Any) -> Any:
@@ -131,6 +145,51 @@ def load_beside_optimizer(
         else:
             for name, tensor, position in _of_member(values, tensors, index):
                 tensor.copy_(loaded[index][name][position])
+
+
+def _without_grid(item: Any) -> Any:
+    """Return what asks for the same without a grid, if it is of an expert."""
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    if ".mlp.experts." not in getattr(item, "key", ""):
+        return item
+    if isinstance(item, ShardedTensorFactory):
+        build, merge = item.build_fn, item.merge_fn
+    elif isinstance(item, ShardedTensor):
+        build, merge = (lambda key, data, replica, flattened: {"whole": replace(item, data=data)}), _only
+    else:
+        return item
+    shapes: dict[Any, tuple[int, ...]] = {}
+
+    def build_without_grid(*args: Any) -> Any:
+        built = build(*args)
+        for place, tensor in enumerate(_sharded(built)):
+            shapes[place] = tensor.local_shape
+            _leave_grid(tensor)
+        return built
+
+    def merge_in_shape(loaded: Any) -> Any:
+        places = count()
+        return merge(dict_list_map_outplace(lambda tensor: tensor.view(shapes[next(places)]), loaded))
+
+    return ShardedTensorFactory(
+        item.key, item.data, build_without_grid, merge_in_shape, item.replica_id, item.flattened_range
+    )
+
+
+def _only(loaded: Any) -> Any:
+    (tensor,) = loaded.values()
+    return tensor
+
+
+def _leave_grid(tensor: Any) -> None:
+    """Let the axes of layers and experts be the tensor's own, each of length 1."""
+    tensor.local_shape = (1,) * tensor.prepend_axis_num + tensor.local_shape
+    tensor.prepend_axis_num = 0
+    tensor.axis_fragmentations = None
+    if tensor.data is not None:
+        tensor.data = tensor.data.view(tensor.local_shape)
 
 
 def _unstacking(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,7 +13,8 @@ from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint, router, training
 from megatron_ext.seams.arguments import add_config_group, say
-from megatron_ext.seams.sharded_state import is_model_key, unstack_experts
+from megatron_ext.seams.optimizer_format import refuse_states_by_place
+from megatron_ext.seams.sharded_state import ask_for_some_experts, is_model_key, unstack_experts
 from megatron_ext.spes.arguments import (
     argument_problems,
     complete_arguments,
@@ -45,6 +46,7 @@ class SpesFeature(Feature):
         self._factor = 1.0
         self._device: Any = "cpu"
         self._has_frozen = False
+        self._takes_of_all = False
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the group of a SPES peer's options."""
@@ -112,18 +114,20 @@ class SpesFeature(Feature):
         if not context.loading:
             context.state[_STATE] = {"trained": list(owned)}
         if context.optimizer is not None and not has_all:
+            adapt = ask_for_some_experts if context.loading and self._takes_of_all else unstack_experts
             # What stands beside the optimizer's state has its form: that of workers inside the peer.
             for key, entry in context.state.items():
                 if not is_model_key(key):
-                    unstack_experts(entry)
+                    adapt(entry)
 
     def on_load(self, context: LoadContext) -> None:
-        """Refuse the optimizer's state of other experts, which Megatron may take for that of these.
+        """Take the states of the own experts out of an optimizer that trained all, and refuse those of other experts.
 
-        The distributed optimizer's state is named by its place in a buffer, and not by the parameter.
+        Megatron may take these for the own ones: the distributed optimizer's state may be named by its place in a
+        buffer, and not by the parameter.
 
         Raises:
-            UserError: the checkpoint's optimizer trained other experts.
+            UserError: the checkpoint's optimizer trained other experts, or its states of these cannot be told apart.
         """
         saved, args = context.state.pop(_STATE, None), context.args
         if not context.common_only or context.directory is None or args.no_load_optim or args.finetune:
@@ -133,12 +137,16 @@ class SpesFeature(Feature):
         ownership = ownership_of(args)
         assert ownership is not None
         owned = list(ownership.owned_by(args.sync_service_index))
-        trained = list(range(ownership.experts)) if saved is None else saved["trained"]
-        if trained != owned:
-            them = "all experts, as far as it says" if saved is None else f"the experts {_listed(trained)}"
+        everyone = list(range(ownership.experts))
+        trained = everyone if saved is None else saved["trained"]
+        self._takes_of_all = trained == everyone != owned
+        if self._takes_of_all:
+            refuse_states_by_place(context)
+        elif trained != owned:
             raise UserError(
-                f"--load {context.directory}: its optimizer trained {them}, and this peer trains {_listed(owned)}; "
-                "give this peer its own checkpoint, or take the weights alone with --no-load-optim"
+                f"--load {context.directory}: its optimizer trained the experts {_listed(trained)}, and this peer "
+                f"trains {_listed(owned)}; give this peer its own checkpoint or one of a job that trained all experts, "
+                "or take the weights alone with --no-load-optim"
             )
 
     def on_train_start(self, context: TrainContext) -> None:
