@@ -92,7 +92,7 @@ class BlockCodec:
         scales = (blocks.abs().amax(dim=1) / self._largest).to(_SCALE)
         # The scale was rounded, so the largest of a block may be a little too large for its number.
         numbers = blocks / torch.where(scales == 0, 1, scales).float()[:, None]
-        numbers = numbers.clamp(-self._largest, self._largest).view(-1)[: values.numel()]
+        numbers = numbers.clamp_(-self._largest, self._largest).view(-1)[: values.numel()]
         return torch.cat([_bytes(scales), self._packed(numbers)])
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ class BlockCodec:
     def _packed(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._kind == "fp8":
             return _bytes(numbers.to(torch.float8_e4m3fn))
-        whole = numbers.nan_to_num(0.0).round().to(torch.int8)
+        whole = numbers.nan_to_num_(0.0).round_().to(torch.int8)
         if self._kind == "int8":
             return _bytes(whole)
         pairs = _padded(whole, 2).view(-1, 2).view(torch.uint8)
