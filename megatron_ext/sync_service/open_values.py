@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.contribution import Contribution, Discarded
 from megatron_ext.sync_service.frames import Box, Frame, cut
-from megatron_ext.sync_service.spool import Contribution, Discarded
 from megatron_ext.sync_service.updates import can_be_cut
 
 __all__ = ["OpenValues"]

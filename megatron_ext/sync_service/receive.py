@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megatron_ext.sync_service.contribution import Contribution, Discarded
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
-from megatron_ext.sync_service.spool import Contribution, Discarded
 
 __all__ = ["receive"]
 

@@ -16,6 +16,7 @@ from typing import Any
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
@@ -32,7 +33,6 @@ from megatron_ext.sync_service.round_maker import RoundMaker
 from megatron_ext.sync_service.sharding import part_of
 from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.snapshot import Snapshot
-from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.status import overview_of, status_of
 from megatron_ext.sync_service.store import RunStore
 

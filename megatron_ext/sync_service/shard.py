@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Judged
@@ -26,7 +27,7 @@ from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, snapshot_name
 from megatron_ext.sync_service.spares import SpareFiles
-from megatron_ext.sync_service.spool import Contribution, Spool
+from megatron_ext.sync_service.spool import Spool
 
 __all__ = ["RoundJob", "Shard", "Uploader"]
 

@@ -20,6 +20,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import ServerConfig
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.draining import Draining
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
@@ -37,7 +38,6 @@ from megatron_ext.sync_service.shard_messages import (
     measured_to_json,
 )
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
-from megatron_ext.sync_service.spool import Contribution
 
 __all__ = ["ShardRun"]
 

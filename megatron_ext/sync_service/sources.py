@@ -11,10 +11,10 @@ import torch
 
 from megatron_ext.sync_service.blocks import Block, common_blocks
 from megatron_ext.sync_service.catalog import TensorSpec
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.frames import codec_of
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.snapshot import CheckedRead, Snapshot
-from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.transport.codecs import BLOCK
 
 __all__ = ["Contributor", "DamagedContribution", "Memory", "Sources"]

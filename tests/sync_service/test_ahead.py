@@ -14,10 +14,10 @@ from megatron_ext.params import flat_offset
 from megatron_ext.sync_service import incoming
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import SyncClient
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.frames import Box, Frame, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
-from megatron_ext.sync_service.spool import Contribution
 from tests.sync_service.service import Service, until
 from tests.sync_service.watching import Received, watch
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.sync_service.blocks import BLOCK_ELEMENTS, Block, common_blocks
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.decision import Decision, decide
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.reduction import Contributor, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot
-from megatron_ext.sync_service.spool import Contribution
 
 CATALOG = Catalog(
     [

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.spool import Contribution
 from tests.sync_service.service import Service
 from tests.sync_service.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 

@@ -12,11 +12,12 @@ from safetensors.torch import load_file
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.contribution import Contribution, Discarded
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
-from megatron_ext.sync_service.spool import Contribution, Discarded, Spool
+from megatron_ext.sync_service.spool import Spool
 from megatron_ext.sync_service.store import RunStore
 
 reused_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)

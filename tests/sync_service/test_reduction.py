@@ -12,13 +12,13 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.decision import Decision, decide
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame, cut, whole_box
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.reduction import Contributor, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
-from megatron_ext.sync_service.spool import Contribution
 from megatron_ext.sync_service.updates import RESIDUAL
 
 CATALOG = Catalog(
@@ -192,13 +192,15 @@ def test_a_round_that_cannot_be_written_leaves_nothing(tmp_path: Path):
 class Watched(Contribution):
     """Counts how many tensors that it has read are in memory at once, over all contributions."""
 
-    alive: ClassVar[list[weakref.ref[torch.Tensor]]] = []
+    alive: ClassVar[dict[str, list[weakref.ref[torch.Tensor]]]] = {}
     most: ClassVar[int] = 0
 
     def read(self, spec: TensorSpec, at: Block | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         values = super().read(spec, at, out)
-        Watched.alive = [found for found in Watched.alive if found() is not None] + [weakref.ref(values)]
-        Watched.most = max(Watched.most, len(Watched.alive))
+        # Several tensors are made at a time.
+        before = Watched.alive.get(spec.name, [])
+        Watched.alive[spec.name] = [found for found in before if found() is not None] + [weakref.ref(values)]
+        Watched.most = max(Watched.most, len(Watched.alive[spec.name]))
         return values
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.contribution import Contribution, Discarded
 from megatron_ext.sync_service.frames import Frame, cut, whole_box
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.spares import SpareFiles
-from megatron_ext.sync_service.spool import Contribution, Discarded, Spool
+from megatron_ext.sync_service.spool import Spool
 
 SPEC = TensorSpec(name="w", shape=(64, 64))
 CATALOG = Catalog([SPEC])
