@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 # What local SGD and Megatron's formats call their own tensors beside those of an outer optimizer.
-_TAKEN = frozenset({"anchor", "replica", "late", "residual", "param", "fp32_param", "padding"})
+_TAKEN = frozenset({"anchor", "replica", "late", "residual", "update", "param", "fp32_param", "padding"})
 _BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,

@@ -56,6 +56,10 @@ class Memory:
             held[use] = torch.empty(count, dtype=torch.float32)
         return held[use][:count]
 
+    def give_up(self) -> None:
+        """Give up this thread's."""
+        self._of_thread.__dict__.clear()
+
 
 class Sources:
     """Reads values and contributions. What a thread gets is overwritten when it reads the next block of its kind."""
@@ -74,6 +78,10 @@ class Sources:
         self._by_blocks = by_blocks
         self._multiple = 1 if codec_of(codec).elementwise else BLOCK
         self._memory = Memory()
+
+    def give_up(self) -> None:
+        """Give up what this thread has got: fresh memory comes with the next block."""
+        self._memory.give_up()
 
     def blocks(self, spec: TensorSpec, contributors: Sequence[Contributor]) -> list[Block]:
         """Return the blocks of a tensor that these contributions have in common."""

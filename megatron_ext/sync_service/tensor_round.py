@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -143,17 +143,25 @@ class TensorRound:
         blocks = self.sources.blocks(spec, [contributors[place] for place in involved])
         work = (writer, spec, contributors, verdict, coefficient, involved if measures else [])
         try:
-            with self._as_one_of_few(blocks):
+            with self._alone_if_large(blocks):
                 return self._by_blocks(blocks, *work)
         except _Whole:
             whole = [(0, spec.numel)]
-            with self._as_one_of_few(whole):
+            with self._alone_if_large(whole):
                 return self._by_blocks(whole, *work)
 
-    def _as_one_of_few(self, blocks: list[Block]) -> AbstractContextManager[object]:
-        """Let no two threads have large blocks in memory at a time."""
-        is_large = max(count for _, count in blocks) > _LARGE_ELEMENTS
-        return self._one_large if is_large else nullcontext()
+    @contextmanager
+    def _alone_if_large(self, blocks: list[Block]) -> Iterator[None]:
+        """Let no two threads have memory for large blocks at a time."""
+        if max(count for _, count in blocks) <= _LARGE_ELEMENTS:
+            yield
+            return
+        with self._one_large:
+            try:
+                yield
+            finally:
+                self._memory.give_up()
+                self.sources.give_up()
 
     def _by_blocks(
         self,
@@ -196,7 +204,9 @@ class TensorRound:
             elif spec.owners:
                 values, kept = self._of_owners(spec, anchor, total, takes_values)
             else:
-                before = {name: found.read(*at, out=self._memory(name, at[1])) for name, found in readers.items()}
+                before = {
+                    name: found.read(*at, out=self._memory(f"state {name}", at[1])) for name, found in readers.items()
+                }
                 values, kept, made.scalars = self._stepped(spec, anchor, total, takes_values, coefficient, before)
             _require_finite(spec, values)
             is_coded = UPDATE not in kept or not bool(kept[UPDATE][0].isnan())
@@ -226,10 +236,11 @@ class TensorRound:
         """Return what peers hold of a tensor with owners after what these have sent, and the update."""
         if self.sources.absolute:
             return anchor if total is None else total, {}
-        if total is None:
+        if takes_values:
+            # Sent as it is also where nobody who counts has it: a merge makes something else of it nevertheless.
+            published = full(self._codec, anchor if total is None else total)
+        elif total is None:
             published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
-        elif takes_values:
-            published = full(self._codec, total)
         else:
             published = publish_exactly(self._codec, anchor, total.neg_())
         return published.values, {UPDATE: published.update}

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that are made block by block, in one pass or two, have the bits of those made tensor by tensor."""
 
+import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.sync_service import tensor_round
 from megatron_ext.sync_service.blocks import BLOCK_ELEMENTS, Block, common_blocks
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.contribution import Contribution
@@ -18,6 +21,7 @@ from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.reduction import Contributor, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.sources import Memory
 
 CATALOG = Catalog(
     [
@@ -107,6 +111,32 @@ def test_blocks_change_no_bit(
     assert found[0][:2] == found[1][:2] == found[2][:2]
     for other in found[1:]:
         assert found[0][2] == pytest.approx(other[2], rel=1e-9)
+
+
+def test_one_thread_at_a_time_has_memory_for_a_large_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tensor_round, "_LARGE_ELEMENTS", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    before = started(tmp_path)
+    peers = [contributor(tmp_path, index, "bf16", 0.5) for index in range(3)]
+    work = reduction("bf16", OuterOptimizerConfig(outer_optimizer="adam", outer_optimizer_lr=0.1), before)
+    holding: dict[int, set[int]] = {}
+    most = 0
+    take, give_up = Memory.__call__, Memory.give_up
+
+    def watched_take(self: Memory, use: str, count: int) -> torch.Tensor:
+        nonlocal most
+        holding.setdefault(id(self), set()).add(threading.get_ident())
+        most = max(most, len(holding[id(self)]))
+        return take(self, use, count)
+
+    def watched_give_up(self: Memory) -> None:
+        give_up(self)
+        holding.setdefault(id(self), set()).discard(threading.get_ident())
+
+    monkeypatch.setattr(Memory, "__call__", watched_take)
+    monkeypatch.setattr(Memory, "give_up", watched_give_up)
+    work.write(tmp_path / "round.safetensors", peers, Decision())[0].abandon()
+    assert most == 1 and not any(holding.values())
 
 
 def test_a_broken_contribution_leaves_nothing_of_an_attempt_and_is_named(tmp_path: Path):

@@ -147,6 +147,21 @@ def test_experts_are_merged_after_the_mean_at_the_steps_of_the_schedule(make_ser
     assert merged == {0: None, 1: None, 2: pytest.approx(0.4), 3: None, 4: pytest.approx(0.3)}
 
 
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+def test_experts_whose_owner_is_away_are_merged_as_well(make_service: MakeService, codec: str):
+    service = make_service(**{**MERGING, "quorum": 1, "grace_seconds": 0.5})
+    service.start()
+    with service.client("p0", CATALOG, codec=codec) as first, service.client("p1", CATALOG, codec=codec) as away:
+        values = first.start(start_values())
+        away.start(start_values())
+        for number in (1, 2):
+            sent, before = trained(values, 0, number), values
+            first.upload(number, sent)
+            values = first.fetch(number, sent).values
+    (theirs, *_) = [spec.name for spec in CATALOG if spec.owners == (1,)]
+    assert not torch.equal(values[theirs], before[theirs])
+
+
 def test_a_server_killed_in_the_middle_of_merging_merges_once(make_service: MakeService):
     service = make_service(**MERGING)
     server = service.start("layer_merged")
