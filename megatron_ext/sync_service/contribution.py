@@ -280,8 +280,10 @@ class Contribution:
         """Refuse further frames, and remove the file."""
         with self._lock:
             self._discarded = True
+            # The start in fp32 is far longer than what a lossy codec makes of the rounds after it.
+            is_long = os.fstat(self._file.fileno()).st_size > 2 * self._size
             self._file.close()
-            if self._spares is None or self._handles:
+            if self._spares is None or self._handles or is_long:
                 self._path.unlink(missing_ok=True)
             else:
                 self._spares.keep(self._path)

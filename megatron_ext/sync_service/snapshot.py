@@ -2,8 +2,8 @@
 """Snapshots: the values and the outer optimizer's states of one committed round, in one safetensors file.
 
 Written and read tensor by tensor, so that the memory it takes does not depend on the model. A file appears under its
-name only when it is whole and on the disk, and never changes afterwards: its head has a checksum of every tensor and
-state, by which that is noticed when the next round is made of them.
+name only when it is whole and on the disk, and does not change while it has it or anybody reads it: its head has a
+checksum of every tensor and state, by which that is noticed when the next round is made of them.
 """
 
 from __future__ import annotations

@@ -7,9 +7,12 @@ overwritten; a new file takes fresh pages of both, which costs a multiple of the
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
+import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["SpareFiles"]
@@ -33,18 +36,43 @@ class SpareFiles:
         shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, path: Path) -> None:
-        """Take a file away, as a spare one while there is room for it."""
+        """Take a file away, as a spare one while there is room for it and nobody else reads it."""
         with self._lock:
-            if len(self._files) >= self._most or not path.exists():
-                path.unlink(missing_ok=True)
-                return
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._number += 1
-            self._files.append(self._folder / str(self._number))
-            os.replace(path, self._files[-1])
+            spare = self._folder / str(self._number + 1)
+            # A spare file is no more than a convenience: perhaps the disk is full, which must end no round.
+            with suppress(OSError):
+                if len(self._files) < self._most:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    os.replace(path, spare)
+                    if _is_nobody_elses(spare):
+                        self._number += 1
+                        self._files.append(spare)
+                        return
+            for left in (path, spare):
+                with suppress(OSError):
+                    left.unlink()
 
     def take(self, path: Path) -> None:
         """Give a spare file a name, if there is one; nothing else has the name."""
         with self._lock:
             if self._files:
                 os.replace(self._files.pop(), path)
+
+
+def _is_nobody_elses(path: Path) -> bool:
+    """Return whether nobody else has a file open or mapped, or calls it by another name, as copies by link do.
+
+    The kernel gives a lease for writing to the only one who has a file open. Where it does not know leases, somebody
+    may have it.
+    """
+    with path.open("rb", buffering=0) as file:
+        if os.fstat(file.fileno()).st_nlink > 1:
+            return False
+        try:
+            # Whoever opened the file meanwhile would be announced by this signal, which does nothing.
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+        except OSError:
+            return False
+    return True

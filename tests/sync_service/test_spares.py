@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that are written over show nothing of what was in them, whoever still reads them."""
 
+import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -101,6 +103,53 @@ def test_a_snapshot_over_a_longer_one_is_no_longer_than_it_should_be(tmp_path: P
     assert not list((tmp_path / "spare").iterdir())
     assert found.path.stat().st_size < 20_000
     assert torch.equal(found.checked("w").read(0, SPEC.numel), torch.ones(SPEC.numel))
+
+
+@pytest.mark.parametrize("holder", ["link", "mapping", "handle"])
+def test_who_holds_a_snapshot_from_outside_keeps_what_was_in_it(tmp_path: Path, holder: str):
+    spares = SpareFiles(tmp_path / "spare", 1)
+    first = written(tmp_path, 0, 1.0, spares)
+    if holder == "link":
+        os.link(first.path, tmp_path / "kept")
+    with first.path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        held = os.dup(file.fileno())
+    if holder != "mapping":
+        mapped.close()
+    if holder != "handle":
+        os.close(held)
+    before = first.path.read_bytes()
+    first.remove(spares)
+    written(tmp_path, 1, 2.0, spares)
+    if holder == "link":
+        assert (tmp_path / "kept").read_bytes() == before
+    elif holder == "mapping":
+        assert mapped[:] == before
+        mapped.close()
+    else:
+        assert os.pread(held, len(before), 0) == before
+        os.close(held)
+
+
+def test_a_file_that_cannot_be_kept_is_removed(tmp_path: Path):
+    spares = SpareFiles(tmp_path / "spare", 1)
+    (tmp_path / "spare").write_text("a file where the folder should be, as good as a full disk")
+    (tmp_path / "old").write_text("old")
+    spares.keep(tmp_path / "old")
+    assert not (tmp_path / "old").exists()
+    spares.take(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_file_that_is_far_longer_than_its_frames_is_not_kept(tmp_path: Path):
+    used = spool(tmp_path)
+    fill(used.contribution("p", 1, CATALOG, "fp32"), 1.0)
+    used.open_round(2)
+    used.contribution("p", 2, CATALOG, "fp32").append(frames(2.0)[0])
+    used.open_round(3)
+    used.contribution("p", 3, CATALOG, "fp32").append(frames(3.0)[0])
+    (path,) = (tmp_path / "spool" / "round-00000003").iterdir()
+    assert path.stat().st_size < 2 * 4096
 
 
 def test_no_more_are_kept_than_wanted_and_none_after_a_restart(tmp_path: Path):
