@@ -36,6 +36,7 @@ class RunState:
         self.places = policy.peers
         self.rounds = ""
         self.kept_states: dict[str, str | int] | None = None
+        self.protocol: int | None = None
         self.sharding: dict[str, Any] | None = None
         self.members: dict[str, Member] = {}
         self.publisher: str | None = None
@@ -278,7 +279,7 @@ class RunState:
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]
         self.rounds, self.sharding = event.get("rounds", "synchronous"), event.get("sharding")
-        self.kept_states = event.get("kept_states")
+        self.kept_states, self.protocol = event.get("kept_states"), event.get("protocol")
 
     def _joined(self, event: Event) -> None:
         name = event["peer"]

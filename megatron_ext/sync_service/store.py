@@ -3,7 +3,7 @@
 
     DIR/runs/RUN/journal.jsonl                       what has happened
     DIR/runs/RUN/snapshots/round-N.safetensors       the values of the newest rounds
-    DIR/runs/RUN/spool/round-N/PEER.frames           contributions to the open round
+    DIR/runs/RUN/spool/round-N/PEER.SALT.frames      contributions to the open round
 
 A round is committed by its line in the journal, which is written after the snapshot has its name, and before anyone is
 told. Whatever else a killed server has left is either repeated or removed by the next one.
@@ -24,6 +24,7 @@ from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, sync_folder
+from megatron_ext.sync_service.protocol import PROTOCOL_VERSION
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.shard import Shard
@@ -84,6 +85,12 @@ class RunStore:
             self.history.apply(event)
         self.state.await_everybody()
         self._journal.events.clear()
+        if self.state.config is not None and self.state.protocol != PROTOCOL_VERSION:
+            raise UserError(
+                f"run {name}: it was started by a release of megatron_ext whose peers speak another protocol than "
+                f"{PROTOCOL_VERSION} ({self.state.protocol or 'an earlier one'}), with other digests of values; end it "
+                "with that release, or start a new run under another name from a peer's checkpoint"
+            )
         if self.state.config is not None and self.state.places != config.peers:
             raise UserError(
                 f"run {name}: peers is {config.peers}, but the run was started with {self.state.places}, by which its "
@@ -187,7 +194,7 @@ class RunStore:
             split = {"id": uuid.uuid4().hex, "shards": self._shards, "of": assign(catalog, self._shards)}
             event["sharding"] = split
         also = {"rounds": self._config.rounds, "kept_states": _kept_states(self._config)}
-        self.record({**event, "peers": self.state.policy.peers, **also})
+        self.record({**event, "protocol": PROTOCOL_VERSION, "peers": self.state.policy.peers, **also})
         self._open(catalog)
 
     def drop(self, peer: str, event: Event) -> None:

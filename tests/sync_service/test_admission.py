@@ -15,6 +15,7 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.server import _try_out
 from tests.sync_service.peer import digest, start_values, trained
@@ -301,6 +302,29 @@ def test_what_the_first_peer_has_said_holds_while_anybody_is_there(make_service:
         first.leave()
         with service.client("p2", START) as client, pytest.raises(UserError, match="config field 'codec' is 'fp32'"):
             client.register()
+
+
+def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeService):
+    service = make_service(peers=1)
+    server = service.start()
+    with service.client("p0", START) as client:
+        client.start(START)
+    server.kill(signal.SIGTERM)
+    server.wait()
+    journal = service.state / "runs" / "demo" / "journal.jsonl"
+    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    for event in events:
+        del event["crc"]
+    (created,) = (event for event in events if event["event"] == "created")
+    assert created.pop("protocol") == PROTOCOL_VERSION
+    journal.unlink()
+    rewritten = Journal(journal)
+    for event in events:
+        rewritten.append(event)
+    rewritten.close()
+    assert service.start().wait() == 2
+    assert "speak another protocol than 3 (an earlier one)" in service.output
+    assert "start a new run under another name" in service.output
 
 
 def test_another_number_of_peers_is_refused_for_a_run_that_has_begun(make_service: MakeService):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The digest of a round: the same whoever holds which part, another one after any damage."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,6 +65,13 @@ def test_a_single_changed_bit_changes_the_digest(place: int, bit: int):
     damaged = values.clone()
     damaged.view(torch.int32)[place] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
     assert digest({"w": damaged}) != digest({"w": values})
+
+
+@pytest.mark.parametrize("distance", [1 << power for power in (0, 12, 16, 18)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_frames_in_each_others_places_change_the_digest(distance: int, dtype: torch.dtype):
+    first, second = torch.randn(2, distance, generator=torch.Generator().manual_seed(1)).to(dtype).float()
+    assert digest({"w": torch.cat([first, second])}) != digest({"w": torch.cat([second, first])})
 
 
 def test_values_in_other_places_change_the_digest():
