@@ -67,7 +67,7 @@ class BackgroundRound:
 
 def uncounted(parts: Collection[Part], outcome: RoundOutcome) -> set[str]:
     """Return the keys of the parts in which a round did not count this peer's contribution."""
-    return {part.key for part in parts if not outcome.contributed or part.spec.unit in outcome.excluded}
+    return {part.key for part in parts if not outcome.contributed or part.spec.judged_title in outcome.excluded}
 
 
 def with_steps_since(result: Values, now: Values, contributed: Values, without: Collection[str] = ()) -> Values:

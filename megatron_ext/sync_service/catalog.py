@@ -43,6 +43,12 @@ class TensorSpec:
         """Number of elements."""
         return math.prod(self.shape)
 
+    @property
+    def judged_title(self) -> str:
+        """What the guards of a round call that which the tensor is judged with."""
+        unit = self.unit or self.name
+        return f"{unit} (its own experts)" if self.owners else unit
+
     def is_trained_by(self, index: int) -> bool:
         """Whether the peer of this index contributes to the tensor."""
         return not self.owners or index in self.owners

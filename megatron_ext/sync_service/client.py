@@ -255,11 +255,15 @@ class SyncClient:
             UserError: the server refuses, the round does not come, or values or memory have not the catalog's shapes.
         """
         number = self.round + 1
-        self._out = self._checked_memory(out or {})
+        self._out = self._checked_memory(out or {}, values)
         self._route.take_traffic()  # of the start
-        if not self.uploaded:
-            self.upload(number, values, report or Report())
-        return self.fetch(number, values, frozen)
+        try:
+            if not self.uploaded:
+                self.upload(number, values, report or Report())
+            return self.fetch(number, values, frozen)
+        except BaseException:
+            self._take_ahead(-1)  # nothing is written into the memory any more
+            raise
 
     def upload(self, number: int, values: Values, report: Report | None = None) -> bool:
         """Upload and commit a contribution.
@@ -309,7 +313,7 @@ class SyncClient:
         expected: dict[str, torch.Tensor] = {}
         if answer.contributed and settled is not None:
             expected = dict(settled.owned) if answer.newest == number else {}
-            self._outgoing.owe(settled)
+            self._outgoing.owe(settled, answer.excluded)
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         if answer.newest == self.round + 1:
@@ -359,12 +363,13 @@ class SyncClient:
                     found[part.key] = value
         return found
 
-    def _checked_memory(self, out: Values) -> Values:
+    def _checked_memory(self, out: Values, values: Values) -> Values:
         """Return memory for a round's values.
 
         Raises:
-            UserError: something in it is no memory for its part.
+            UserError: something in it is no memory for its part, or is that of values that are sent.
         """
+        sent = {value.data_ptr() for value in values.values()}
         for part in self.parts:
             memory = out.get(part.key)
             if memory is None:
@@ -375,6 +380,8 @@ class SyncClient:
                     f"out: {part.key!r} is {memory.dtype} of shape {tuple(memory.shape)} on {memory.device}; it must "
                     f"be torch.float32 of shape {part.box.shape} on the CPU, contiguous"
                 )
+            if memory.numel() and memory.data_ptr() in sent:
+                raise UserError(f"out: {part.key!r} is the memory of values that are sent; give other memory")
         return out
 
     def _take_ahead(self, number: int) -> Taken:

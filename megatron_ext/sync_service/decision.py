@@ -131,8 +131,7 @@ def _units_without(catalog: Catalog, index: int, guards: Guards) -> dict[str, st
     """Return the units in which a peer does not count, with the reasons."""
     found: dict[str, str] = {}
     for spec in catalog:
-        unit, is_owned = judged_as(spec)
-        title = f"{unit} (its own experts)" if is_owned else unit
+        title = spec.judged_title
         if title not in found and spec.is_trained_by(index) and guards.excluded(spec, index):
             found[title] = guards.reason(spec, index)
     return found

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,8 +30,11 @@ class Settled:
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
     """What is owed then, 1-D."""
 
-    pieces: set[tuple[str, int]] = field(default_factory=set)
+    settled_at: set[tuple[str, int]] = field(default_factory=set)
     """(key, first element) of the frames that this was worked out for."""
+
+    is_over: bool = False
+    """Whether the memory is something else's by now: a call that was given up may still make frames."""
 
 
 class Outgoing:
@@ -57,7 +60,7 @@ class Outgoing:
         self._spare: dict[str, torch.Tensor] = {}
         self._owned: dict[str, torch.Tensor] = {}
         self._settled = Settled()
-        self._begun = -1
+        self._begun_for = -1
         self._scratch = threading.local()
 
     def go_on_from(self, values: Values) -> None:
@@ -118,7 +121,8 @@ class Outgoing:
 
     def begin(self, number: int, index: int) -> None:
         """Prepare for the contribution to a round of a peer of this index, perhaps another time."""
-        self._settled, self._begun = Settled(), number
+        self._settled.is_over = True
+        self._settled, self._begun_for = Settled(), number
         if number == 0 or self._codec == "fp32":
             return
         parts = self._parts_of(number, index)
@@ -129,9 +133,9 @@ class Outgoing:
     def batches(self, number: int, job: list[Piece], values: Values) -> Iterator[list[Frame]]:
         """Yield the frames of a job, as many at a time as fill a message; `begin` first."""
         frames: list[Frame] = []
-        size = 0
+        size, settled = 0, self._settled
         for piece in job:
-            frame = self._frame(number, piece, values)
+            frame = self._frame(number, piece, values, settled)
             frames.append(frame)
             size += HEAD_BYTES + len(frame.payload)
             if size >= self._frame_bytes:
@@ -154,18 +158,27 @@ class Outgoing:
                 owned={part.key: values[part.key] for part in owned if number > 0 and part.key in values},
                 residuals=self.residuals,
             )
-        if self._begun != number:
+        if self._begun_for != number:
             self.begin(number, index)  # an earlier process has uploaded it
         # A round that was closed meanwhile has not taken all frames.
         for piece in (piece for job in self.jobs(number, index, self._frame_bytes) for piece in job):
-            if (piece[0].key, piece[1]) not in self._settled.pieces:
-                self._frame(number, piece, values)
+            if (piece[0].key, piece[1]) not in self._settled.settled_at:
+                self._frame(number, piece, values, self._settled)
         return replace(self._settled, residuals={**self.residuals, **self._settled.residuals})
 
-    def owe(self, settled: Settled) -> None:
-        """Take over what is owed: a round has counted the contribution."""
-        before, self.residuals = self.residuals, settled.residuals
-        self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals[key]}
+    def owe(self, settled: Settled, excluded: Collection[str] = ()) -> None:
+        """Take over what is owed: a round has counted the contribution.
+
+        Args:
+            settled: of the contribution.
+            excluded: titles of what it did not count in, where what was owed before still is.
+        """
+        self._settled.is_over = True
+        still = {part.key for part in self._all_parts if part.spec.judged_title in excluded}
+        before = self.residuals
+        changed = {key: memory for key, memory in settled.residuals.items() if key not in still}
+        self.residuals = {**{key: memory for key, memory in before.items() if key in still}, **changed}
+        self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals.get(key)}
 
     @staticmethod
     def _memory(held: dict[str, torch.Tensor], part: Part) -> torch.Tensor:
@@ -180,7 +193,7 @@ class Outgoing:
         # First what others can take before the round is made.
         return sorted(wanted, key=lambda part: len(part.spec.owners) != 1)
 
-    def _frame(self, number: int, piece: Piece, values: Values) -> Frame:
+    def _frame(self, number: int, piece: Piece, values: Values, settled: Settled) -> Frame:
         part, offset, count = piece
         at = slice(offset, offset + count)
         if number == 0 or not self.sends_gradients:
@@ -190,19 +203,19 @@ class Outgoing:
             memory = torch.empty(count) if self._codec == "fp32" else self._scratch_of("wanted", count)
             value, codec = self._wanted(part.key, at, values, memory), self._codec
         frame = Frame.make(part.spec.name, part.spec.shape, part.box, offset, value, codec)
-        if codec != "fp32":
-            self._settle(part.key, at, value, frame)
+        if codec != "fp32" and not settled.is_over:
+            self._settle(settled, part.key, at, value, frame)
         return frame
 
-    def _settle(self, key: str, at: slice, wanted: torch.Tensor, frame: Frame) -> None:
+    def _settle(self, settled: Settled, key: str, at: slice, wanted: torch.Tensor, frame: Frame) -> None:
         """Work out what is so when what a frame brings counts, while what it was made of is in a processor's cache."""
         arrived = self._scratch_of("arrived", frame.count)
         frame.decode_into(arrived)
-        torch.sub(wanted, arrived, out=self._settled.residuals[key][at])
-        if key in self._settled.owned:
+        torch.sub(wanted, arrived, out=settled.residuals[key][at])
+        if key in settled.owned:
             anchor, step = self._anchors[key].view(-1)[at], step_of(arrived, frame.codec)
-            torch.add(step, anchor, out=self._settled.owned[key].view(-1)[at])
-        self._settled.pieces.add((key, frame.offset))
+            torch.add(step, anchor, out=settled.owned[key].view(-1)[at])
+        settled.settled_at.add((key, frame.offset))
 
     def _wanted(self, key: str, at: slice, values: Values, out: torch.Tensor) -> torch.Tensor:
         """Return what should arrive, in `out`: the pseudo-gradient and what earlier ones have lost."""

@@ -26,8 +26,9 @@ def outcome(**changes) -> RoundOutcome:
     return RoundOutcome(**{**given, "sent": 0, "received": 0, **changes})
 
 
-def part(name: str, unit: str) -> Part:
-    return Part(key=name, spec=TensorSpec(name=name, shape=(2,), unit=unit), box=Box((0,), (2,)), is_primary=True)
+def part(name: str, unit: str, owners: tuple[int, ...] = ()) -> Part:
+    spec = TensorSpec(name=name, shape=(2,), unit=unit, owners=owners)
+    return Part(key=name, spec=spec, box=Box((0,), (2,)), is_primary=True)
 
 
 @given(st.lists(st.tuples(numbers, numbers, numbers), min_size=1))
@@ -65,6 +66,11 @@ def test_a_contribution_is_left_out_as_a_whole_or_by_units():
     assert uncounted(parts, outcome()) == set()
     assert uncounted(parts, outcome(excluded={"layer.0": "its norm"})) == {"x", "y"}
     assert uncounted(parts, outcome(contributed=False)) == {"x", "y", "z"}
+    # A unit's experts are judged by themselves, and so is what is in no unit.
+    parts = [part("x", "layer.0"), part("e", "layer.0", owners=(0,)), part("n", "")]
+    assert uncounted(parts, outcome(excluded={"layer.0": "its norm"})) == {"x"}
+    assert uncounted(parts, outcome(excluded={"layer.0 (its own experts)": "its norm"})) == {"e"}
+    assert uncounted(parts, outcome(excluded={"n": "its norm"})) == {"n"}
 
 
 def test_a_round_goes_on_in_the_background_and_is_waited_for():

@@ -92,6 +92,15 @@ def test_memory_that_does_not_fit_is_named_and_nothing_is_sent(make_service: Mak
         assert torch.equal(client.sync(values).values["w"], torch.ones(2, 3))
 
 
+def test_memory_of_what_is_sent_is_refused(make_service: MakeService):
+    service = make_service({"demo": {"peers": 1}})
+    service.start()
+    with service.client("p", {"w": torch.ones(2, 3)}) as client:
+        values = client.start({"w": torch.ones(2, 3)})
+        with pytest.raises(UserError, match="out: 'w' is the memory of values that are sent"):
+            client.sync(values, out=values)
+
+
 @pytest.mark.parametrize("codec", ["bf16", "fp16", "int8", "int4"])
 def test_peers_are_bit_identical_with_lossy_codecs(make_service: MakeService, codec: str):
     service = make_service(outer_optimizer="sgd")
