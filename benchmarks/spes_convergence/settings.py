@@ -82,11 +82,24 @@ STARTED = SpesMethod(
     title="SPES after a centralized start",
     options=SPES.options,
     # Merging helps experts that have learned nothing yet; these have.
-    server={"sync_steps": INTERVAL},
+    server={
+        "sync_steps": INTERVAL,
+        "outer_optimizer": "sgd",
+        "outer_optimizer_lr": 1.0,
+        "outer_optimizer_momentum": 0.7,
+    },
     started=True,
     goal=1.03,
 )
-METHODS = (CENTRALIZED, FEDAVG, SPES, STARTED)
+TWO_OWNERS = SpesMethod(
+    name="spes_h50_two_owners",
+    title="SPES after a centralized start, two owners per expert",
+    options={**SPES.options, "spes_expert_owners": [pair for pair in ("0,1", "1,2", "2,3", "0,3") for _ in range(4)]},
+    server=STARTED.server,
+    started=True,
+    goal=1.03,
+)
+METHODS = (CENTRALIZED, FEDAVG, SPES, STARTED, TWO_OWNERS)
 """All of them; another one is one more entry."""
 
 
@@ -173,9 +186,9 @@ class SpesStudy(Study):
         }
         where: Options = {}
         if together > 1:
-            shared_out = not run.method.options.get("using_dilico")
+            by_count = not {"using_dilico", "spes_expert_owners"} & run.method.options.keys()
             where = {
-                "spes_num_train_experts_per_node": self.experts // self.peers if shared_out else None,
+                "spes_num_train_experts_per_node": self.experts // self.peers if by_count else None,
                 "sync_service": address,
                 "sync_service_index": peer,
                 "sync_service_peers": self.peers,
@@ -183,6 +196,5 @@ class SpesStudy(Study):
                 "sync_service_round_seconds": 300,
             }
         if self.is_started(run.method):
-            # A peer does not take the optimizer's states of all experts, and its schedules begin anew.
-            where |= {"load": start, "no_load_optim": True, "lr_decay_iters": self.iterations - self.start}
+            where |= {"load": start}
         return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides)
