@@ -55,7 +55,7 @@ class CorpusWriter:
 
     def abandon(self) -> None:
         """Close the data file of a corpus that will not be finished."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # such as a full disk, which is being reported already
             self._builder.data_file.close()
 
 

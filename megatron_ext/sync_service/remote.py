@@ -97,7 +97,7 @@ class RemoteState(RemoteFolder):
         """Refuse a copy whose journal has lost rounds that it has snapshots of, which would be deleted as unknown."""
         committed = [-1]
         for line in max(here, b"".join(self._parts), key=len).splitlines():
-            with suppress(ValueError, TypeError, KeyError):
+            with suppress(ValueError, TypeError, KeyError):  # a damaged line is named when the journal is read
                 event = json.loads(line)
                 if event["event"] == "committed":
                     committed.append(event["round"])

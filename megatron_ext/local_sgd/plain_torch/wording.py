@@ -38,7 +38,7 @@ def speaks_of_fields() -> Iterator[None]:
     """Let errors that are raised within speak of fields."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # raised again, in other words
         if len(error.args) == 1 and isinstance(error.args[0], str):
             error.args = (as_fields(error.args[0]),)
         raise
