@@ -57,12 +57,14 @@ def zeros() -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def joined_through(make_service: MakeService, **link: object) -> Iterator[tuple[dict[str, torch.Tensor], Link]]:
+def joined_through(
+    make_service: MakeService, *, call_seconds: float = 1.0, **link: object
+) -> Iterator[tuple[dict[str, torch.Tensor], Link]]:
     """Yield what a peer has downloaded that joins over a link, and the link."""
     service = make_service()
     service.start()
     relay = Link(int(service.address.rpartition(":")[2]), **{"rate": 1e9, "limit": 1 << 40, "then": "break", **link})
-    impatient = {"server": relay.address, "patience_seconds": PATIENCE, "call_seconds": 1.0}
+    impatient = {"server": relay.address, "patience_seconds": PATIENCE, "call_seconds": call_seconds}
     with relay, service.client("p0", VALUES) as first:
         first.start(VALUES)
         with service.client("p1", VALUES, connection=impatient, streams=1) as second:
@@ -71,7 +73,8 @@ def joined_through(make_service: MakeService, **link: object) -> Iterator[tuple[
 
 def test_a_download_may_take_longer_than_any_call(make_service: MakeService):
     begin = time.monotonic()
-    with joined_through(make_service, rate=8 * MIB / (1.2 * PATIENCE)) as (taken, _):
+    # A message of 1 MiB takes a fifth of what a call may be silent for.
+    with joined_through(make_service, rate=8 * MIB / (1.2 * PATIENCE), call_seconds=0.8 * PATIENCE) as (taken, _):
         assert time.monotonic() - begin > PATIENCE  # which is longer than a call
         assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
 
