@@ -46,10 +46,7 @@ def refuse_bound_format(context: LoadContext) -> None:
             "that its state has another form. Resume with 1 on both sides or on neither, or start the optimizers anew "
             "with --no-load-optim"
         )
-    from megatron.core.dist_checkpointing import load_content_metadata
-
-    metadata = load_content_metadata(preloaded_state_dict=context.state) or {}
-    if metadata.get("distrib_optim_sharding_type") != "dp_reshardable":
+    if _form_of(context) != "dp_reshardable":
         return
     for name, flag in _BOUND_TO.items():
         before, now = getattr(saved, name, None), getattr(args, name)
@@ -70,13 +67,19 @@ def refuse_states_by_place(context: LoadContext) -> None:
     Raises:
         UserError: naming the ways out.
     """
+    form = _form_of(context)
+    if form not in (None, "fully_reshardable"):
+        raise UserError(
+            f"--load {context.directory}: its optimizer trained all experts, this peer trains some, and its state's "
+            f"form ({form}) does not tell them apart. Let the job that saves it do so with "
+            "--dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim"
+        )
+
+
+def _form_of(context: LoadContext) -> str | None:
+    """Return what Megatron calls the form of a distributed optimizer's state; None without one."""
     from megatron.core.dist_checkpointing import load_content_metadata
 
     metadata = load_content_metadata(preloaded_state_dict=context.state) or {}
-    kind = metadata.get("distrib_optim_sharding_type")
-    if kind not in (None, "fully_reshardable"):
-        raise UserError(
-            f"--load {context.directory}: its optimizer trained all experts, this peer trains some, and its state's "
-            f"form ({kind}) does not tell them apart. Let the job that saves it do so with "
-            "--dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim"
-        )
+    found: str | None = metadata.get("distrib_optim_sharding_type")
+    return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import count
 from typing import Any
 
 import torch
@@ -160,18 +159,18 @@ def _without_grid(item: Any) -> Any:
         build, merge = (lambda key, data, replica, flattened: {"whole": replace(item, data=data)}), _only
     else:
         return item
-    shapes: dict[Any, tuple[int, ...]] = {}
+    shapes: list[tuple[int, ...]] = []
 
     def build_without_grid(*args: Any) -> Any:
         built = build(*args)
-        for place, tensor in enumerate(_sharded(built)):
-            shapes[place] = tensor.local_shape
+        for tensor in _sharded(built):
+            shapes.append(tensor.local_shape)
             _leave_grid(tensor)
         return built
 
     def merge_in_shape(loaded: Any) -> Any:
-        places = count()
-        return merge(dict_list_map_outplace(lambda tensor: tensor.view(shapes[next(places)]), loaded))
+        left = iter(shapes)
+        return merge(dict_list_map_outplace(lambda tensor: tensor.view(next(left)), loaded))
 
     return ShardedTensorFactory(
         item.key, item.data, build_without_grid, merge_in_shape, item.replica_id, item.flattened_range

@@ -44,10 +44,15 @@ class TensorSpec:
         return math.prod(self.shape)
 
     @property
+    def judged_as(self) -> tuple[str, bool]:
+        """What the guards of a round judge it with: a unit, or itself, and whether only its owners train it."""
+        return self.unit or self.name, bool(self.owners)
+
+    @property
     def judged_title(self) -> str:
-        """What the guards of a round call that which the tensor is judged with."""
-        unit = self.unit or self.name
-        return f"{unit} (its own experts)" if self.owners else unit
+        """What they call that."""
+        unit, is_owned = self.judged_as
+        return f"{unit} (its own experts)" if is_owned else unit
 
     def is_trained_by(self, index: int) -> bool:
         """Whether the peer of this index contributes to the tensor."""

@@ -101,7 +101,6 @@ class Contribution:
         self._path = path
         self._salt = _salt_of(path)
         self._spares = spares
-        self._handles = 0
         path.touch()
         self._file = path.open("r+b", buffering=0)
         self._size = 0
@@ -283,7 +282,7 @@ class Contribution:
             # The start in fp32 is far longer than what a lossy codec makes of the rounds after it.
             is_long = os.fstat(self._file.fileno()).st_size > 2 * self._size
             self._file.close()
-            if self._spares is None or self._handles or is_long:
+            if self._spares is None or is_long:
                 self._path.unlink(missing_ok=True)
             else:
                 self._spares.keep(self._path)
@@ -295,13 +294,10 @@ class Contribution:
             if self._discarded:
                 raise Discarded
             handle = os.dup(self._file.fileno())
-            self._handles += 1
         try:
             yield handle
         finally:
             os.close(handle)
-            with self._lock:
-                self._handles -= 1
 
     def _take(self, frame: Frame, record: _Record) -> None:
         self._index.setdefault(frame.name, {})[_key(frame)] = replace(record, checksum=frame.checksum)

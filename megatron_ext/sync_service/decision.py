@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.guards import Guards, Judged, judged_as
+from megatron_ext.sync_service.guards import Guards, Judged
 from megatron_ext.sync_service.merge import Merge
 
 __all__ = ["Decision", "Measured", "decide"]
@@ -121,7 +121,7 @@ def untouched(
             continue
         counting = sound & set(spec.owners)
         if decision.verdicts is not None:
-            counting &= set(decision.verdicts[judged_as(spec)].accepted)
+            counting &= set(decision.verdicts[spec.judged_as].accepted)
         if not counting:
             found.append(place)
     return found

@@ -18,17 +18,12 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 
-__all__ = ["Guards", "Judged", "judged_as"]
+__all__ = ["Guards", "Judged"]
 
 Judged = tuple[str, bool]
 """What is judged as one: a unit, or a tensor without one, and whether only its owners train it."""
 
 _DTYPES = {"float64": torch.float64, "int64": torch.int64}
-
-
-def judged_as(spec: TensorSpec) -> Judged:
-    """Return what a tensor is judged with."""
-    return spec.unit or spec.name, bool(spec.owners)
 
 
 class Guards:
@@ -46,7 +41,7 @@ class Guards:
         Raises:
             UserError: it was learned with another configuration.
         """
-        self.judged: list[Judged] = list(dict.fromkeys(judged_as(spec) for spec in catalog))
+        self.judged: list[Judged] = list(dict.fromkeys(spec.judged_as for spec in catalog))
         self._config = config
         self._peers = peers
         self._penalty = Penalty(config, workers=peers, units=len(self.judged))
@@ -87,11 +82,11 @@ class Guards:
 
     def excluded(self, spec: TensorSpec, index: int) -> bool:
         """Return whether a peer does not count in a tensor."""
-        return index not in self._verdicts[judged_as(spec)].accepted
+        return index not in self._verdicts[spec.judged_as].accepted
 
     def reason(self, spec: TensorSpec, index: int) -> str:
         """Return why a peer whose contribution is sound does not count in a tensor."""
-        return self._verdicts[judged_as(spec)].reasons[index]
+        return self._verdicts[spec.judged_as].reasons[index]
 
     @property
     def clips(self) -> bool:

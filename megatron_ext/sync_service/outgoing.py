@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.frames import HEAD_BYTES, Frame, cut, step_of
+from megatron_ext.sync_service.memory import Memory
 from megatron_ext.sync_service.parts import Part, Values
 
 __all__ = ["Outgoing", "Piece", "Settled"]
@@ -28,7 +28,7 @@ class Settled:
     of them. Until the next contribution, if they are not the values that were uploaded."""
 
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What is owed then, 1-D."""
+    """What is owed then of the parts that were uploaded, 1-D."""
 
     settled_at: set[tuple[str, int]] = field(default_factory=set)
     """(key, first element) of the frames that this was worked out for."""
@@ -61,7 +61,7 @@ class Outgoing:
         self._owned: dict[str, torch.Tensor] = {}
         self._settled = Settled()
         self._begun_for = -1
-        self._scratch = threading.local()
+        self._scratch = Memory()
 
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
@@ -125,10 +125,10 @@ class Outgoing:
         self._settled, self._begun_for = Settled(), number
         if number == 0 or self._codec == "fp32":
             return
-        parts = self._parts_of(number, index)
-        self._settled.residuals = {part.key: self._memory(self._spare, part).view(-1) for part in parts}
-        owned = [part for part in parts if part.spec.owners == (index,)]
-        self._settled.owned = {part.key: self._memory(self._owned, part) for part in owned}
+        for part in self._parts_of(number, index):
+            self._settled.residuals[part.key] = self._memory(self._spare, part).view(-1)
+        for part in self._owned_parts(number, index):
+            self._settled.owned[part.key] = self._memory(self._owned, part)
 
     def batches(self, number: int, job: list[Piece], values: Values) -> Iterator[list[Frame]]:
         """Yield the frames of a job, as many at a time as fill a message; `begin` first."""
@@ -153,18 +153,15 @@ class Outgoing:
             values: what was uploaded.
         """
         if self._codec == "fp32":
-            owned = [part for part in self._parts_of(number, index) if part.spec.owners == (index,)]
-            return Settled(
-                owned={part.key: values[part.key] for part in owned if number > 0 and part.key in values},
-                residuals=self.residuals,
-            )
+            owned = self._owned_parts(number, index)
+            return Settled(owned={part.key: values[part.key] for part in owned if part.key in values})
         if self._begun_for != number:
             self.begin(number, index)  # an earlier process has uploaded it
         # A round that was closed meanwhile has not taken all frames.
         for piece in (piece for job in self.jobs(number, index, self._frame_bytes) for piece in job):
             if (piece[0].key, piece[1]) not in self._settled.settled_at:
                 self._frame(number, piece, values, self._settled)
-        return replace(self._settled, residuals={**self.residuals, **self._settled.residuals})
+        return self._settled
 
     def owe(self, settled: Settled, excluded: Collection[str] = ()) -> None:
         """Take over what is owed: a round has counted the contribution.
@@ -173,12 +170,11 @@ class Outgoing:
             settled: of the contribution.
             excluded: titles of what it did not count in, where what was owed before still is.
         """
-        self._settled.is_over = True
+        settled.is_over = True
         still = {part.key for part in self._all_parts if part.spec.judged_title in excluded}
         before = self.residuals
-        changed = {key: memory for key, memory in settled.residuals.items() if key not in still}
-        self.residuals = {**{key: memory for key, memory in before.items() if key in still}, **changed}
-        self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals.get(key)}
+        self.residuals = before | {key: memory for key, memory in settled.residuals.items() if key not in still}
+        self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals[key]}
 
     @staticmethod
     def _memory(held: dict[str, torch.Tensor], part: Part) -> torch.Tensor:
@@ -193,6 +189,10 @@ class Outgoing:
         # First what others can take before the round is made.
         return sorted(wanted, key=lambda part: len(part.spec.owners) != 1)
 
+    def _owned_parts(self, number: int, index: int) -> list[Part]:
+        """Return what a round takes from this peer alone; nothing at the start, which is anybody's."""
+        return [part for part in self._parts_of(number, index) if number > 0 and part.spec.owners == (index,)]
+
     def _frame(self, number: int, piece: Piece, values: Values, settled: Settled) -> Frame:
         part, offset, count = piece
         at = slice(offset, offset + count)
@@ -200,7 +200,7 @@ class Outgoing:
             value, codec = values[part.key].detach().reshape(-1)[at], "fp32"
         else:
             # A frame in fp32 looks into the memory of its values.
-            memory = torch.empty(count) if self._codec == "fp32" else self._scratch_of("wanted", count)
+            memory = torch.empty(count) if self._codec == "fp32" else self._scratch("wanted", count)
             value, codec = self._wanted(part.key, at, values, memory), self._codec
         frame = Frame.make(part.spec.name, part.spec.shape, part.box, offset, value, codec)
         if codec != "fp32" and not settled.is_over:
@@ -209,7 +209,7 @@ class Outgoing:
 
     def _settle(self, settled: Settled, key: str, at: slice, wanted: torch.Tensor, frame: Frame) -> None:
         """Work out what is so when what a frame brings counts, while what it was made of is in a processor's cache."""
-        arrived = self._scratch_of("arrived", frame.count)
+        arrived = self._scratch("arrived", frame.count)
         frame.decode_into(arrived)
         torch.sub(wanted, arrived, out=settled.residuals[key][at])
         if key in settled.owned:
@@ -222,11 +222,3 @@ class Outgoing:
         anchor, value = self._anchors[key].view(-1)[at], values[key].detach().reshape(-1)[at]
         gradient = torch.sub(anchor, value, out=out)
         return gradient.add_(self.residuals[key][at]) if key in self.residuals else gradient
-
-    def _scratch_of(self, use: str, count: int) -> torch.Tensor:
-        """Return so many fp32 values that are this thread's until it asks again for the same use."""
-        held: torch.Tensor | None = getattr(self._scratch, use, None)
-        if held is None or held.numel() < count:
-            held = torch.empty(count)
-            setattr(self._scratch, use, held)
-        return held[:count]

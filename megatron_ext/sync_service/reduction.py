@@ -21,7 +21,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
-from megatron_ext.sync_service.guards import Judged, judged_as
+from megatron_ext.sync_service.guards import Judged
 from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.sources import Contributor, DamagedContribution
@@ -251,7 +251,7 @@ class Reduction:
     def _coefficient(self, spec: TensorSpec, decision: Decision) -> float:
         if self._alone is not None:
             return self._alone.weight
-        return decision.coefficients.get(judged_as(spec), 1.0)
+        return decision.coefficients.get(spec.judged_as, 1.0)
 
     def _sums_of(self, writer: SnapshotWriter, spec: TensorSpec) -> tuple[int, int]:
         """Return the digest's sums of a tensor as it was written."""
@@ -270,7 +270,7 @@ class Reduction:
         ]
         weight_of = {contributors[place].index: 1.0 for place in places}
         if decision.verdicts is not None:
-            decided = decision.verdicts[judged_as(spec)]
+            decided = decision.verdicts[spec.judged_as]
             weight_of = dict(zip(decided.accepted, decided.weights, strict=True))
         accepted = tuple(place for place in places if contributors[place].index in weight_of)
         # What one peer has sent is taken as it is, to the last bit.
@@ -288,4 +288,4 @@ def _in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]
 
 
 def _add(squares: _Squares, spec: TensorSpec, square: float) -> None:
-    squares[judged_as(spec)] = squares.get(judged_as(spec), 0.0) + square
+    squares[spec.judged_as] = squares.get(spec.judged_as, 0.0) + square

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,11 +12,12 @@ from megatron_ext.sync_service.blocks import Block, common_blocks
 from megatron_ext.sync_service.catalog import TensorSpec
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.frames import codec_of
+from megatron_ext.sync_service.memory import Memory
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.snapshot import CheckedRead, Snapshot
 from megatron_ext.transport.codecs import BLOCK
 
-__all__ = ["Contributor", "DamagedContribution", "Memory", "Sources"]
+__all__ = ["Contributor", "DamagedContribution", "Sources"]
 
 
 class DamagedContribution(Exception):
@@ -41,24 +41,6 @@ class Contributor:
 
     contribution: Contribution
     """What it has uploaded."""
-
-
-class Memory:
-    """Memory that each thread uses again and again: fresh memory costs more than what is read into it."""
-
-    def __init__(self) -> None:
-        self._of_thread = threading.local()
-
-    def __call__(self, use: str, count: int) -> torch.Tensor:
-        """Return so many fp32 values for one use, as this thread's last one has left them."""
-        held: dict[str, torch.Tensor] = self._of_thread.__dict__
-        if use not in held or held[use].numel() < count:
-            held[use] = torch.empty(count, dtype=torch.float32)
-        return held[use][:count]
-
-    def give_up(self) -> None:
-        """Give up this thread's."""
-        self._of_thread.__dict__.clear()
 
 
 class Sources:

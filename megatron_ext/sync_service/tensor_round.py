@@ -18,8 +18,9 @@ from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import TensorSpec
 from megatron_ext.sync_service.digest import RoundDigest
+from megatron_ext.sync_service.memory import Memory
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
-from megatron_ext.sync_service.sources import Contributor, Memory, Sources
+from megatron_ext.sync_service.sources import Contributor, Sources
 from megatron_ext.sync_service.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
 __all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "divided", "square_of"]

@@ -14,7 +14,7 @@ import torch
 
 from megatron_ext.sync_service.frames import Box, codec_of, cut
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
-from megatron_ext.transport.codecs import BLOCK
+from megatron_ext.transport.codecs import BLOCK, CastCodec
 
 __all__ = [
     "RESIDUAL",
@@ -54,7 +54,8 @@ class Published:
 
 def kept_as(codec: str) -> torch.dtype:
     """Return as what an update is kept: as it travels, where it can be cut there."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(codec, torch.float32)
+    chosen = codec_of(codec)
+    return chosen.dtype if isinstance(chosen, CastCodec) else torch.float32
 
 
 def publish(codec: str, before: torch.Tensor, wanted: torch.Tensor) -> Published:

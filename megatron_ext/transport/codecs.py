@@ -57,13 +57,13 @@ class CastCodec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers' bytes; those that are too large become the largest one."""
-        return _bytes(self.round(values))
+        return _bytes(self._rounded(values))
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the numbers."""
         return _typed(data, self.dtype).float()
 
-    def round(self, values: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers that values become."""
         # The cheapest pass tells that none is too large, as they seldom are; a device would have to be waited for.
         if values.device.type == "cpu" and float(values.dot(values)) <= self._surely_fits:

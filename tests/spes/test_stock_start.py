@@ -25,13 +25,14 @@ def moments(model, optimizer, args):
     from megatron_ext.seams.optimizer import InnerValues
 
     values, found = InnerValues(optimizer, ParameterView.from_model(model)), {}
-    held = [tensor for member in values.members for tensor in member.optimizer.state]
-    states = [member.optimizer.state[tensor] for member in values.members for tensor in member.optimizer.state]
+    states = {
+        tensor.data_ptr(): state for member in values.members for tensor, state in member.optimizer.state.items()
+    }
     for value in values.values:
-        (at,) = (at for at, tensor in enumerate(held) if tensor.data_ptr() == value.tensor.data_ptr())
+        state = states[value.tensor.data_ptr()]
         found[value.entry.tensor.name] = {
-            name: states[at][name].detach().flatten().clone() for name in ("exp_avg", "exp_avg_sq")
-        } | {"step": torch.as_tensor(_step(states[at], values.members[value.member])).float()}
+            name: state[name].detach().flatten().clone() for name in ("exp_avg", "exp_avg_sq")
+        } | {"step": torch.as_tensor(_step(state, values.members[value.member])).float()}
     return found
 
 

@@ -304,13 +304,19 @@ def test_what_the_first_peer_has_said_holds_while_anybody_is_there(make_service:
             client.register()
 
 
-def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeService):
-    service = make_service(peers=1)
+def begun_and_stopped(make_service: MakeService, peers: int) -> Service:
+    """Return a service whose run has begun, and whose server has ended."""
+    service = make_service(peers=peers)
     server = service.start()
     with service.client("p0", START) as client:
         client.start(START)
     server.kill(signal.SIGTERM)
     server.wait()
+    return service
+
+
+def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeService):
+    service = begun_and_stopped(make_service, 1)
     journal = service.state / "runs" / "demo" / "journal.jsonl"
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     for event in events:
@@ -328,12 +334,7 @@ def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeServ
 
 
 def test_another_number_of_peers_is_refused_for_a_run_that_has_begun(make_service: MakeService):
-    service = make_service(peers=2)
-    server = service.start()
-    with service.client("p0", START) as client:
-        client.start(START)
-    server.kill(signal.SIGTERM)
-    server.wait()
+    service = begun_and_stopped(make_service, 2)
     service.runs["demo"]["peers"] = 3
     assert service.start().wait() == 2
     assert "peers is 3, but the run was started with 2" in service.output

@@ -19,9 +19,9 @@ from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.decision import Decision, decide
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
+from megatron_ext.sync_service.memory import Memory
 from megatron_ext.sync_service.reduction import Contributor, Reduction
 from megatron_ext.sync_service.snapshot import Snapshot
-from megatron_ext.sync_service.sources import Memory
 
 CATALOG = Catalog(
     [
