@@ -20,7 +20,7 @@ from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.forward import wait_before_use
-from megatron_ext.seams.strategies import ParallelState, keeping_random_state, seed_device
+from megatron_ext.seams.strategies import ParallelState
 
 __all__ = ["Guest", "SwitchOptions", "held_tensors"]
 
@@ -195,17 +195,16 @@ class Guest(PlacedModel):
 
     @contextmanager
     def training(self, row_length: int, batches: Sequence[PackedBatch], home: Any, seed: int) -> Iterator[None]:
-        """Let the guest train: a turn with gradient memory, and with generators of its own.
+        """Let the guest train: a turn with gradient memory.
 
         Args:
             row_length: positions of a row.
             batches: this rank's micro-batches.
             home: home's `TransformerConfig`.
-            seed: for dropout. It belongs to the step and the strategy, so that a resumed run needs no state of it.
+            seed: for dropout, see `turn`.
         """
         self.config.grad_scale_func, self.config.timers = home.grad_scale_func, home.timers
-        with keeping_random_state(), self.turn(row_length, batches):
-            seed_device(seed)
+        with self.turn(row_length, batches, seed):
             for chunk in self.chunks:
                 chunk.restore_grad_buffers(synchronize=False)
                 chunk.zero_grad_buffer()

@@ -18,7 +18,7 @@ from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.arguments import with_arguments
 from megatron_ext.seams.expert_bias import ExpertBiases
-from megatron_ext.seams.strategies import ParallelState
+from megatron_ext.seams.strategies import ParallelState, keeping_random_state, seed_device
 
 __all__ = ["PlacedModel", "frozen_names"]
 
@@ -123,12 +123,21 @@ class PlacedModel:
                 chunk.start_param_sync(force_sync=True)
 
     @contextmanager
-    def turn(self, row_length: int, batches: Sequence[PackedBatch]) -> Iterator[None]:
-        """Let Megatron, and the user's functions, see this strategy's layout, its rows and their masks."""
+    def turn(self, row_length: int, batches: Sequence[PackedBatch], seed: int) -> Iterator[None]:
+        """Let Megatron, and the user's functions, see this strategy's layout, its rows and their masks.
+
+        Args:
+            row_length: positions of a row.
+            batches: this rank's micro-batches.
+            seed: for dropout. It belongs to the step and the strategy: what replicas draw depends on their documents,
+                so that generators which went on from step to step would drift apart, and checkpoints have one's.
+        """
         with ExitStack() as stack:
+            stack.enter_context(keeping_random_state())
             stack.enter_context(self.state.installed())
             stack.enter_context(with_arguments(**self._arguments(row_length)))
             stack.enter_context(self._masks.of(batches))
+            seed_device(seed)
             yield
 
     def _arguments(self, row_length: int) -> Mapping[str, Any]:

@@ -135,11 +135,12 @@ class SwitchingStep:
         consumed, share = args.consumed_train_samples, args.global_batch_size // self._worker.count
         batch = self.last_batch = self._reader.plan(consumed + self._worker.index * share, share)
         self.lengths = self._reader.positions(consumed, args.global_batch_size)
-        self._run_guests(batch, call["forward_step_func"], args.seed + 1_000_003 * (args.curr_iteration + 1))
+        seed = args.seed + 1_000_003 * (args.curr_iteration + 1)
+        self._run_guests(batch, call["forward_step_func"], seed)
         part = batch.parts[0]
         assert part is not None
         micro_batches = self._reader.read(batch, 0, self._home.replica)
-        with self._home.turn(part.row_length, micro_batches):
+        with self._home.turn(part.row_length, micro_batches, seed):
             call["data_iterator"] = _iterators(self._home, micro_batches)
             call["num_microbatches"] = part.count
             call["seq_length"], call["micro_batch_size"] = part.row_length, self._home.strategy.micro_batch_size

@@ -10,6 +10,7 @@ from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
+REPLICAS = (["2,1,1", "1,2,1"], [32, 12, 0])
 STATIC = (["1,2,1"], [32, 0])
 TOLERANCE = 1e-5
 
@@ -22,11 +23,12 @@ def saved(tmp_path, run, **options):
     return through
 
 
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize("hot", [HOT, REPLICAS], ids=["one replica", "two replicas, which draw differently"])
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot):
     options = {"bf16": True, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     options |= {"eval_iters": 1, "eval_interval": 3}
-    through = saved(tmp_path, HOT, **options)
-    resumed = hot_run(*HOT, train_iters=4, load=os.fspath(tmp_path), **options)
+    through = saved(tmp_path, hot, **options)
+    resumed = hot_run(*hot, train_iters=4, load=os.fspath(tmp_path), **options)
     for before, after in zip(through, resumed, strict=True):
         assert before.losses[2:] == after.losses
         assert before.grad_norms[2:] == after.grad_norms

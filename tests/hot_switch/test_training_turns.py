@@ -69,33 +69,34 @@ _states: list = []
 
 
 def watch_generators():
-    """Note the state of the generator of dropout where turns of guests begin and end, and around all of them."""
+    """Note the state of the generator of dropout where turns begin and end, and before and after all of them."""
     import contextlib
     import hashlib
 
     import torch
 
-    from megatron_ext.hot_switch.guest import Guest
+    from megatron_ext.hot_switch.placed_model import PlacedModel
     from megatron_ext.hot_switch.step import SwitchingStep
 
-    training, run_guests = Guest.training, SwitchingStep._run_guests
+    turn, run = PlacedModel.turn, SwitchingStep.run
 
     def state():
         return hashlib.sha256(torch.cuda.get_rng_state().numpy().tobytes()).hexdigest()
 
     @contextlib.contextmanager
     def watched(self, *args):
-        with training(self, *args):
+        with turn(self, *args):
             begin = state()
             yield
-            _states.append((self.strategy.label, begin, state()))
+            _states.append(("turn", begin, state()))
 
-    def guests(self, *args):
+    def step(self, *args, **kwargs):
         before = state()
-        run_guests(self, *args)
-        _states.append(("home", before, state()))
+        losses = run(self, *args, **kwargs)
+        _states.append(("step", before, state()))
+        return losses
 
-    Guest.training, SwitchingStep._run_guests = watched, guests
+    PlacedModel.turn, SwitchingStep.run = watched, step
 
 
 def seen_states(model, optimizer, args):
@@ -103,16 +104,16 @@ def seen_states(model, optimizer, args):
     return _states
 
 
-def test_every_turn_of_a_guest_drops_out_by_numbers_of_its_own_and_none_of_homes():
+def test_every_turn_drops_out_by_numbers_of_its_own_and_none_of_megatrons():
     options = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "train_iters": 3}
     command = arguments(["2,1,1", "1,2,1", "1,1,2"], [32, 16, 8, 0], **options)
     for rank in run_pretrain(command, 2, before=watch_generators, probe=seen_states):
-        guests = [(begin, end) for label, begin, end in rank.probe if label != "home"]
-        assert len(guests) == len({begin for begin, _ in guests}) == 6
-        assert all(begin != end for begin, end in guests)
-        around = [(before, after) for label, before, after in rank.probe if label == "home"]
-        assert len(around) == len({before for before, _ in around}) == 3
-        assert all(before == after for before, after in around)
+        turns = [(begin, end) for what, begin, end in rank.probe if what == "turn"]
+        assert len(turns) == len({begin for begin, _ in turns}) == 9
+        assert all(begin != end for begin, end in turns)
+        steps = [(before, after) for what, before, after in rank.probe if what == "step"]
+        assert len(steps) == 3
+        assert all(before == after for before, after in steps)
 
 
 _rounds: list = []
