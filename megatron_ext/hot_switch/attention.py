@@ -7,13 +7,15 @@ the row, because torch's scaled dot product attention keeps no scores; on a GPU 
 
 With context parallelism a rank has the queries of its parts of the rows, and gathers the keys and values of all of
 them.
+
+On Transformer Engine whole rows go to its own attention for documents of several lengths (THD), all at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, cast
 
@@ -116,19 +118,24 @@ def _attend(
 
 
 def attend_by_document(model: torch.nn.Module) -> None:
-    """Let a GPT on Megatron's local implementation take the lengths of documents in place of an attention mask.
+    """Let a GPT take the lengths of documents in place of an attention mask.
 
     With a mask, as in evaluation, it does what it did, but for context parallelism, which Megatron's local attention
-    does not know. Without one a row is a document.
+    does not know. There a row is a document where there is no mask.
 
     Args:
-        model: its `DotProductAttention` modules are changed in place.
+        model: the core attention modules of its layers are changed in place: `DotProductAttention` or
+            `TEDotProductAttention`.
     """
+    from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-    for module in model.modules():
+    for attention in model.modules():
+        module = getattr(attention, "core_attention", None)
         if isinstance(module, DotProductAttention):
             _take_lengths(module)
+        elif HAVE_TE and isinstance(module, TEDotProductAttention):
+            _take_lengths_on_transformer_engine(module, getattr(attention, "softmax_scale", None))
 
 
 def _take_lengths(module: Any) -> None:
@@ -141,24 +148,106 @@ def _take_lengths(module: Any) -> None:
         group = module.pg_collection.cp
         if attention_mask is None:
             attention_mask = torch.full((query.shape[1], 1), query.shape[0] * group.size())
-        elif attention_mask.dtype != torch.int64:  # masks are bool
+        elif not _are_lengths(attention_mask):
             if group.size() > 1:
                 raise RuntimeError("attention over parts of rows takes no mask, but the model was given one")
             return original(query, key, value, attention_mask, *rest, **kwargs)
         # Megatron divides by the layer's number before the scores are made, and multiplies by it afterwards.
         scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)
         dropout = module.attention_dropout.p if module.training else 0.0
-        parts = row_parts(query.shape[0], group)
-        if group.size() > 1:
-            # Latent attention has values of another size.
-            sizes = [key.shape[-1], value.shape[-1]]
-            key, value = torch.split(gather_rows(torch.cat((key, value), dim=-1), group), sizes, dim=-1)
-        with _generator(module, dropout):
-            return attend_within_documents(
-                query, key, value, attention_mask, scale=scale, dropout=dropout, parts=parts
-            )
+        return _attend_to_rows(module, query, key, value, attention_mask, group, scale, dropout)
 
     module.forward = forward
+
+
+def _take_lengths_on_transformer_engine(module: Any, scale: float | None) -> None:
+    """Change one module.
+
+    Args:
+        module: a `TEDotProductAttention`.
+        scale: of the scores, as latent attention gives it; None for what the config says.
+    """
+    from megatron.core import parallel_state
+
+    original, config = module.forward, module.config
+    if scale is None:
+        scale = config.softmax_scale or config.kv_channels**-0.5
+
+    @functools.wraps(original)
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
+        if attention_mask is None or not _are_lengths(attention_mask):
+            return original(query, key, value, attention_mask, *rest, **kwargs)
+        group = parallel_state.get_context_parallel_group()
+        # Its attention over parts of rows wants every document cut alike, and its kernels for documents want values as
+        # wide as keys, which those of latent attention are not.
+        if group.size() > 1 or value.shape[-1] != key.shape[-1]:
+            dropout = config.attention_dropout if module.training else 0.0
+            return _attend_to_rows(module, query, key, value, attention_mask, group, scale, dropout)
+        return _attend_at_once(original, query, key, value, attention_mask, *rest, **kwargs)
+
+    module.forward = forward
+
+
+def _attend_at_once(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    *rest: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attend within the documents of all rows in one call of `TEDotProductAttention.forward`; see there."""
+    positions, rows = query.shape[:2]
+    joined = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
+    kwargs["packed_seq_params"] = _packed(tuple(map(tuple, lengths.tolist())), positions, query.device)
+    context = attend(*joined, None, *rest, **kwargs)
+    return context.reshape(rows, positions, -1).transpose(0, 1).contiguous()
+
+
+@functools.lru_cache(maxsize=64)
+def _packed(lengths: tuple[tuple[int, ...], ...], positions: int, device: torch.device) -> Any:
+    """Tell Transformer Engine where documents begin; all layers of a micro-batch ask for the same.
+
+    Padding at the end of a row is one more document: the kernels leave what belongs to none undefined.
+    """
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    found = [length for row in lengths for length in (*row, positions - sum(row)) if length]
+    starts = torch.tensor([0, *accumulate(found)], dtype=torch.int32).to(device)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=max(found),
+        max_seqlen_kv=max(found),
+    )
+
+
+def _attend_to_rows(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: torch.Tensor,
+    group: Any,
+    scale: float,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend one document at a time, from this rank's parts of the rows to all of them."""
+    parts = row_parts(query.shape[0], group)
+    if group.size() > 1:
+        # Latent attention has values of another size.
+        sizes = [key.shape[-1], value.shape[-1]]
+        key, value = torch.split(gather_rows(torch.cat((key, value), dim=-1), group), sizes, dim=-1)
+    with _generator(module, dropout):
+        return attend_within_documents(query, key, value, lengths, scale=scale, dropout=dropout, parts=parts)
+
+
+def _are_lengths(mask: torch.Tensor) -> bool:
+    return mask.dtype == torch.int64  # masks are bool
 
 
 def _generator(module: Any, dropout: float) -> contextlib.AbstractContextManager[None]:

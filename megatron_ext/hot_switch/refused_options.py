@@ -17,10 +17,34 @@ _POSITIONS = ("none", "rope", "learned_absolute")
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
-        "--transformer-impl transformer_engine",
-        lambda args: args.transformer_impl != "local",
-        "packed rows need a mask that keeps documents apart, which Transformer Engine does not take in this form; use "
-        "--transformer-impl local",
+        "--transformer-impl inference_optimized",
+        lambda args: args.transformer_impl not in ("local", "transformer_engine"),
+        "its layers do not train; use transformer_engine or local",
+    ),
+    (
+        "--hot-switch-attention rows with --transformer-impl transformer_engine",
+        lambda args: args.hot_switch_attention == "rows" and args.transformer_impl == "transformer_engine",
+        "its attention takes no mask between the documents of a row; drop it or use --transformer-impl local",
+    ),
+    (
+        "--fp8-format or --fp4-format",
+        lambda args: args.fp8 is not None or args.fp4 is not None,
+        "the scales and copies of weights that Transformer Engine keeps would be home's only; use --bf16",
+    ),
+    (
+        "--tp-comm-overlap",
+        lambda args: args.tp_comm_overlap,
+        "its buffers are made for home's tensor parallel ranks; drop it",
+    ),
+    (
+        "--use-transformer-engine-op-fuser, --te-rng-tracker or --delay-wgrad-compute",
+        lambda args: args.use_transformer_engine_op_fuser or args.te_rng_tracker or args.delay_wgrad_compute,
+        "it has not been tested with guests; drop it",
+    ),
+    (
+        "--qk-clip or --log-max-attention-logit",
+        lambda args: args.qk_clip or args.log_max_attention_logit,
+        "home would see the logits of its own rows only; drop it",
     ),
     (
         "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",

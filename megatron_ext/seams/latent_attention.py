@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam: multi-latent attention on Megatron's local implementation, which can neither build nor cut it over ranks."""
+"""Seam: multi-latent attention, whose gradients Megatron does not add up over ranks, and cannot build locally."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def _gather_with_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 
         query, common = original(self, hidden_states)
         latent, rotary = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
-        if common.size(-1) == latent + rotary:
-            return query, common
-        common = gather_from_tensor_model_parallel_region(common)
+        if common.size(-1) < latent + rotary:
+            common = gather_from_tensor_model_parallel_region(common)
+            if self.config.sequence_parallel:
+                common = scatter_to_sequence_parallel_region(common)
         if self.config.sequence_parallel:
             # Megatron gathers the rotary part again, and adds up its gradients in doing so.
-            return query, scatter_to_sequence_parallel_region(common)
+            return query, common
         parts = torch.split(common, [latent, rotary], dim=-1)
         return query, torch.cat([parts[0], copy_to_tensor_model_parallel_region(parts[1])], dim=-1)
 
@@ -68,8 +69,8 @@ _PATCHES = (
         name="repairs/latent-attention-gradients",
         target="megatron.core.transformer.multi_latent_attention:MLASelfAttention._qkv_down_projection",
         wrap=_gather_with_gradients,
-        reason="Where tensor parallelism cuts the down projections, Megatron gathers the rotary part of the keys for "
-        "the heads of a rank, but does not add up its gradients over the ranks.",
+        reason="Without sequence parallelism every tensor-parallel rank has the rotary part of the keys for its own "
+        "heads, but Megatron does not add up the gradients over the ranks.",
         parameters=("hidden_states",),
     ),
 )

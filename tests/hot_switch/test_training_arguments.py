@@ -36,7 +36,11 @@ NOT_WITH_IT = {
     "mla_down_proj_fusion": True,
     "spec": ["module", "layers"],
     "defer_embedding_wgrad_compute": True,
-    "transformer_impl": "transformer_engine",
+    "transformer_impl": "inference_optimized",
+    "fp8_format": "hybrid",
+    "tp_comm_overlap": True,
+    "te_rng_tracker": True,
+    "qk_clip": True,
 }
 CASES = {
     "ranks and lengths": (
@@ -131,10 +135,17 @@ CASES = {
                 ),
                 *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
                 *("--position-embedding-type", "--mla-down-proj-fusion", "--spec", "--defer-embedding-wgrad-compute"),
-                "--transformer-impl transformer_engine",
+                *("--transformer-impl inference_optimized", "--fp8-format or --fp4-format", "--tp-comm-overlap"),
+                "--use-transformer-engine-op-fuser, --te-rng-tracker or --delay-wgrad-compute",
+                "--qk-clip or --log-max-attention-logit",
             )
         ],
     ),
+    "masks for Transformer Engine": (
+        arguments(*HOME_AND_GUEST, transformer_impl="transformer_engine", hot_switch_attention="rows"),
+        ["--hot-switch-attention rows with --transformer-impl transformer_engine is not supported with hot switching"],
+    ),
+    "Transformer Engine": (arguments(*HOME_AND_GUEST, transformer_impl="transformer_engine"), []),
     "nodes": (
         arguments(["3,1,1", "1,3,1"], [32, 8, 0], hot_switch_gpus_per_node=2),
         ["--hot-switch-gpus-per-node is 2, but 3 ranks do not fill such nodes"],

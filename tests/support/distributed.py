@@ -124,6 +124,32 @@ def warm_up() -> None:
 
 
 @contextmanager
+def server_with_packages(folder: Path) -> Iterator[None]:
+    """Fork ranks from a server of their own that finds the packages of this folder besides.
+
+    What can be imported decides what Megatron's modules contain once they are, so that ranks of the usual server come
+    too late.
+    """
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [before])])
+    try:
+        _stop_server()
+        yield
+    finally:
+        _stop_server()
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def _stop_server() -> None:
+    """Let the next ranks come from another server; the module has no public way to say so."""
+    with _starting:
+        forkserver._forkserver._stop()
+
+
+@contextmanager
 def _server_environment() -> Iterator[None]:
     """Environment of the fork server: it finds `tests`, and numeric libraries start no threads in it."""
     search_path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Megatron subclasses and calls."""
+
+
+class CudaRNGStatesTracker:
+    """Base class of Megatron's, which runs with `--te-rng-tracker` only."""
+
+
+def checkpoint(*_args, **_kwargs):
+    """Refuse."""
+    raise NotImplementedError("the double has no activation checkpointing for FP8")
+
+
+def activation_recompute_forward(*_args, **_kwargs):
+    """Refuse."""
+    raise NotImplementedError("the double has no activation checkpointing for FP8")

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hot switching on Megatron's Transformer Engine layers, on a double of that package: the real one needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hot_switch.runs import (
+    COMMON,
+    LLAMA,
+    PARTS_OF_ROWS,
+    arguments,
+    assert_equal_but_for_rounding,
+    full_parameters,
+    losses,
+    many_rounds,
+    stock_run,
+    tell_padding,
+)
+from tests.support.presets import LATENT, MOE, toy_gpt
+from tests.support.pretrain import run_pretrain
+from tests.support.transformer_engine import accept_transformer_engine, double_of_transformer_engine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def double() -> Iterator[None]:
+    """Let all ranks of this module find the double."""
+    with double_of_transformer_engine():
+        yield
+
+
+TE = {"transformer_impl": "transformer_engine"}
+
+DENSE = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 2, tp: 2, pp: 1, sequence_parallel: true}
+  - {dp: 1, tp: 4, pp: 1}
+  - {dp: 1, tp: 2, pp: 2, sequence_parallel: true, micro_batch_size: 2, recompute: selective}
+"""
+STAGES = """
+bucket_sizes: [32, 12, 0]
+strategies:
+  - {dp: 1, tp: 2, pp: 2, vpp: 2}
+  - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2, recompute: full}
+"""
+EXPERTS = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 4, tp: 1, pp: 1, ep: 2}
+  - {dp: 2, tp: 1, pp: 2, ep: 1}
+  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
+"""
+
+
+def forbid_attention_by_document():
+    """Let torch's attention fail, so that what is left is that of Transformer Engine."""
+    from megatron_ext.hot_switch import attention
+
+    attention.attend_within_documents = None
+
+
+def forbid_attention_at_once():
+    """The reverse."""
+    from megatron_ext.hot_switch import attention
+
+    attention._attend_at_once = None
+
+
+def nothing():
+    """Both are used."""
+
+
+@pytest.mark.parametrize(
+    ("strategies", "home", "layout", "forbidden", "options"),
+    [
+        (
+            DENSE,
+            "2,2,1",
+            {"sequence_parallel": True},
+            forbid_attention_by_document,
+            {**LLAMA, "use_distributed_optimizer": True},
+        ),
+        (
+            STAGES,
+            "1,2,2",
+            {"num_virtual_stages_per_pipeline_rank": 2},
+            forbid_attention_by_document,
+            {"num_layers": 4},
+        ),
+        (PARTS_OF_ROWS, "2,1,2", {}, nothing, {**LLAMA, "num_layers": 4}),
+        (DENSE, "2,2,1", {"sequence_parallel": True}, forbid_attention_at_once, LATENT),
+        (
+            EXPERTS,
+            "4,1,1",
+            {"expert_model_parallel_size": 2},
+            forbid_attention_by_document,
+            {
+                **MOE,
+                "moe_aux_loss_coeff": 0.0,
+                "moe_z_loss_coeff": 0.1,
+                "moe_grouped_gemm": True,
+                "disable_bias_linear": True,
+                "use_distributed_optimizer": True,
+            },
+        ),
+    ],
+    ids=["tensor and sequence parallel", "stages and biases", "parts of rows", "latent attention", "grouped experts"],
+)
+def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, options):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(strategies)
+    hot = run_pretrain(
+        toy_gpt(COMMON, TE, options, hot_switch_strategy_file=str(file)),
+        4,
+        probe=full_parameters,
+        before=(accept_transformer_engine, forbidden, many_rounds),
+    )
+    told = (tell_padding,) if strategies is EXPERTS else ()
+    stock = stock_run(home, accept_transformer_engine, *told, **TE, **layout, **options)
+    assert_equal_but_for_rounding(hot, stock)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
+    options = {**LLAMA, **TE, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+    options |= {"train_iters": 4, "eval_iters": 1, "eval_interval": 3, "bf16": True}
+    hot = ["2,1,1", "1,2,1"], [32, 12, 0]
+    command = arguments(*hot, **options, save=str(tmp_path), save_interval=2)
+    through = run_pretrain(command, 2, before=accept_transformer_engine)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    resumed = run_pretrain(arguments(*hot, **options, load=str(tmp_path)), 2, before=accept_transformer_engine)
+    assert len(set(losses(through))) == 4
+    for before, after in zip(through, resumed, strict=True):
+        assert before.losses[2:] == after.losses
+        assert before.parameters == after.parameters
+        assert before.optimizer == after.optimizer
+    assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs on a double of Transformer Engine, which cannot be imported without a GPU."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.support.distributed import REPOSITORY, server_with_packages
+
+__all__ = ["accept_transformer_engine", "double_of_transformer_engine"]
+
+
+@contextmanager
+def double_of_transformer_engine() -> Iterator[None]:
+    """Let ranks find the double, and Megatron build its Transformer Engine layers on it."""
+    with server_with_packages(REPOSITORY / "tests/doubles"):
+        yield
+
+
+def accept_transformer_engine() -> None:
+    """Let the CPU backend of a rank accept what the double can do there."""
+    import torch
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    from megatron_ext.backends.cpu import cuda_calls, options
+
+    ours = {"--transformer-impl transformer_engine", "--moe-grouped-gemm"}
+    options.RULES = tuple(rule for rule in options.RULES if rule.option not in ours)
+    # Grouped experts ask whether the device is new enough.
+    asked = "torch.cuda:get_device_capability"
+    cuda_calls._PATCHES = tuple(patch for patch in cuda_calls._PATCHES if patch.target != asked)
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    # Megatron makes a CUDA stream for attention over parts of rows, unless there is one.
+    TEDotProductAttention.cp_stream = object()
