@@ -27,6 +27,9 @@ from megatron_ext.hot_switch.row_parts import Part, gather_rows, row_parts
 
 __all__ = ["attend_by_document", "attend_within_documents"]
 
+_FUSED_DTYPES = {torch.float16, torch.bfloat16}
+"""Of which Transformer Engine has kernels for documents of several lengths; its unfused attention pads them all."""
+
 
 def attend_within_documents(
     query: torch.Tensor,
@@ -168,8 +171,10 @@ def _take_lengths_on_transformer_engine(module: Any, scale: float | None) -> Non
         scale: of the scores, as latent attention gives it; None for what the config says.
     """
     from megatron.core import parallel_state
+    from megatron.core.transformer.enums import AttnBackend
 
     original, config = module.forward, module.config
+    is_fused = config.attention_backend not in (AttnBackend.unfused, AttnBackend.local)
     if scale is None:
         scale = config.softmax_scale or config.kv_channels**-0.5
 
@@ -182,7 +187,8 @@ def _take_lengths_on_transformer_engine(module: Any, scale: float | None) -> Non
         group = parallel_state.get_context_parallel_group()
         # Its attention over parts of rows wants every document cut alike, and its kernels for documents want values as
         # wide as keys, which those of latent attention are not.
-        if group.size() > 1 or value.shape[-1] != key.shape[-1]:
+        fits = is_fused and query.dtype in _FUSED_DTYPES and value.shape[-1] == key.shape[-1]
+        if group.size() > 1 or not fits:
             dropout = config.attention_dropout if module.training else 0.0
             return _attend_to_rows(module, query, key, value, attention_mask, group, scale, dropout)
         return _attend_at_once(original, query, key, value, attention_mask, *rest, **kwargs)
@@ -216,7 +222,10 @@ def _packed(lengths: tuple[tuple[int, ...], ...], positions: int, device: torch.
     from megatron.core.packed_seq_params import PackedSeqParams
 
     found = [length for row in lengths for length in (*row, positions - sum(row)) if length]
-    starts = torch.tensor([0, *accumulate(found)], dtype=torch.int32).to(device)
+    starts = torch.tensor([0, *accumulate(found)], dtype=torch.int32)
+    if device.type == "cuda":
+        # From other memory the copy would wait for all that the device still has to do.
+        starts = starts.pin_memory().to(device, non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=starts,

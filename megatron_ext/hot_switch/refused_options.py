@@ -13,6 +13,11 @@ from megatron_ext.seams.arguments import asks_for_cuda_graphs
 
 __all__ = ["refused_options"]
 
+
+def _is_set(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name))
+
+
 _POSITIONS = ("none", "rope", "learned_absolute")
 
 _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
@@ -27,8 +32,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "its attention takes no mask between the documents of a row; drop it or use --transformer-impl local",
     ),
     (
-        "--fp8-format or --fp4-format",
-        lambda args: args.fp8 is not None or args.fp4 is not None,
+        "--fp8-format, --fp4-format or --te-precision-config-file",
+        lambda args: args.fp8 is not None or args.fp4 is not None or args.te_precision_config_file is not None,
         "the scales and copies of weights that Transformer Engine keeps would be home's only; use --bf16",
     ),
     (
@@ -37,13 +42,24 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "its buffers are made for home's tensor parallel ranks; drop it",
     ),
     (
-        "--use-transformer-engine-op-fuser, --te-rng-tracker or --delay-wgrad-compute",
-        lambda args: args.use_transformer_engine_op_fuser or args.te_rng_tracker or args.delay_wgrad_compute,
-        "it has not been tested with guests; drop it",
+        "--cpu-offloading-num-layers or --fine-grained-activation-offloading",
+        lambda args: args.cpu_offloading_num_layers > 0 or args.fine_grained_activation_offloading,
+        "what is offloaded when is remembered for one strategy's micro-batches; drop it",
+    ),
+    *(
+        (f"--{name.replace('_', '-')}", _is_set(name), "it has not been tested with guests; drop it")
+        for name in (
+            "use_transformer_engine_op_fuser",
+            "te_rng_tracker",
+            "delay_wgrad_compute",
+            "fused_residual_rmsnorm",
+            "use_te_activation_func",
+            "batch_invariant_mode",
+        )
     ),
     (
-        "--qk-clip or --log-max-attention-logit",
-        lambda args: args.qk_clip or args.log_max_attention_logit,
+        "--log-max-attention-logit",
+        lambda args: args.log_max_attention_logit,
         "home would see the logits of its own rows only; drop it",
     ),
     (
@@ -54,7 +70,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "--softmax-type",
         lambda args: args.softmax_type != "vanilla" and args.hot_switch_attention == "documents",
-        "torch's attention has the ordinary softmax only; add --hot-switch-attention rows",
+        "attention by document has the ordinary softmax only; use --transformer-impl local with --hot-switch-attention "
+        "rows",
     ),
     (
         "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",

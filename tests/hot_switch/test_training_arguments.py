@@ -40,7 +40,9 @@ NOT_WITH_IT = {
     "fp8_format": "hybrid",
     "tp_comm_overlap": True,
     "te_rng_tracker": True,
-    "qk_clip": True,
+    "log_max_attention_logit": True,
+    "fine_grained_activation_offloading": True,
+    "use_te_activation_func": True,
 }
 CASES = {
     "ranks and lengths": (
@@ -135,9 +137,10 @@ CASES = {
                 ),
                 *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
                 *("--position-embedding-type", "--mla-down-proj-fusion", "--spec", "--defer-embedding-wgrad-compute"),
-                *("--transformer-impl inference_optimized", "--fp8-format or --fp4-format", "--tp-comm-overlap"),
-                "--use-transformer-engine-op-fuser, --te-rng-tracker or --delay-wgrad-compute",
-                "--qk-clip or --log-max-attention-logit",
+                *("--transformer-impl inference_optimized", "--tp-comm-overlap", "--log-max-attention-logit"),
+                "--fp8-format, --fp4-format or --te-precision-config-file",
+                "--cpu-offloading-num-layers or --fine-grained-activation-offloading",
+                *("--te-rng-tracker", "--use-te-activation-func"),
             )
         ],
     ),

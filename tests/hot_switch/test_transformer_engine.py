@@ -32,7 +32,7 @@ def double() -> Iterator[None]:
         yield
 
 
-TE = {"transformer_impl": "transformer_engine"}
+TE = {"transformer_impl": "transformer_engine", "attention_backend": "auto"}
 
 DENSE = """
 bucket_sizes: [32, 16, 8, 0]
@@ -91,6 +91,13 @@ def nothing():
             forbid_attention_by_document,
             {"num_layers": 4},
         ),
+        (
+            DENSE,
+            "2,2,1",
+            {"sequence_parallel": True},
+            forbid_attention_at_once,
+            {**LLAMA, "attention_backend": "unfused"},
+        ),
         (PARTS_OF_ROWS, "2,1,2", {}, nothing, {**LLAMA, "num_layers": 4}),
         (DENSE, "2,2,1", {"sequence_parallel": True}, forbid_attention_at_once, LATENT),
         (
@@ -108,7 +115,7 @@ def nothing():
             },
         ),
     ],
-    ids=["tensor and sequence parallel", "stages and biases", "parts of rows", "latent attention", "grouped experts"],
+    ids=["tensor parallel", "stages and biases", "no kernels", "parts of rows", "latent attention", "grouped experts"],
 )
 def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, options):
     file = tmp_path / "strategies.yaml"
@@ -120,7 +127,7 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
         before=(accept_transformer_engine, forbidden, many_rounds),
     )
     told = (tell_padding,) if strategies is EXPERTS else ()
-    stock = stock_run(home, accept_transformer_engine, *told, **TE, **layout, **options)
+    stock = stock_run(home, accept_transformer_engine, *told, **{**TE, **layout, **options})
     assert_equal_but_for_rounding(hot, stock)
 
 

@@ -22,9 +22,12 @@ def accept_transformer_engine() -> None:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     from megatron_ext.backends.cpu import cuda_calls, options
+    from megatron_ext.hot_switch import attention
 
     ours = {"--transformer-impl transformer_engine", "--moe-grouped-gemm"}
     options.RULES = tuple(rule for rule in options.RULES if rule.option not in ours)
+    # Its kernels for documents of several lengths take 16 bits only.
+    attention._FUSED_DTYPES.add(torch.float32)
     # Grouped experts ask whether the device is new enough.
     asked = "torch.cuda:get_device_capability"
     cuda_calls._PATCHES = tuple(patch for patch in cuda_calls._PATCHES if patch.target != asked)

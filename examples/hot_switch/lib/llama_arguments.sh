@@ -15,8 +15,8 @@ GPT_MODEL_ARGS=(
     --untie-embeddings-and-output-weights
     --hidden-dropout 0
     --attention-dropout 0
-    # The one implementation whose attention keeps packed documents apart so far. It needs neither Transformer Engine
-    # nor Apex, so that nothing which they would fuse is asked for.
+    # It needs neither Transformer Engine nor Apex, so that nothing which they would fuse is asked for. With the former,
+    # leave these out.
     --transformer-impl local
     --attention-backend unfused
     --no-rope-fusion

@@ -36,7 +36,9 @@ class DotProductAttention(Module):
     ):
         super().__init__()
         assert attention_type == "self"
-        channels = kv_channels if isinstance(kv_channels, int) else kv_channels[0]
+        self.channels = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.groups = (num_gqa_groups or num_attention_heads) // tp_size
+        channels = self.channels[0]
         self.scale = channels**-0.5 if softmax_scale is None else softmax_scale
         self.dropout, self.sequence_parallel = attention_dropout, sequence_parallel
         self.get_rng_state_tracker = get_rng_state_tracker
@@ -62,6 +64,9 @@ class DotProductAttention(Module):
         assert self.cp_group is None, "the double has no attention over parts of sequences"
         assert attention_mask is None or attention_mask.dtype == torch.bool
         tensors = (query_layer, key_layer, value_layer)
+        assert all(tensor.stride(-1) == 1 for tensor in tensors)
+        assert (key_layer.shape[-1], value_layer.shape[-1]) == self.channels
+        assert key_layer.shape[-2] == value_layer.shape[-2] == self.groups
         if qkv_format == "sbhd":
             assert attn_mask_type == "causal" and all(tensor.dim() == 4 for tensor in tensors)
             # Attended together, (sequences, heads, positions, channels).
