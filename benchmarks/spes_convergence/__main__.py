@@ -29,7 +29,7 @@ from tests.support.distributed import REPOSITORY
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are asked for and missing, and report on all that there are."""
     options = parser().parse_args(arguments)
-    study = SpesStudy(output=options.output.resolve(), iterations=options.iterations)
+    study = SpesStudy(output=options.output.resolve(), iterations=options.iterations, sequences=options.sequences)
     prepare_corpus(study)
     make_missing(study, options.methods, options.seeds)
     report_on(study, options.seeds, options.json)
@@ -71,6 +71,13 @@ def parser() -> argparse.ArgumentParser:
         type=_iterations,
         default=SpesStudy.iterations,
         help=f"of every run ({SpesStudy.iterations}); give another --output with another number",
+    )
+    found.add_argument(
+        "--sequences",
+        type=int,
+        choices=(8, 16, 32),
+        default=SpesStudy.sequences,
+        help=f"of a peer's step ({SpesStudy.sequences}); give another --output with another number",
     )
     found.add_argument(
         "--output",

@@ -42,9 +42,6 @@ TRAINING: Options = {
     "clip_grad": 1.0,
 }
 
-SEQUENCES = 8
-"""Of a peer's step; a centralized step takes as many as all peers together."""
-
 VALIDATION_SEQUENCES = 128
 """Of every evaluation; all runs of a seed see the same ones."""
 
@@ -122,6 +119,9 @@ class SpesStudy(Study):
     peers: int = 4
     """Which share out the experts evenly."""
 
+    sequences: int = 8
+    """Of a peer's step; a centralized step takes as many as all peers together."""
+
     @property
     def start(self) -> int:
         """Iterations of a centralized start: three tenths, after which intervals end where those of the others do."""
@@ -167,7 +167,7 @@ class SpesStudy(Study):
             start: folder of the checkpoint of a centralized start.
         """
         together = 1 if self.server(run.method) is None else self.peers
-        sequences = SEQUENCES * self.peers // together
+        sequences = self.sequences * self.peers // together
         when: Options = {
             "seed": run.seed,
             "train_iters": self.iterations,

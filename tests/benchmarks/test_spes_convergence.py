@@ -64,8 +64,9 @@ def test_the_report_compares_peers_with_one_job_and_a_finished_run_is_not_made_a
     assert (tmp_path / "convergence.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_every_method_sees_the_same_tokens_and_ends_with_a_round(tmp_path: Path):
-    study = SpesStudy(output=tmp_path)
+@pytest.mark.parametrize("sequences", [8, 32])
+def test_every_method_sees_the_same_tokens_and_ends_with_a_round(tmp_path: Path, sequences: int):
+    study = SpesStudy(output=tmp_path, sequences=sequences)
     assert study.iterations >= 500
     tokens, validated = set(), set()
     for method in METHODS:
