@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -67,6 +68,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     distributed = sys.modules.get("tests.support.distributed")
     if distributed is not None and session.items and not session.config.option.collectonly:
         distributed.warm_up()
+
+
+@pytest.fixture(scope="module")
+def double_of_transformer_engine() -> Iterator[None]:
+    """Let all ranks of a module find the double, and Megatron build its Transformer Engine layers on it."""
+    from tests.support.distributed import REPOSITORY, server_with_packages  # slow, as above
+
+    with server_with_packages(REPOSITORY / "tests" / "doubles"):
+        yield
 
 
 @pytest.hookimpl(trylast=True)

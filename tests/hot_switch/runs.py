@@ -14,11 +14,13 @@ from tests.support.pretrain import RankOutcome, run_pretrain
 
 __all__ = [
     "COMMON",
+    "EXPERTS_APART",
     "GUESTS_OF_PARTS",
     "LLAMA",
     "PARTS_OF_ROWS",
     "arguments",
     "assert_equal_but_for_rounding",
+    "assert_went_on",
     "full_parameters",
     "hot_run",
     "losses",
@@ -67,6 +69,15 @@ strategies:
   - {dp: 1, tp: 1, pp: 1, cp: 4, recompute: selective}
   - {dp: 1, tp: 1, pp: 2, vpp: 2, cp: 2, micro_batch_size: 2}
 """
+
+EXPERTS_APART = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 4, tp: 1, pp: 1, ep: 2}
+  - {dp: 2, tp: 1, pp: 2, ep: 1}
+  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
+"""
+"""Experts on other ranks for each strategy."""
 
 
 def arguments(strategies: Sequence[str], buckets: Sequence[int], **overrides: Any) -> list[str]:
@@ -121,6 +132,15 @@ def assert_equal_but_for_rounding(ours: list[RankOutcome], theirs: list[RankOutc
     assert mine.keys() == others.keys()
     apart = max((float(np.abs(mine[name] - others[name]).max()), name) for name in mine)
     assert apart[0] <= 1e-4, apart
+
+
+def assert_went_on(resumed: list[RankOutcome], through: list[RankOutcome], *, after: int) -> None:
+    """Compare the bits of a run from a checkpoint with those of the run that saved it, from an iteration on."""
+    for rank, whole in zip(resumed, through, strict=True):
+        assert rank.losses == whole.losses[after:]
+        assert rank.grad_norms == whole.grad_norms[after:]
+        assert rank.parameters == whole.parameters
+        assert rank.optimizer == whole.optimizer
 
 
 def feed_documents() -> None:

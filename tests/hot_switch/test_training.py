@@ -8,6 +8,7 @@ import pytest
 
 from tests.hot_switch.runs import (
     COMMON,
+    EXPERTS_APART,
     GUESTS_OF_PARTS,
     LLAMA,
     PARTS_OF_ROWS,
@@ -78,18 +79,9 @@ def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options
     assert_equal_but_for_rounding(hot, stock_run(home, **options))
 
 
-EXPERTS = """
-bucket_sizes: [32, 16, 8, 0]
-strategies:
-  - {dp: 4, tp: 1, pp: 1, ep: 2}
-  - {dp: 2, tp: 1, pp: 2, ep: 1}
-  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
-"""
-
-
 def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
-    file.write_text(EXPERTS)
+    file.write_text(EXPERTS_APART)
     options = {**MOE, "moe_aux_loss_coeff": 0.0, "use_distributed_optimizer": True}
     # Unlike the balancing loss this one does not depend on what shares a micro-batch.
     options["moe_z_loss_coeff"] = 0.1
@@ -104,7 +96,7 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
 
 def test_biases_of_routers_follow_the_tokens_of_all_strategies(tmp_path):
     file = tmp_path / "strategies.yaml"
-    file.write_text(EXPERTS)
+    file.write_text(EXPERTS_APART)
     options = {
         **MOE,
         "moe_router_load_balancing_type": "none",

@@ -3,17 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.hot_switch.runs import (
     COMMON,
+    EXPERTS_APART,
     LLAMA,
     PARTS_OF_ROWS,
     arguments,
     assert_equal_but_for_rounding,
+    assert_went_on,
     full_parameters,
     losses,
     many_rounds,
@@ -22,15 +23,9 @@ from tests.hot_switch.runs import (
 )
 from tests.support.presets import LATENT, MOE, toy_gpt
 from tests.support.pretrain import run_pretrain
-from tests.support.transformer_engine import accept_transformer_engine, double_of_transformer_engine
+from tests.support.transformer_engine import accept_transformer_engine
 
-
-@pytest.fixture(scope="module", autouse=True)
-def double() -> Iterator[None]:
-    """Let all ranks of this module find the double."""
-    with double_of_transformer_engine():
-        yield
-
+pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
 
 TE = {"transformer_impl": "transformer_engine", "attention_backend": "auto"}
 
@@ -46,13 +41,6 @@ bucket_sizes: [32, 12, 0]
 strategies:
   - {dp: 1, tp: 2, pp: 2, vpp: 2}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2, recompute: full}
-"""
-EXPERTS = """
-bucket_sizes: [32, 16, 8, 0]
-strategies:
-  - {dp: 4, tp: 1, pp: 1, ep: 2}
-  - {dp: 2, tp: 1, pp: 2, ep: 1}
-  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
 """
 
 
@@ -101,7 +89,7 @@ def nothing():
         (PARTS_OF_ROWS, "2,1,2", {}, nothing, {**LLAMA, "num_layers": 4}),
         (DENSE, "2,2,1", {"sequence_parallel": True}, forbid_attention_at_once, LATENT),
         (
-            EXPERTS,
+            EXPERTS_APART,
             "4,1,1",
             {"expert_model_parallel_size": 2},
             forbid_attention_by_document,
@@ -126,7 +114,7 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
         probe=full_parameters,
         before=(accept_transformer_engine, forbidden, many_rounds),
     )
-    told = (tell_padding,) if strategies is EXPERTS else ()
+    told = (tell_padding,) if strategies is EXPERTS_APART else ()
     stock = stock_run(home, accept_transformer_engine, *told, **{**TE, **layout, **options})
     assert_equal_but_for_rounding(hot, stock)
 
@@ -140,8 +128,5 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = run_pretrain(arguments(*hot, **options, load=str(tmp_path)), 2, before=accept_transformer_engine)
     assert len(set(losses(through))) == 4
-    for before, after in zip(through, resumed, strict=True):
-        assert before.losses[2:] == after.losses
-        assert before.parameters == after.parameters
-        assert before.optimizer == after.optimizer
+    assert_went_on(resumed, through, after=2)
     assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,9 @@ from tests.hot_switch.runs import LLAMA, assert_equal_but_for_rounding, full_par
 from tests.local_sgd.runs import arguments, same_state
 from tests.support.presets import MOE
 from tests.support.pretrain import run_pretrain
-from tests.support.transformer_engine import accept_transformer_engine, double_of_transformer_engine
+from tests.support.transformer_engine import accept_transformer_engine
+
+pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
 
 # The norms by which workers are weighted and left out are those of layers, whose norms have other names here.
 PENALTY = {
@@ -26,13 +27,6 @@ PENALTY = {
     "local_sgd_clip_pseudo_grad": 0.1,
 }
 GROUPED = {**MOE, "moe_grouped_gemm": True, "disable_bias_linear": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def double() -> Iterator[None]:
-    """Let all ranks of this module find the double."""
-    with double_of_transformer_engine():
-        yield
 
 
 def test_rounds_over_these_layers_equal_rounds_over_local_ones():

@@ -23,6 +23,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed
 
 from tests.support.processes import group_exists, group_members
@@ -130,17 +131,13 @@ def server_with_packages(folder: Path) -> Iterator[None]:
     What can be imported decides what Megatron's modules contain once they are, so that ranks of the usual server come
     too late.
     """
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, [before])])
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         _stop_server()
-        yield
-    finally:
-        _stop_server()
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+        try:
+            yield
+        finally:
+            _stop_server()
 
 
 def _stop_server() -> None:

@@ -1,19 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on a double of Transformer Engine, which cannot be imported without a GPU."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from tests.support.distributed import REPOSITORY, server_with_packages
-
-__all__ = ["accept_transformer_engine", "double_of_transformer_engine"]
-
-
-@contextmanager
-def double_of_transformer_engine() -> Iterator[None]:
-    """Let ranks find the double, and Megatron build its Transformer Engine layers on it."""
-    with server_with_packages(REPOSITORY / "tests/doubles"):
-        yield
+__all__ = ["accept_transformer_engine"]
 
 
 def accept_transformer_engine() -> None:

@@ -25,14 +25,44 @@ class Module(torch.nn.Module):
         self.tp_group = tp_group
 
 
-def initialised(module, shape, *, init_method, get_rng_state_tracker, rng_tracker_name, device, dtype):
-    """Return a parameter that is drawn like a tensor-parallel one: from the tracker's generator."""
-    parameter = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    name = () if rng_tracker_name is None else (rng_tracker_name,)
-    fork = contextlib.nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork(*name)
-    with fork, torch.no_grad():
-        init_method(parameter)
-    return parameter
+class WithWeights(Module):
+    """A module that draws its weights like tensor-parallel ones: from the tracker's generator."""
+
+    def __init__(
+        self,
+        *,
+        parallel_mode=None,
+        tp_group=None,
+        get_rng_state_tracker=None,
+        rng_tracker_name=None,
+        init_method=None,
+        bias=True,
+        return_bias=False,
+        params_dtype=None,
+        device="cuda",
+        fuse_wgrad_accumulation=False,
+    ):
+        super().__init__()
+        assert not fuse_wgrad_accumulation, "the double does not fuse the accumulation of gradients"
+        assert parallel_mode in (None, "column", "row")
+        self.parallel_mode, self.use_bias, self.return_bias = parallel_mode, bias, return_bias
+        self.set_tensor_parallel_group(tp_group)
+        self._tracker, self._tracked = get_rng_state_tracker, () if rng_tracker_name is None else (rng_tracker_name,)
+        self._init_method, self._where = init_method, {"device": device, "dtype": params_dtype}
+
+    def draw_weight(self, out_features, in_features):
+        weight = torch.nn.Parameter(torch.empty(out_features, in_features, **self._where))
+        fork = contextlib.nullcontext() if self._tracker is None else self._tracker().fork(*self._tracked)
+        with fork, torch.no_grad():
+            self._init_method(weight)
+        mark_split(weight, 1 if self.parallel_mode == "row" else 0)
+        return weight
+
+    def make_bias(self, out_features):
+        """Return zeros, which are no parameter without a bias."""
+        if not self.use_bias:
+            return torch.empty(0, **self._where)
+        return torch.nn.Parameter(torch.zeros(out_features, **self._where))
 
 
 def mark_split(parameter, dim):

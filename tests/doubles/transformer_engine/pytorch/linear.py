@@ -3,58 +3,26 @@
 
 import torch
 
-from transformer_engine.pytorch.base import Module, initialised, mark_split
-from transformer_engine.pytorch.norms import normalised
+from transformer_engine.pytorch.base import WithWeights, mark_split
+from transformer_engine.pytorch.norms import norm_parameters, normalised
 
 
-class Linear(Module):
+class Linear(WithWeights):
     """Whole, or split over tensor-parallel ranks by columns or rows."""
 
-    def __init__(
-        self,
-        in_features,
-        out_features,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
-        device="cuda",
-        rng_tracker_name=None,
-    ):
-        super().__init__()
-        assert not fuse_wgrad_accumulation, "the double does not fuse the accumulation of gradients"
-        assert parallel_mode in (None, "column", "row")
+    def __init__(self, in_features, out_features, *, sequence_parallel=False, tp_group=None, tp_size=1, **weights):
+        super().__init__(tp_group=tp_group, **weights)
         self.tp_size = tp_size if tp_group is None else tp_group.size()
-        self.set_tensor_parallel_group(tp_group)
-        self.parallel_mode = parallel_mode
         self.sequence_parallel = self.tp_size > 1 and sequence_parallel
-        split = {"column": (self.tp_size, 1), "row": (1, self.tp_size), None: (1, 1)}[parallel_mode]
+        split = {"column": (self.tp_size, 1), "row": (1, self.tp_size), None: (1, 1)}[self.parallel_mode]
         assert out_features % split[0] == 0 and in_features % split[1] == 0
         self.out_features, self.in_features = out_features // split[0], in_features // split[1]
-        self.use_bias, self.return_bias = bias, return_bias
-        self.weight = initialised(
-            self,
-            (self.out_features, self.in_features),
-            init_method=init_method,
-            get_rng_state_tracker=get_rng_state_tracker,
-            rng_tracker_name=rng_tracker_name,
-            device=device,
-            dtype=params_dtype,
-        )
-        mark_split(self.weight, 1 if parallel_mode == "row" else 0)
-        self.bias = torch.empty(0, device=device, dtype=params_dtype)
-        if bias:
-            self.bias = torch.nn.Parameter(torch.zeros(self.out_features, device=device, dtype=params_dtype))
-            if parallel_mode == "column":
-                mark_split(self.bias, 0)
-            elif parallel_mode == "row":
-                self.bias.sequence_parallel = self.sequence_parallel
+        self.weight = self.draw_weight(self.out_features, self.in_features)
+        self.bias = self.make_bias(self.out_features)
+        if self.use_bias and self.parallel_mode == "column":
+            mark_split(self.bias, 0)
+        elif self.use_bias and self.parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, x, is_first_microbatch=None):
         from megatron.core.tensor_parallel import mappings
@@ -83,33 +51,26 @@ class LayerNormLinear(Linear):
         self,
         in_features,
         out_features,
-        eps=1e-5,
         *,
+        eps=1e-5,
         normalization="LayerNorm",
         zero_centered_gamma=False,
         return_layernorm_output=False,
-        sequence_parallel=False,
         device,
         params_dtype,
-        **kwargs,
+        **linear,
     ):
-        super().__init__(
-            in_features,
-            out_features,
-            sequence_parallel=sequence_parallel,
-            device=device,
-            params_dtype=params_dtype,
-            **kwargs,
-        )
+        super().__init__(in_features, out_features, device=device, params_dtype=params_dtype, **linear)
         assert not return_layernorm_output
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        start = torch.zeros if zero_centered_gamma else torch.ones
-        self.layer_norm_weight = torch.nn.Parameter(start(in_features, device=device, dtype=params_dtype))
-        self.layer_norm_weight.sequence_parallel = self.sequence_parallel
-        self.layer_norm_bias = None
-        if normalization == "LayerNorm":
-            self.layer_norm_bias = torch.nn.Parameter(torch.zeros_like(self.layer_norm_weight))
-            self.layer_norm_bias.sequence_parallel = self.sequence_parallel
+        self.layer_norm_weight, self.layer_norm_bias = norm_parameters(
+            in_features,
+            has_bias=normalization == "LayerNorm",
+            sequence_parallel=self.sequence_parallel,
+            zero_centered_gamma=zero_centered_gamma,
+            params_dtype=params_dtype,
+            device=device,
+        )
 
     def forward(self, x, is_first_microbatch=None):
         norm = normalised(
@@ -122,48 +83,18 @@ class LayerNormLinear(Linear):
         return super().forward(norm, is_first_microbatch)
 
 
-class GroupedLinear(Module):
+class GroupedLinear(WithWeights):
     """Several linear layers, each for its own part of the rows; their parameters are numbered."""
 
     def __init__(
-        self,
-        num_gemms,
-        in_features,
-        out_features,
-        sequence_parallel=False,
-        fuse_wgrad_accumulation=False,
-        tp_group=None,
-        tp_size=1,
-        get_rng_state_tracker=None,
-        rng_tracker_name=None,
-        init_method=None,
-        bias=True,
-        return_bias=False,
-        params_dtype=None,
-        parallel_mode=None,
-        device="cuda",
-        ub_name=None,
+        self, num_gemms, in_features, out_features, *, sequence_parallel=False, tp_size=1, ub_name=None, **weights
     ):
-        super().__init__()
-        assert not fuse_wgrad_accumulation, "the double does not fuse the accumulation of gradients"
+        super().__init__(**weights)
         assert tp_size == 1, "Megatron communicates outside of this module"
-        self.set_tensor_parallel_group(tp_group)
-        self.num_gemms, self.parallel_mode = num_gemms, parallel_mode
-        self.use_bias, self.return_bias = bias, return_bias
+        self.num_gemms = num_gemms
         for number in range(num_gemms):
-            weight = initialised(
-                self,
-                (out_features, in_features),
-                init_method=init_method,
-                get_rng_state_tracker=get_rng_state_tracker,
-                rng_tracker_name=rng_tracker_name,
-                device=device,
-                dtype=params_dtype,
-            )
-            mark_split(weight, 1 if parallel_mode == "row" else 0)
-            self.register_parameter(f"weight{number}", weight)
-            zeros = torch.zeros(out_features if bias else 0, device=device, dtype=params_dtype)
-            setattr(self, f"bias{number}", torch.nn.Parameter(zeros) if bias else zeros)
+            setattr(self, f"weight{number}", self.draw_weight(out_features, in_features))
+            setattr(self, f"bias{number}", self.make_bias(out_features))
 
     def init_fp8_metadata(self, num_gemms):
         """There is none."""

@@ -6,6 +6,16 @@ import torch
 from transformer_engine.pytorch.base import Module
 
 
+def norm_parameters(size, *, has_bias, sequence_parallel, zero_centered_gamma, params_dtype, device):
+    """Return weight, and bias or None; they are told whether their gradients are those of parts of the sequence."""
+    start = torch.zeros if zero_centered_gamma else torch.ones
+    weight = torch.nn.Parameter(start(size, device=device, dtype=params_dtype))
+    bias = torch.nn.Parameter(torch.zeros_like(weight)) if has_bias else None
+    for parameter in (weight, bias) if has_bias else (weight,):
+        parameter.sequence_parallel = sequence_parallel
+    return weight, bias
+
+
 def normalised(x, weight, bias, *, eps, zero_centered_gamma):
     """LayerNorm with a bias, RMSNorm without one."""
     if zero_centered_gamma:
@@ -16,17 +26,16 @@ def normalised(x, weight, bias, *, eps, zero_centered_gamma):
 
 
 class RMSNorm(Module):
-    """A weight, which is told whether its gradients are those of parts of the sequence."""
+    """A weight."""
 
-    def __init__(
-        self, normalized_shape, eps=1e-5, *, sequence_parallel, zero_centered_gamma=False, params_dtype, device
-    ):
+    has_bias = False
+
+    def __init__(self, normalized_shape, eps=1e-5, *, zero_centered_gamma=False, **parameters):
         super().__init__()
         self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
-        start = torch.zeros if zero_centered_gamma else torch.ones
-        self.weight = torch.nn.Parameter(start(normalized_shape, device=device, dtype=params_dtype))
-        self.weight.sequence_parallel = sequence_parallel
-        self.bias = None
+        self.weight, self.bias = norm_parameters(
+            normalized_shape, has_bias=self.has_bias, zero_centered_gamma=zero_centered_gamma, **parameters
+        )
 
     def forward(self, x):
         return normalised(x, self.weight, self.bias, eps=self.eps, zero_centered_gamma=self.zero_centered_gamma)
@@ -35,9 +44,4 @@ class RMSNorm(Module):
 class LayerNorm(RMSNorm):
     """The same with a bias."""
 
-    def __init__(self, *args, sequence_parallel, params_dtype, device, **kwargs):
-        super().__init__(
-            *args, sequence_parallel=sequence_parallel, params_dtype=params_dtype, device=device, **kwargs
-        )
-        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
-        self.bias.sequence_parallel = sequence_parallel
+    has_bias = True
