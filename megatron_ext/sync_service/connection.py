@@ -323,8 +323,9 @@ class Connection:
             ("grpc.max_receive_message_length", MAX_MESSAGE),
             ("grpc.max_send_message_length", MAX_MESSAGE),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 2000),
+            # In spite of its name, how long an attempt to connect may take: a far-away or busy server needs its time.
+            ("grpc.min_reconnect_backoff_ms", 20_000),
             ("grpc.keepalive_time_ms", 60_000),
             # Connections of other channels of this process are none of ours.
             ("grpc.use_local_subchannel_pool", 1),

@@ -126,6 +126,23 @@ def test_an_upload_that_nobody_takes_is_given_up(make_service: MakeService, capl
     assert "Upload: DEADLINE_EXCEEDED (nothing has been taken for 2 s); trying again" in caplog.text
 
 
+def test_a_server_that_is_far_away_is_reached_without_trying_again(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture
+):
+    class Distant(ByteRelay):
+        def _pass_on(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
+            time.sleep(0.6)  # before the first bytes of a connection: a handshake takes over a second
+            super()._pass_on(source, target, is_up)
+
+    values = {"layer": torch.ones(1000)}
+    service = make_service(peers=1)
+    service.start()
+    with Distant(int(service.address.rpartition(":")[2])) as relay:
+        taken = publish_through(service, relay, values, 20.0)
+    assert torch.equal(taken["layer"], values["layer"])
+    assert "trying again" not in caplog.text
+
+
 def test_what_has_come_before_a_link_broke_is_not_sent_again(make_service: MakeService):
     with joined_through(make_service, limit=3 * MIB) as (taken, relay):
         assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
