@@ -15,6 +15,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
+from megatron_ext.sync_service.proxy import proxy_variable
 from megatron_ext.sync_service.security import TOKEN_KEY, read_token
 from megatron_ext.sync_service.tls import client_credentials, what_tls_says
 from megatron_ext.sync_service.wire import Unreadable, stub_of
@@ -125,6 +126,7 @@ class Connection:
         address = split_address(config.server)
         if address is None:
             raise UserError(f"server is {config.server!r}; give ADDRESS:PORT")
+        self._host = address[0]
         for name, or_zero in (("patience_seconds", True), ("call_seconds", False)):
             seconds, least = getattr(config, name), "0 or more" if or_zero else "above 0"
             if not can_be_waited(seconds, or_zero=or_zero):
@@ -278,6 +280,11 @@ class Connection:
                 end = time.monotonic() + self.config.patience_seconds
                 pause, damaged = _FIRST_PAUSE, 0
             damaged += is_damage
+            if code == grpc.StatusCode.UNIMPLEMENTED:
+                raise UserError(
+                    f"server {self.config.server} does not know {what} ({text}): something else listens there, or a "
+                    "sync server of another version; see that the address is what `megatron-ext server start` prints"
+                ) from problem
             if code not in _RETRIED and not (is_damage and damaged <= _DAMAGE_RETRIES):
                 raise UserError(f"server {self.config.server} refuses {what}: {text}") from problem
             wrong = what_tls_says(text)
@@ -306,7 +313,11 @@ class Connection:
             tls = ", that it has no TLS (else give tls_ca)"
         elif self.config.tls_cert is None:
             tls = ", that it asks for no certificate (else give tls_cert and tls_key)"
-        return f"see that it runs there{tls}, and that nothing is in the way"
+        proxy = None if is_loopback(self._host) else proxy_variable(self._host)
+        way = "nothing is in the way"
+        if proxy is not None:
+            way = f"the proxy of the environment variable {proxy} leads there (else add {self._host} to no_proxy)"
+        return f"see that it runs there{tls}, and that {way}"
 
     def _methods(self) -> Any:
         with self._lock:
@@ -329,6 +340,8 @@ class Connection:
             ("grpc.keepalive_time_ms", 60_000),
             # Connections of other channels of this process are none of ours.
             ("grpc.use_local_subchannel_pool", 1),
+            # No proxy leads back to this machine.
+            ("grpc.enable_http_proxy", int(not is_loopback(self._host))),
         ]
         if config.tls_ca is None:
             return grpc.insecure_channel(config.server, options)

@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client import ClientConfig, SyncClient, Values
-from megatron_ext.sync_service.connection import ConnectionConfig
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.parts import Part
+from megatron_ext.sync_service.protocol import pb2
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
@@ -176,6 +180,16 @@ class Service:
             process.kill()
         for process in self.processes:
             process.wait()
+
+
+def refusal(address: str, patience: float = PATIENCE, **options: Any) -> str:
+    """Return what a caller is told that the server does not answer."""
+    config = ConnectionConfig(server=address, patience_seconds=patience, call_seconds=2, **options)
+    connection = Connection(config)
+    with pytest.raises(UserError) as caught:
+        connection.call("Status", pb2.StatusRequest())
+    connection.close()
+    return str(caught.value)
 
 
 def kill_process(pid: int) -> None:

@@ -10,15 +10,12 @@ import pytest
 import trustme
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.connection import Connection, ConnectionConfig
-from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.tls import client_credentials, server_credentials, validity_problem
 from tests.sync_service.peer import digest, start_values
-from tests.sync_service.service import Service
+from tests.sync_service.service import PATIENCE, Service, refusal
 
 MakeService = Callable[..., Service]
 START = start_values(1)
-PATIENCE = 60.0
 
 
 class Authority:
@@ -51,16 +48,6 @@ def ours(tmp_path: Path) -> Authority:
 @pytest.fixture
 def theirs(tmp_path: Path) -> Authority:
     return Authority(tmp_path, "theirs")
-
-
-def refusal(address: str, patience: float = PATIENCE, **options: str) -> str:
-    """Return what a caller is told that the server does not answer."""
-    config = ConnectionConfig(server=address, patience_seconds=patience, call_seconds=2, **options)
-    connection = Connection(config)
-    with pytest.raises(UserError) as caught:
-        connection.call("Status", pb2.StatusRequest())
-    connection.close()
-    return str(caught.value)
 
 
 def test_mutual_tls_lets_only_those_in_whom_the_authority_has_signed(

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that do not reach a sync server: through proxies of the environment, and to something else."""
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import pytest
+
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.proxy import proxy_variable
+from tests.sync_service.service import Service, refusal
+
+ELSEWHERE = "sync.example.org:50051"
+VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy")
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Yield where a proxy, the one of the environment, was asked to lead; it refuses."""
+
+    class Refusing(BaseHTTPRequestHandler):
+        def do_CONNECT(self) -> None:
+            found.append(self.path)
+            self.send_error(403)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    found: list[str] = []
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as proxy:
+        Thread(target=proxy.serve_forever, daemon=True).start()
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
+        yield found
+        proxy.shutdown()
+
+
+def test_a_server_on_this_machine_is_reached_without_the_proxy(make_service: Callable[..., Service], asked: list[str]):
+    service = make_service(peers=1)
+    service.start()
+    connection = Connection(ConnectionConfig(server=service.address, patience_seconds=20.0))
+    assert "peers" in connection.call("Status", pb2.StatusRequest()).json
+    connection.close()
+    assert not asked
+
+
+def test_a_proxy_that_does_not_lead_to_the_server_is_named(asked: list[str]):
+    said = refusal(ELSEWHERE, 0.5, insecure=True)
+    assert "HTTP proxy returned response code 403" in said
+    assert "the proxy of the environment variable http_proxy leads there" in said
+    assert "(else add sync.example.org to no_proxy)" in said
+    assert ELSEWHERE in asked
+
+
+@pytest.mark.parametrize(
+    ("environment", "variable"),
+    [
+        ({}, None),
+        ({"HTTP_PROXY": "http://proxy:80", "http_proxy": ""}, None),
+        ({"http_proxy": "http://proxy:80"}, "http_proxy"),
+        ({"http_proxy": "http://proxy:80", "grpc_proxy": "http://proxy:81"}, "grpc_proxy"),
+        ({"https_proxy": "http://proxy:80", "no_proxy": "localhost, example.org"}, None),
+        ({"https_proxy": "http://proxy:80", "no_proxy": "example.com,10.0.0.0/8"}, "https_proxy"),
+        ({"https_proxy": "http://proxy:80", "no_proxy": "example.org", "no_grpc_proxy": "other"}, "https_proxy"),
+    ],
+)
+def test_the_proxy_is_the_one_that_grpc_would_take(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], variable: str | None
+):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert proxy_variable("sync.example.org") == variable
+
+
+def test_something_else_that_listens_is_told_from_a_server_that_is_away():
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    said = refusal(f"127.0.0.1:{port}")
+    other.stop(None)
+    assert "does not know Status (Method not found!): something else listens there" in said
+
+
+def test_networks_are_exempt_from_proxies(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("grpc_proxy", "http://proxy:80")
+    monkeypatch.setenv("no_grpc_proxy", "10.0.0.0/8,fd00::/8")
+    assert proxy_variable("10.1.2.3") is None
+    assert proxy_variable("[fd00::1]") is None
+    assert proxy_variable("11.1.2.3") == "grpc_proxy"
