@@ -13,8 +13,16 @@ from megatron_ext.sync_service.protocol import grpc, pb2
 from megatron_ext.sync_service.proxy import proxy_variable
 from tests.sync_service.service import Service, refusal
 
-ELSEWHERE = "sync.example.org:50051"
-VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy")
+HOST = "sync.example.org"
+ELSEWHERE = f"{HOST}:50051"
+PROXY = "http://proxy:80"
+
+
+@pytest.fixture(autouse=True)
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave no proxy of the machine's in the environment."""
+    for name in ("grpc_proxy", "https_proxy", "http_proxy", "no_grpc_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -30,8 +38,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             pass
 
     found: list[str] = []
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as proxy:
         Thread(target=proxy.serve_forever, daemon=True).start()
         monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
@@ -57,25 +63,26 @@ def test_a_proxy_that_does_not_lead_to_the_server_is_named(asked: list[str]):
 
 
 @pytest.mark.parametrize(
-    ("environment", "variable"),
+    ("host", "environment", "variable"),
     [
-        ({}, None),
-        ({"HTTP_PROXY": "http://proxy:80", "http_proxy": ""}, None),
-        ({"http_proxy": "http://proxy:80"}, "http_proxy"),
-        ({"http_proxy": "http://proxy:80", "grpc_proxy": "http://proxy:81"}, "grpc_proxy"),
-        ({"https_proxy": "http://proxy:80", "no_proxy": "localhost, example.org"}, None),
-        ({"https_proxy": "http://proxy:80", "no_proxy": "example.com,10.0.0.0/8"}, "https_proxy"),
-        ({"https_proxy": "http://proxy:80", "no_proxy": "example.org", "no_grpc_proxy": "other"}, "https_proxy"),
+        (HOST, {}, None),
+        (HOST, {"HTTP_PROXY": PROXY, "http_proxy": ""}, None),
+        (HOST, {"http_proxy": PROXY}, "http_proxy"),
+        (HOST, {"http_proxy": PROXY, "grpc_proxy": "http://proxy:81"}, "grpc_proxy"),
+        (HOST, {"https_proxy": PROXY, "no_proxy": "localhost, example.org"}, None),
+        (HOST, {"https_proxy": PROXY, "no_proxy": "example.com,10.0.0.0/8"}, "https_proxy"),
+        (HOST, {"https_proxy": PROXY, "no_proxy": "example.org", "no_grpc_proxy": "other"}, "https_proxy"),
+        ("10.1.2.3", {"grpc_proxy": PROXY, "no_grpc_proxy": "10.0.0.0/8,fd00::/8"}, None),
+        ("[fd00::1]", {"grpc_proxy": PROXY, "no_grpc_proxy": "10.0.0.0/8,fd00::/8"}, None),
+        ("11.1.2.3", {"grpc_proxy": PROXY, "no_grpc_proxy": "10.0.0.0/8,fd00::/8"}, "grpc_proxy"),
     ],
 )
 def test_the_proxy_is_the_one_that_grpc_would_take(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], variable: str | None
+    monkeypatch: pytest.MonkeyPatch, host: str, environment: dict[str, str], variable: str | None
 ):
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert proxy_variable("sync.example.org") == variable
+    assert proxy_variable(host) == variable
 
 
 def test_something_else_that_listens_is_told_from_a_server_that_is_away():
@@ -85,11 +92,3 @@ def test_something_else_that_listens_is_told_from_a_server_that_is_away():
     said = refusal(f"127.0.0.1:{port}")
     other.stop(None)
     assert "does not know Status (Method not found!): something else listens there" in said
-
-
-def test_networks_are_exempt_from_proxies(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("grpc_proxy", "http://proxy:80")
-    monkeypatch.setenv("no_grpc_proxy", "10.0.0.0/8,fd00::/8")
-    assert proxy_variable("10.1.2.3") is None
-    assert proxy_variable("[fd00::1]") is None
-    assert proxy_variable("11.1.2.3") == "grpc_proxy"
