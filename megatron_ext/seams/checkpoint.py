@@ -19,7 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
-from megatron_ext.seams.optimizer import fill_empty_states, name_step_zero
+from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero
 
 __all__ = ["load_patches", "patches", "repairs"]
 
@@ -37,6 +37,22 @@ def repairs() -> list[Patch]:
             parameters=("state_dict",),
             rebind=False,
             reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
+        ),
+        Patch(
+            name="repairs/sgd-state",
+            target="megatron.core.optimizer.optimizer:MegatronOptimizer.__init__",
+            wrap=_wrap_optimizer,
+            parameters=("self", "optimizer", "config", "init_state_fn"),
+            rebind=False,
+            reason="Megatron 0.19 gives SGD no function that makes the state to read a torch_dist checkpoint into",
+        ),
+        Patch(
+            name="repairs/empty-states",
+            target=f"{_MODULE}:generate_state_dict",
+            wrap=_wrap_empty_states,
+            parameters=("optimizer",),
+            reason="Megatron 0.19 leaves the state of optimizers without a step yet out of what it writes, and cannot "
+            "read that",
         ),
     ]
 
@@ -88,10 +104,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         loading = bool(optimizer_options.get("is_loading", False))
         if not loading:
             hooks.fire("before_save")
-        filled = given["optimizer"] is not None and fill_empty_states(given["optimizer"])
         state: dict[str, Any] = original(*args, **kwargs)
-        if filled and "optimizer" in state:
-            name_step_zero(state["optimizer"])
         if given["args"].ckpt_format != "torch_dist":
             raise UserError(
                 f"--ckpt-format {given['args'].ckpt_format} cannot hold the state of several workers; use torch_dist"
@@ -106,6 +119,38 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             loading=loading,
         )
         hooks.fire("on_save", context)
+        return state
+
+    return generate_state_dict
+
+
+def _wrap_optimizer(original: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        config = bound.arguments["config"]
+        # An optimizer in the host's memory has a state of another form.
+        is_sgd = config.optimizer == "sgd" and not config.optimizer_cpu_offload
+        if is_sgd and bound.arguments["init_state_fn"] is None:
+            bound.arguments["init_state_fn"] = fill_momentum
+        original(*bound.args, **bound.kwargs)
+
+    return init
+
+
+def _wrap_empty_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def generate_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        optimizer = signature.bind(*args, **kwargs).arguments["optimizer"]
+        filled = optimizer is not None and fill_empty_states(optimizer)
+        state: dict[str, Any] = original(*args, **kwargs)
+        if filled and "optimizer" in state:
+            name_step_zero(state["optimizer"])
         return state
 
     return generate_state_dict
@@ -131,10 +176,13 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             damaged = _damaged(given["load_dir"], given["args"])
             if damaged is not None:
                 raise UserError(f"{cannot}: {damaged}; load an earlier one with --ckpt-step") from error
-            raise UserError(
-                f"{cannot} ({type(error).__name__}: {_last_line(error)}). Either this run's model and parallel options "
-                "are not those of the run that saved it, or it is damaged; then load an earlier one with --ckpt-step"
-            ) from error
+            said = _last_line(error)
+            why = "Either this run's model and parallel options are not those that it was saved with, or it is damaged"
+            way = "then load an earlier one with --ckpt-step"
+            if "optimizer.state." in said:
+                # Megatron without this package leaves the state of an optimizer without a step out.
+                way += ", or, if fp16 had skipped every step when it was saved, its weights alone with --no-load-optim"
+            raise UserError(f"{cannot} ({type(error).__name__}: {said}). {why}; {way}") from error
         state, directory = result[0], result[1]
         if state is not None:
             hooks.fire(

@@ -16,7 +16,7 @@ import torch
 from megatron_ext.params import LocalParameter, ParameterView
 from megatron_ext.params.moments import reset_broken_moments
 
-__all__ = ["InnerValues", "Value", "fill_empty_states", "is_distributed", "name_step_zero"]
+__all__ = ["InnerValues", "Value", "fill_empty_states", "fill_momentum", "is_distributed", "name_step_zero"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +133,25 @@ def fill_empty_states(optimizer: Any) -> bool:
             # Others, as Apex' and Transformer Engine's, count steps elsewhere.
             filled |= not is_distributed(member)
     return filled
+
+
+@torch.no_grad()
+def fill_momentum(inner: torch.optim.Optimizer | None, config: Any = None) -> None:
+    """Give SGD the state that its first step would give it: the `init_state_fn` that Megatron has for Adam alone.
+
+    Args:
+        inner: what a `MegatronOptimizer` holds; None on ranks that train nothing with it.
+        config: not used; Megatron passes its `OptimizerConfig`.
+    """
+    if inner is None:
+        return
+    for group in inner.param_groups:
+        # torch's SGD keeps nothing without momentum; the fused ones of Apex and Transformer Engine always do.
+        if isinstance(inner, torch.optim.SGD) and group["momentum"] == 0:
+            continue
+        for parameter in group["params"]:
+            if not inner.state[parameter]:
+                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def name_step_zero(state: Any) -> None:

@@ -23,14 +23,30 @@ def saved(tmp_path, run, **options):
     return through
 
 
-@pytest.mark.parametrize("hot", [HOT, REPLICAS], ids=["one replica", "two replicas, which draw differently"])
-def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot):
-    options = {"bf16": True, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
-    options |= {"eval_iters": 1, "eval_interval": 3}
+@pytest.mark.parametrize(
+    ("hot", "options"),
+    [
+        pytest.param(HOT, {"use_distributed_optimizer": True}, id="one replica"),
+        pytest.param(REPLICAS, {"use_distributed_optimizer": True}, id="two replicas, which draw differently"),
+        pytest.param(HOT, {"optimizer": "sgd", "lr": 0.1}, id="SGD"),
+    ],
+)
+def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot, options):
+    options |= {"bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1, "eval_iters": 1, "eval_interval": 3}
     through = saved(tmp_path, hot, **options)
     resumed = hot_run(*hot, train_iters=4, load=os.fspath(tmp_path), **options)
     assert_went_on(resumed, through, after=2)
     assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))
+
+
+def test_a_save_before_the_first_step_that_fp16_does_not_skip_can_be_resumed(tmp_path):
+    options = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 1000}
+    options |= {"train_iters": 14}
+    through = hot_run(*HOT, **options, save=os.fspath(tmp_path), save_interval=1)
+    skipped = [step.skipped for step in through[0].record.steps]
+    assert skipped[0] and not skipped[-1]
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
+    assert_went_on(hot_run(*HOT, **options, load=os.fspath(tmp_path)), through, after=1)
 
 
 def test_a_home_with_parts_of_rows_resumes_with_the_same_bits_and_as_one_without(tmp_path):

@@ -56,6 +56,7 @@ STREAMING = {
         ("pp2", "bf16-distopt-overlap", 2, APART_AND_SYNCED, ADAM),
         ("pp2-vpp2", "fp32-distopt", 2, APART_AND_SYNCED, {"global_batch_size": 8}),
         ("moe-ep2", "bf16-distopt", 2, ANYWHERE, {}),
+        pytest.param("dp2", "bf16", 2, APART_AND_SYNCED, {"optimizer": "sgd", "lr": 0.1}, id="inner SGD"),
         pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
         pytest.param("single", "bf16", 2, APART_AND_SYNCED, {"local_sgd_codec": "int4"}, id="codec"),
         pytest.param("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, id="sharded codec"),
@@ -178,6 +179,18 @@ def test_a_stock_checkpoint_starts_a_fresh_outer_state_and_says_so(tmp_path):
     assert "without local-SGD state" in ranks[0].stdout
     first, second = (model_digests(part) for part in worker_slices(ranks, "dp2", 2))
     assert first == second
+
+
+def test_a_stock_checkpoint_of_steps_that_fp16_has_all_skipped_is_refused_with_the_way_out(tmp_path):
+    fp16 = {"fp16": True, "initial_loss_scale": 2.0**30, "hysteresis": 1}
+    run = arguments("single", "fp32", workers=None, train_iters=2, save=str(tmp_path), save_interval=2, **fp16)
+    run_pretrain(run, 1, patch="backend-only")
+    options = {"load": str(tmp_path), "train_iters": 4, "use_checkpoint_opt_param_scheduler": True, **fp16}
+    options["local_sgd_sync_interval"] = 2
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)
+    said = "if fp16 had skipped every step when it was saved, its weights alone with --no-load-optim"
+    assert said in exits[0].stderr
+    local_run("single", "fp32", workers=2, no_load_optim=True, **options)
 
 
 def test_a_run_that_finds_nothing_to_load_says_so(tmp_path):

@@ -273,6 +273,20 @@ def test_a_killed_peer_goes_on_in_mid_interval_with_its_frozen_experts(
     assert same_bits(model_of(again), model_of(undisturbed[1]))
 
 
+def test_a_killed_peer_that_trains_with_sgd_goes_on_with_its_momentum(
+    make_service: Callable[..., Service], tmp_path: Path
+):
+    service = make_service({name: {**RUN, "quorum": 1, "grace_seconds": 0.1} for name in ("whole", "killed")})
+    service.start()
+    options = {"sync_service_index": 0, "optimizer": "sgd", "lr": 0.1, "save_interval": 6, **SPES}
+    whole = run_job(service, "a", SINGLE, sync_service_run="whole", save=str(tmp_path / "whole"), **options)
+    options |= {"sync_service_run": "killed", "save": str(tmp_path / "killed")}
+    failing_job(service, "a", SINGLE, before=die_in_step(7), **options)
+    again = run_job(service, "a", SINGLE, load=str(tmp_path / "killed"), **options)
+    assert "of the samples, 2 steps after round 1" in again[0].stdout
+    assert same_bits(model_of(again), model_of(whole))
+
+
 def test_the_optimizer_of_another_peers_experts_is_refused(make_service: Callable[..., Service], tmp_path: Path):
     service = make_service({name: {**RUN, "quorum": 1, "grace_seconds": 0.1} for name in ("demo", "other")})
     service.start()
