@@ -130,8 +130,13 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     (
         "a blend of data",
-        lambda args: not args.mock_data and (args.data_path is None or len(args.data_path) != 1),
+        lambda args: args.data_path is not None and len(args.data_path) != 1,
         "hot switching reads the documents of one corpus; give --data-path one prefix",
+    ),
+    (
+        "data without --data-path (--data-args-path, --per-split-data-args-path or --train-data-path)",
+        lambda args: not args.mock_data and args.data_path is None,
+        "hot switching reads the documents of one corpus, which --split divides; give --data-path its prefix",
     ),
     ("--sft, --fim-data", lambda args: args.sft or args.fim_data, "hot switching reads plain documents; drop them"),
     (

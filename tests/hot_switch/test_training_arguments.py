@@ -144,6 +144,10 @@ CASES = {
             )
         ],
     ),
+    "data of several splits": (
+        arguments(*HOME_AND_GUEST, data_path=None, train_data_path=["somewhere"]),
+        ["data without --data-path (--data-args-path, --per-split-data-args-path or --train-data-path) is not"],
+    ),
     "masks for Transformer Engine": (
         arguments(*HOME_AND_GUEST, transformer_impl="transformer_engine", hot_switch_attention="rows"),
         ["--hot-switch-attention rows with --transformer-impl transformer_engine is not supported with hot switching"],
