@@ -141,6 +141,20 @@ def test_a_server_and_a_peer_in_mid_interval_that_are_killed_change_no_bit(
     assert digests(service) == digests(undisturbed[0])
 
 
+def test_a_run_that_has_ended_is_prolonged_under_another_name(make_service: MakeService, tmp_path: Path):
+    service = make_service({"demo": {"peers": 1}, "longer": {"peers": 1}})
+    service.start()
+    saved, first = str(tmp_path), {"sync_service_index": 0, "train_iters": 8}
+    run_job(service, "a", SINGLE, save=saved, save_interval=8, **first)
+    longer = {**first, "train_iters": 16, "override_opt_param_scheduler": True, "load": saved}
+    said = failing_job(service, "a", SINGLE, **longer)
+    assert "config field '--train-samples, or --train-iters times --global-batch-size'" in said
+    run = run_job(service, "a", SINGLE, sync_service_run="longer", before=remember_samples, **longer)
+    assert "a checkpoint of run 'demo', whose weights begin run 'longer'" in run[0].stdout
+    assert [step.iteration for step in run[0].record.steps] == list(range(9, 17))
+    assert samples_of(run) == list(range(32, 64))
+
+
 def test_a_job_says_what_of_it_did_not_count_and_why(make_service: MakeService):
     service = make_service({"demo": {"peers": 1, "skip_anomaly": True, "ewma_warmup_steps": 3}})
     service.start()
