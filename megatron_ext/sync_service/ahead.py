@@ -132,7 +132,7 @@ class Ahead:
                 return
             call = connection.begin("Download", request)
             self._calls.add(call)
-        incoming.begin()
+        incoming.begin_anew()
         try:
             for batch in call:
                 if isinstance(batch, Unreadable):

@@ -75,46 +75,70 @@ class ConnectionConfig:
     """How long a call is tried again while the server is away or its disk is full."""
 
     call_seconds: float = 120.0
-    """Deadline of one try of a call; of an upload or download, how long nothing may go on."""
+    """Deadline of one try of a call; of uploads and downloads, how long nothing may go on, times the streams at it."""
 
 
-class _Watch:
-    """Cancels a call after some seconds of silence."""
+class _Line:
+    """A channel, how many streams share it, and when something last went on in any of them."""
 
-    def __init__(self, call: Any, seconds: float, what: str) -> None:
-        self.call = call
-        self._seconds = seconds
-        self._what = what
-        self._last = time.monotonic()
-        self._ended = threading.Event()
-        self._stalled = False
+    def __init__(self, channel: Any) -> None:
+        self.channel = channel
+        self.stub = stub_of(channel)
+        self.streams = 0
+        self.last = time.monotonic()
+        self._lock = threading.Lock()
+
+    def count(self, change: int) -> None:
+        """Count streams that begin (1) or end (-1)."""
+        with self._lock:
+            self.streams += change
 
     def heard(self) -> None:
         """Say that there is no silence now."""
-        self._last = time.monotonic()
+        self.last = time.monotonic()
+
+
+class _Watch:
+    """Cancels a call after some seconds of silence on its line, times the streams that share it.
+
+    A line serves all streams in turn, so that the messages of all of them may come to their end at about the same time.
+    """
+
+    def __init__(self, line: _Line, call: Any, seconds: float, what: str) -> None:
+        self.call = call
+        self._line = line
+        self._seconds = seconds
+        self._what = what
+        self._begin = time.monotonic()
+        self._ended = threading.Event()
+        self._stalled = False
 
     def __enter__(self) -> Self:
+        self._line.count(1)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self._line.count(-1)
         self._ended.set()
         self.call.cancel()
         if self._stalled and isinstance(error, grpc.RpcError | grpc.FutureCancelledError):
-            raise _Stalled(f"nothing has {self._what} for {self._seconds:g} s") from error
+            raise _Stalled(f"nothing has {self._what} for {self._seconds:g} s and more") from error
         if isinstance(error, grpc.FutureCancelledError):
             raise _Stalled("it was cancelled") from error
 
     def _watch(self) -> None:
-        while not self._ended.wait(max(self._last + self._seconds - time.monotonic(), 0.01)):
-            if time.monotonic() > self._last + self._seconds:
+        left = self._seconds
+        while not self._ended.wait(max(left, 0.01)):
+            left = max(self._line.last, self._begin) + self._seconds * self._line.streams - time.monotonic()
+            if left < 0:
                 self._stalled = True
                 self.call.cancel()
                 return
 
 
 class Connection:
-    """A channel with the token, and the way of calling again."""
+    """Channels to a server, one after the other, with the token, and the way of calling again."""
 
     def __init__(self, config: ConnectionConfig) -> None:
         """Prepare; nothing is sent yet.
@@ -145,8 +169,8 @@ class Connection:
         self._has_answered = False
         self._is_away = False
         self._sent = self._received = 0
-        self._channel: Any = None
-        self._stub: Any = None
+        self._line: _Line | None = None
+        self._given_up: list[Any] = []
 
     def check_files(self) -> None:
         """Read the certificates, as the first call would.
@@ -159,14 +183,16 @@ class Connection:
             client_credentials(config.tls_ca, config.tls_cert, config.tls_key)
 
     def close(self) -> None:
-        """Close the channel; the next call opens another one.
+        """Close all channels; the next call opens another one.
 
         A process without an open channel can be forked, as data loaders and writers of checkpoints do.
         """
         with self._lock:
-            if self._channel is not None:
-                self._channel.close()
-            self._channel = self._stub = None
+            if self._line is not None:
+                self._given_up.append(self._line.channel)
+            for channel in self._given_up:
+                channel.close()
+            self._line, self._given_up = None, []
 
     def abandon(self) -> None:
         """End all calls, those of other threads too, and let there be no further one."""
@@ -186,53 +212,45 @@ class Connection:
         """
 
         def once() -> Any:
+            line = self._open_line()
             sent = request() if callable(request) else request
-            return getattr(self._methods(), method)(
+            answer = getattr(line.stub, method)(
                 sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
             )
+            line.heard()
+            return answer
 
         return self.again(method, once)
 
     def begin(self, method: str, request: Any) -> Any:
         """Return one try of a call whose answer is a stream, to be iterated over or cancelled; it has no deadline."""
-        return getattr(self._methods(), method)(request, metadata=self._metadata)
+        return getattr(self._open_line().stub, method)(request, metadata=self._metadata)
 
     def stream(self, method: str, request: Any) -> Iterator[Any]:
         """Yield the messages of one try of a call, which may take as long as it likes while messages come."""
-        call = self.begin(method, request)
-        with _Watch(call, self.config.call_seconds, "come") as watch:
+        line = self._open_line()
+        call = getattr(line.stub, method)(request, metadata=self._metadata)
+        with _Watch(line, call, self.config.call_seconds, "come"):
             for message in call:
-                watch.heard()
+                line.heard()
                 if isinstance(message, Unreadable):
                     raise DamagedOnTheWay(message.problem)
                 yield message
-                watch.heard()  # what the caller took to work on it does not count
+                line.heard()  # what the caller took to work on it does not count
 
-    def send(self, method: str, messages: Callable[[], Iterator[Any]]) -> Any:
-        """Return the answer to a call whose request is a stream, which may take as long as it likes while it is taken.
+    def send(self, method: str, messages: Iterator[Any]) -> Any:
+        """Return the answer to one try of a call that sends messages, as long as it takes while they are taken."""
+        line = self._open_line()
 
-        Args:
-            method: its name in the protocol.
-            messages: makes the messages anew for every try.
+        def watched() -> Iterator[Any]:
+            for message in messages:
+                line.heard()
+                yield message  # it is asked for the next one when there is room for it on the way
+            line.heard()
 
-        Raises:
-            UserError: the server refuses, or is away for longer than the patience.
-        """
-
-        def once() -> Any:
-            watch = _Watch(None, self.config.call_seconds, "been taken")
-
-            def watched() -> Iterator[Any]:
-                for message in messages():
-                    watch.heard()
-                    yield message  # it is asked for the next one when there is room for it on the way
-                watch.heard()
-
-            watch.call = getattr(self._methods(), method).future(watched(), metadata=self._metadata)
-            with watch:
-                return watch.call.result()
-
-        return self.again(method, once)
+        call = getattr(line.stub, method).future(watched(), metadata=self._metadata)
+        with _Watch(line, call, self.config.call_seconds, "been taken"):
+            return call.result()
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
         """Add to the bytes of values that went through this connection; what is sent again counts again."""
@@ -259,9 +277,10 @@ class Connection:
         Raises:
             UserError: the server refuses, or is away for longer than the patience.
         """
-        end = time.monotonic() + self.config.patience_seconds
+        since = time.monotonic()
         pause, damaged = _FIRST_PAUSE, 0
         while True:
+            begin = time.monotonic()
             try:
                 found = once()
                 self._has_answered, self._is_away = True, False
@@ -276,8 +295,10 @@ class Connection:
             except DamagedOnTheWay as error:
                 code, text, is_damage = grpc.StatusCode.DATA_LOSS, str(error), True
                 problem = error
+            if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+                self._give_up_line(max(begin, time.monotonic() - self.config.call_seconds))
             if advanced():
-                end = time.monotonic() + self.config.patience_seconds
+                since = time.monotonic()
                 pause, damaged = _FIRST_PAUSE, 0
             damaged += is_damage
             if code == grpc.StatusCode.UNIMPLEMENTED:
@@ -291,9 +312,10 @@ class Connection:
             if wrong is not None and not self._has_answered:
                 # Waiting helps only where it has worked before.
                 raise UserError(f"server {self.config.server}: {wrong}") from problem
-            if time.monotonic() + pause > end:
+            away = time.monotonic() - since
+            if away + pause > self.config.patience_seconds:
                 raise UserError(
-                    f"server {self.config.server} has not answered {what} for {self.config.patience_seconds:.0f} s "
+                    f"server {self.config.server} has not answered {what} for {away:.0f} s "
                     f"({code.name}: {text}); {wrong or self._advice(code)}, then start again"
                 ) from problem
             # Once for all streams that meet the same outage.
@@ -319,14 +341,24 @@ class Connection:
             way = f"the proxy of the environment variable {proxy} leads there (else add {self._host} to no_proxy)"
         return f"see that it runs there{tls}, and that {way}"
 
-    def _methods(self) -> Any:
+    def _open_line(self) -> _Line:
         with self._lock:
             if self._abandoned.is_set():
                 raise UserError(f"server {self.config.server}: the call was given up, because this job ends")
-            if self._stub is None:
-                self._channel = self._open()
-                self._stub = stub_of(self._channel)
-            return self._stub
+            if self._line is None:
+                self._line = _Line(self._open())
+            return self._line
+
+    def _give_up_line(self, since: float) -> None:
+        """Let further calls go through another channel, if nothing has gone on in this one for some time.
+
+        Something on the way may take what nobody will ever answer: then the channel itself never fails. Calls that it
+        still has may end by themselves.
+        """
+        with self._lock:
+            if self._line is not None and self._line.last < since:
+                self._given_up.append(self._line.channel)
+                self._line = None
 
     def _open(self) -> Any:
         config = self.config
@@ -337,7 +369,7 @@ class Connection:
             ("grpc.max_reconnect_backoff_ms", 2000),
             # In spite of its name, how long an attempt to connect may take: a far-away or busy server needs its time.
             ("grpc.min_reconnect_backoff_ms", 20_000),
-            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_time_ms", 15_000),
             # Connections of other channels of this process are none of ours.
             ("grpc.use_local_subchannel_pool", 1),
             # No proxy leads back to this machine.

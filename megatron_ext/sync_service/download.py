@@ -66,28 +66,33 @@ def download(
     base = {(part.spec.name, part.box): before[part.key] for part in parts} if before else {}
 
     def take(connection: Connection, share: list[Place]) -> None:
-        slices = {}
-        for place in share:
-            name, box = place
-            expected = _digest(own[place]) if place in own else ahead.sources[place] if place in known else b""
-            slices[place] = pb2.Slice(name=name, start=box.start, shape=box.shape, expected=expected)
+        expected = {
+            place: _digest(own[place]) if place in own else ahead.sources[place] for place in share if place in known
+        }
         incoming = Incoming(share, base, values)
-        left = len(share)
+        count = 0
 
         def once() -> None:
             places = list(incoming.left)
+            slices = [
+                pb2.Slice(
+                    name=name,
+                    start=box.start,
+                    shape=box.shape,
+                    expected=expected.get((name, box), b""),
+                    skip=incoming.arrived((name, box)),
+                )
+                for name, box in places
+            ]
             request = pb2.DownloadRequest(
-                caller=caller,
-                round=number,
-                slices=[slices[place] for place in places],
-                since=number - 1 if base else None,
+                caller=caller, round=number, slices=slices, since=number - 1 if base else None
             )
             _receive(connection, request, places, incoming, known)
 
         def advanced() -> bool:
-            nonlocal left
-            before, left = left, len(incoming.left)
-            return left < before
+            nonlocal count
+            before, count = count, incoming.count
+            return before < count
 
         connection.again("Download", once, advanced)
 
@@ -120,7 +125,6 @@ def _receive(
     known: Mapping[Place, torch.Tensor],
 ) -> None:
     """Take what one stream brings: frames, or the word that boxes are as expected."""
-    incoming.begin()
     for batch in connection.stream("Download", request):
         for index in batch.unchanged:
             if index >= len(places) or places[index] not in known:

@@ -23,6 +23,7 @@ class Incoming:
     Attributes:
         left: boxes that are not whole yet, in the order in which they were asked for; a box that is whole is not asked
             for again when a stream fails.
+        count: values that have come since the beginning.
     """
 
     def __init__(
@@ -46,11 +47,16 @@ class Incoming:
         self._gradients = gradients
         self._memory = dict(memory or {})
         self.left: dict[Place, None] = dict.fromkeys(places)
-        self._arrived: dict[Place, int] = {}
-
-    def begin(self) -> None:
-        """Begin with another stream, which starts every box that is left anew."""
+        self.count = 0
         self._arrived = dict.fromkeys(self.left, 0)
+
+    def begin_anew(self) -> None:
+        """Begin with another stream, which may have other values for the boxes that are left."""
+        self._arrived = dict.fromkeys(self.left, 0)
+
+    def arrived(self, place: Place) -> int:
+        """Return how many values of a box that is left have come: where a stream of the same values goes on."""
+        return self._arrived[place]
 
     def take(self, frame: Frame) -> None:
         """Take the values of a frame.
@@ -78,6 +84,7 @@ class Incoming:
         else:
             raise DamagedOnTheWay(f"an update that was not asked for: {frame.place}")
         self._arrived[place] += frame.count
+        self.count += frame.count
         if self._arrived[place] == values.numel():
             del self.left[place]
 
@@ -85,6 +92,7 @@ class Incoming:
         """Take values that a box is said to have, unless it is whole already."""
         if place in self.left:
             self._memory[place].copy_(values.view(place[1].shape))
+            self.count += values.numel()
             del self.left[place]
 
     def take_whole(self) -> dict[Place, torch.Tensor]:

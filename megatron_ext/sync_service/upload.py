@@ -39,7 +39,7 @@ def upload(
         number: the round.
         values: by the parts' keys.
         index: of the peer.
-        call_bytes: bytes of a call: what is sent again when one fails.
+        call_bytes: bytes of a call: what is sent again when one fails, in calls of half as many at every try.
 
     Raises:
         UserError: the server refuses, or is away for too long, or the values have not the shapes of the parts.
@@ -48,12 +48,28 @@ def upload(
     outgoing.begin(number, index)
 
     def send(connection: Connection, job: list[Piece]) -> bool:
-        def requests() -> Iterator[Any]:
-            for frames in outgoing.batches(number, job, values):
+        left, at_once, before, closed = job, len(job), len(job), False
+
+        def requests(some: list[Piece]) -> Iterator[Any]:
+            for frames in outgoing.batches(number, some, values):
                 connection.count(sent=sum(len(frame.payload) for frame in frames))
                 yield wire.Upload(caller=caller, round=number, frames=frames)
 
-        return bool(connection.send("Upload", requests).closed)
+        def once() -> bool:
+            nonlocal left, at_once, closed
+            size = at_once
+            at_once = max(size // 2, 1)  # should the link not last for so many
+            while left:
+                closed |= bool(connection.send("Upload", requests(left[:size])).closed)
+                left = left[size:]
+            return closed
+
+        def advanced() -> bool:
+            nonlocal before
+            earlier, before = before, len(left)
+            return before < earlier
+
+        return connection.again("Upload", once, advanced)
 
     by_server = [
         [(connection, job) for job in outgoing.jobs(number, index, call_bytes, partial(route.leads, at))]

@@ -104,7 +104,7 @@ def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec:
             if wanted.expected and wanted.expected in _known_as(snapshot, spec, box, first, len(wanted.expected)):
                 unchanged.append(place)
             else:
-                yield from _frames(snapshot, spec, box, first, codec)
+                yield from _frames(snapshot, spec, box, first, codec, wanted.skip)
 
     yield from _messages((b"", frame) for frame in frames())
     if unchanged:
@@ -186,15 +186,21 @@ def _box(spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> tu
     return box, flat_offset(spec.shape, box.start, box.shape)
 
 
-def _frames(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, codec: str) -> Iterator[Frame]:
-    """Yield the frames of a box of a tensor: with a lossy codec of its update, where it has one, else of its values."""
+def _frames(
+    snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, codec: str, skip: int
+) -> Iterator[Frame]:
+    """Yield the frames of a box of a tensor from its value `skip` on.
+
+    They are of its update with a lossy codec, where it has one, else of its values.
+    """
     if codec != "fp32" and not has_update(snapshot, spec.name, codec, first, box, spec.numel):
         codec = "fp32"
     source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)
+    cuts = [(offset, count) for offset, count in cut(box.numel, FRAME_BYTES) if offset >= skip]
     is_coded = codec_of(codec).elementwise and snapshot.dtype(source) == kept_as(codec)
     if first is not None:
         # A box without gaps is read frame by frame.
-        for offset, count in cut(box.numel, FRAME_BYTES):
+        for offset, count in cuts:
             if is_coded:
                 payload = payload_of(snapshot.read_bytes(source, first + offset, count))
                 yield Frame.of_payload(spec.name, spec.shape, box, offset, count, codec, payload)
@@ -203,5 +209,5 @@ def _frames(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, c
                 yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
         return
     values = snapshot.read_box(source, box).float()
-    for offset, count in cut(box.numel, FRAME_BYTES):
+    for offset, count in cuts:
         yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count], codec)

@@ -216,7 +216,7 @@ def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: M
 
         def upload(frames: list) -> None:
             request = wire.Upload(caller=client._membership.caller, round=1, frames=frames)
-            list(map(str, [client._connection._stub.Upload(iter([request]), timeout=20)]))
+            client._connection.send("Upload", iter([request]))
 
         with pytest.raises(grpc.RpcError) as caught:
             upload([messages[0], broken, messages[1]])
@@ -345,7 +345,7 @@ def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: Make
     options = {"connection": {"token_file": None}}
     with service.client("p0", start, **options) as client:
         with pytest.raises(grpc.RpcError) as caught:
-            client._connection._methods().Register(
+            client._connection._open_line().stub.Register(
                 pb2.RegisterRequest(
                     caller=client._membership.caller,
                     protocol=PROTOCOL_VERSION,

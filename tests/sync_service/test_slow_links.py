@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Downloads over links that are slow, break, or fall silent: whatever comes for good brings a peer forward."""
+"""Uploads and downloads over links that are slow, break, or fall silent: what gets through brings a peer forward."""
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +24,20 @@ VALUES = {f"layer.{index}": torch.full((MIB // 4,), float(index)) for index in r
 
 
 class Link(ByteRelay):
-    """A relay from the server that passes on so many bytes per second, and from a connection no more than a limit."""
+    """A relay that passes on so many bytes per second one way, and from a connection no more than a limit."""
 
-    def __init__(self, port: int, *, rate: float, limit: int, then: str) -> None:
-        self._rate, self._limit, self._then = rate, limit, then
+    def __init__(
+        self,
+        port: int,
+        *,
+        rate: float = 1e9,
+        limit: int = 1 << 40,
+        then: str = "break",
+        up: bool = False,
+        failing: float = math.inf,
+    ) -> None:
+        """Take `then`, what is after the limit, break or silence, and how many connections are failing: the first."""
+        self._rate, self._limit, self._then, self._up, self._failing = rate, limit, then, up, failing
         self._closed = threading.Event()
         super().__init__(port)
 
@@ -34,41 +46,44 @@ class Link(ByteRelay):
         super().__exit__()
 
     def _pass_on(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
-        if is_up:
+        if is_up != self._up:
             super()._pass_on(source, target, is_up)
             return
-        passed = 0
+        self._failing -= 1
+        passed, limit = 0, self._limit if self._failing >= 0 else math.inf
         with suppress(OSError):  # either side is gone
             while data := source.recv(1 << 16):
-                if passed + len(data) > self._limit:
-                    if self._then == "silence":
-                        self._closed.wait()
+                if passed + len(data) > limit:
+                    while self._then == "silence" and not self._closed.is_set():
+                        source.recv(1 << 16)  # taken, and never answered
                     source.shutdown(socket.SHUT_RDWR)
                     target.shutdown(socket.SHUT_RDWR)
                     return
                 target.sendall(data)
                 passed += len(data)
-                self.down += len(data)
+                self.up += len(data) * is_up
+                self.down += len(data) * (not is_up)
                 time.sleep(len(data) / self._rate)
-
-
-def zeros() -> dict[str, torch.Tensor]:
-    return {name: torch.zeros_like(value) for name, value in VALUES.items()}
 
 
 @contextmanager
 def joined_through(
-    make_service: MakeService, *, call_seconds: float = 1.0, **link: object
+    make_service: MakeService,
+    *,
+    values: dict[str, torch.Tensor] = VALUES,
+    call_seconds: float = 1.0,
+    streams: int = 1,
+    **link: Any,
 ) -> Iterator[tuple[dict[str, torch.Tensor], Link]]:
     """Yield what a peer has downloaded that joins over a link, and the link."""
     service = make_service()
     service.start()
-    relay = Link(int(service.address.rpartition(":")[2]), **{"rate": 1e9, "limit": 1 << 40, "then": "break", **link})
+    relay = Link(int(service.address.rpartition(":")[2]), **link)
     impatient = {"server": relay.address, "patience_seconds": PATIENCE, "call_seconds": call_seconds}
-    with relay, service.client("p0", VALUES) as first:
-        first.start(VALUES)
-        with service.client("p1", VALUES, connection=impatient, streams=1) as second:
-            yield second.start(zeros()), relay
+    with relay, service.client("p0", values) as first:
+        first.start(values)
+        with service.client("p1", values, connection=impatient, streams=streams) as second:
+            yield second.start({name: torch.zeros_like(value) for name, value in values.items()}), relay
 
 
 def test_a_download_may_take_longer_than_any_call(make_service: MakeService):
@@ -119,11 +134,11 @@ def test_an_upload_that_nobody_takes_is_given_up(make_service: MakeService, capl
     service.start()
     with (
         Stuck(int(service.address.rpartition(":")[2])) as relay,
-        pytest.raises(UserError, match=r"has not answered .* for 5 s"),
+        pytest.raises(UserError, match=r"has not answered .* for \d+ s"),
     ):
         publish_through(service, relay, VALUES, 2.0)
     over.set()
-    assert "Upload: DEADLINE_EXCEEDED (nothing has been taken for 2 s); trying again" in caplog.text
+    assert "Upload: DEADLINE_EXCEEDED (nothing has been taken for 2 s and more); trying again" in caplog.text
 
 
 def test_a_server_that_is_far_away_is_reached_without_trying_again(
@@ -150,19 +165,62 @@ def test_what_has_come_before_a_link_broke_is_not_sent_again(make_service: MakeS
         assert 8 * MIB < relay.down < 24 * MIB
 
 
+def test_a_link_that_breaks_before_a_tensor_is_whole_brings_it_in_the_end(make_service: MakeService):
+    values = {"layer": torch.arange(2.0 * MIB)}
+    with joined_through(make_service, values=values, limit=3 * MIB) as (taken, relay):
+        assert torch.equal(taken["layer"], values["layer"])
+        assert relay.down < 24 * MIB
+
+
+def test_a_link_that_breaks_before_a_call_is_whole_takes_the_upload_in_the_end(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    with Link(int(service.address.rpartition(":")[2]), up=True, limit=3 * MIB) as relay:
+        taken = publish_through(service, relay, VALUES, 2.0)
+        assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
+        assert relay.up < 32 * MIB
+
+
+@pytest.mark.parametrize("up", [False, True], ids=["download", "upload"])
+def test_another_connection_is_opened_where_one_takes_everything_and_brings_nothing(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture, up: bool
+):
+    silent = {"up": up, "limit": 2 * MIB, "then": "silence", "failing": 1}
+    if up:
+        service = make_service(peers=1)
+        service.start()
+        with Link(int(service.address.rpartition(":")[2]), **silent) as relay:
+            taken = publish_through(service, relay, VALUES, 1.0)
+    else:
+        with joined_through(make_service, **silent) as (taken, _):
+            pass
+    assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
+    assert "load: DEADLINE_EXCEEDED" in caplog.text
+
+
+def test_streams_that_wait_for_their_turn_on_a_busy_link_are_not_silent(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture
+):
+    # The messages of all streams come at the same time, after longer than a call may be silent for.
+    rate, call_seconds = 2 * MIB, 1.0
+    with joined_through(make_service, streams=8, rate=rate, call_seconds=call_seconds) as (taken, _):
+        assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
+    assert "trying again" not in caplog.text
+
+
 def test_a_link_that_falls_silent_is_given_up(make_service: MakeService, caplog: pytest.LogCaptureFixture):
     with (
-        pytest.raises(UserError, match=r"has not answered .* for 5 s"),
+        pytest.raises(UserError, match=r"has not answered .* for \d+ s"),
         joined_through(make_service, limit=MIB // 2, then="silence"),
     ):
         pass
-    assert "Download: DEADLINE_EXCEEDED (nothing has come for 1 s); trying again" in caplog.text
+    assert "Download: DEADLINE_EXCEEDED (nothing has come for 1 s and more); trying again" in caplog.text
 
 
 def test_a_drained_server_waits_for_downloads_that_have_begun(make_service: MakeService):
     service = make_service()
     server = service.start()
-    relay = Link(int(service.address.rpartition(":")[2]), rate=2 * MIB, limit=1 << 40, then="break")
+    relay = Link(int(service.address.rpartition(":")[2]), rate=2 * MIB)
 
     def drain() -> None:
         while relay.down < MIB:
@@ -176,7 +234,7 @@ def test_a_drained_server_waits_for_downloads_that_have_begun(make_service: Make
         other.start()
         with service.client("p1", VALUES, connection={"server": relay.address}, streams=2) as second:
             # Longer than the grace that a server has which ends.
-            taken = second.start(zeros())
+            taken = second.start({name: torch.zeros_like(value) for name, value in VALUES.items()})
             assert all(torch.equal(taken[name], value) for name, value in VALUES.items())
             other.join()
             assert drained == [0] and server.wait() == 0
