@@ -313,7 +313,8 @@ class Connection:
                 # Waiting helps only where it has worked before.
                 raise UserError(f"server {self.config.server}: {wrong}") from problem
             away = time.monotonic() - since
-            if away + pause > self.config.patience_seconds:
+            left = self.config.patience_seconds - away
+            if left <= 0:
                 raise UserError(
                     f"server {self.config.server} has not answered {what} for {away:.0f} s "
                     f"({code.name}: {text}); {wrong or self._advice(code)}, then start again"
@@ -324,7 +325,7 @@ class Connection:
             if is_new:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)
             # Peers that lost the server at the same moment shall not come back at the same moment.
-            self._abandoned.wait(pause * random.uniform(0.5, 1.0))
+            self._abandoned.wait(min(pause * random.uniform(0.5, 1.0), left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _advice(self, code: Any) -> str:

@@ -145,7 +145,7 @@ CASES = {
         ],
     ),
     "data of several splits": (
-        arguments(*HOME_AND_GUEST, data_path=None, train_data_path=["somewhere"]),
+        arguments(*HOME_AND_GUEST, mock_data=False, train_data_path=["somewhere"]),
         ["data without --data-path (--data-args-path, --per-split-data-args-path or --train-data-path) is not"],
     ),
     "masks for Transformer Engine": (

@@ -286,4 +286,4 @@ def test_what_goes_wrong_with_a_round_on_its_way_is_said_once(make_service: Make
     short = {"sync_service_delay": 2, "sync_service_patience_seconds": 0.5}
     said = failing_job(service, "a", SHARDED, before=partial(in_steps, partial(lose, server.pid)), **short)
     errors = [line for line in said.splitlines() if "megatron-ext: error" in line]
-    assert len(errors) == 1 and "has not answered Upload for 0 s" in errors[0], said
+    assert len(errors) == 1 and "has not answered Upload for" in errors[0], said

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeing which values a client gets, in whatever call they come."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megatron_ext.sync_service.client import SyncClient
@@ -13,25 +14,25 @@ Received = tuple[str, int, str, str]
 
 def watch(client: SyncClient, received: list[Received]) -> None:
     """Add every frame that a client gets from now on to a list."""
-    begin = client._connection.begin
+    connection = client._connection
+    begin, stream = connection.begin, connection.stream
 
-    def watched(method: str, request: Any) -> _Call:
-        return _Call(begin(method, request), client.config.peer, request.round, received)
+    def seen(number: int, messages: Iterator[Any]) -> Iterator[Any]:
+        for batch in messages:
+            received.extend((client.config.peer, number, frame.name, frame.codec) for frame in batch.frames)
+            yield batch
 
-    client._connection.begin = watched
+    connection.begin = lambda method, request: _Call(begin(method, request), partial(seen, request.round))
+    connection.stream = lambda method, request: seen(request.round, stream(method, request))
 
 
 @dataclass(eq=False)
 class _Call:
     call: Any
-    peer: str
-    number: int
-    received: list[Received]
+    seen: Callable[[Iterator[Any]], Iterator[Any]]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.call:
-            self.received.extend((self.peer, self.number, frame.name, frame.codec) for frame in batch.frames)
-            yield batch
+        return self.seen(self.call)
 
     def cancel(self) -> None:
         self.call.cancel()
