@@ -9,16 +9,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.line import Line, Stalled, Watch
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.proxy import proxy_variable
 from megatron_ext.sync_service.security import TOKEN_KEY, read_token
 from megatron_ext.sync_service.tls import client_credentials, what_tls_says
-from megatron_ext.sync_service.wire import Unreadable, stub_of
+from megatron_ext.sync_service.wire import Unreadable
+
+if TYPE_CHECKING:
+    from megatron_ext.sync_service.streams import Streams
 
 __all__ = ["Connection", "ConnectionConfig", "DamagedOnTheWay"]
 
@@ -45,10 +49,6 @@ class DamagedOnTheWay(Exception):
     """What was received is not what was sent."""
 
 
-class _Stalled(Exception):
-    """Nothing has come for too long."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class ConnectionConfig:
     """Where the server is and how to talk to it."""
@@ -72,69 +72,10 @@ class ConnectionConfig:
     """Talk to a server on another machine without TLS."""
 
     patience_seconds: float = 300.0
-    """How long a call is tried again while the server is away or its disk is full."""
+    """How long a call is tried again, from its first failure on, while the server is away or its disk is full."""
 
     call_seconds: float = 120.0
-    """Deadline of one try of a call; of uploads and downloads, how long nothing may go on, times the streams at it."""
-
-
-class _Line:
-    """A channel, how many streams share it, and when something last went on in any of them."""
-
-    def __init__(self, channel: Any) -> None:
-        self.channel = channel
-        self.stub = stub_of(channel)
-        self.streams = 0
-        self.last = time.monotonic()
-        self._lock = threading.Lock()
-
-    def count(self, change: int) -> None:
-        """Count streams that begin (1) or end (-1)."""
-        with self._lock:
-            self.streams += change
-
-    def heard(self) -> None:
-        """Say that there is no silence now."""
-        self.last = time.monotonic()
-
-
-class _Watch:
-    """Cancels a call after some seconds of silence on its line, times the streams that share it.
-
-    A line serves all streams in turn, so that the messages of all of them may come to their end at about the same time.
-    """
-
-    def __init__(self, line: _Line, call: Any, seconds: float, what: str) -> None:
-        self.call = call
-        self._line = line
-        self._seconds = seconds
-        self._what = what
-        self._begin = time.monotonic()
-        self._ended = threading.Event()
-        self._stalled = False
-
-    def __enter__(self) -> Self:
-        self._line.count(1)
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
-        return self
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._line.count(-1)
-        self._ended.set()
-        self.call.cancel()
-        if self._stalled and isinstance(error, grpc.RpcError | grpc.FutureCancelledError):
-            raise _Stalled(f"nothing has {self._what} for {self._seconds:g} s and more") from error
-        if isinstance(error, grpc.FutureCancelledError):
-            raise _Stalled("it was cancelled") from error
-
-    def _watch(self) -> None:
-        left = self._seconds
-        while not self._ended.wait(max(left, 0.01)):
-            left = max(self._line.last, self._begin) + self._seconds * self._line.streams - time.monotonic()
-            if left < 0:
-                self._stalled = True
-                self.call.cancel()
-                return
+    """Deadline of one try of a call; of uploads and downloads, how long nothing may go on, times the calls at it."""
 
 
 class Connection:
@@ -169,8 +110,8 @@ class Connection:
         self._has_answered = False
         self._is_away = False
         self._sent = self._received = 0
-        self._line: _Line | None = None
-        self._given_up: list[Any] = []
+        self._line: Line | None = None
+        self._given_up: list[Line] = []
 
     def check_files(self) -> None:
         """Read the certificates, as the first call would.
@@ -188,10 +129,9 @@ class Connection:
         A process without an open channel can be forked, as data loaders and writers of checkpoints do.
         """
         with self._lock:
-            if self._line is not None:
-                self._given_up.append(self._line.channel)
-            for channel in self._given_up:
-                channel.close()
+            for line in (self._line, *self._given_up):
+                if line is not None:
+                    line.close()
             self._line, self._given_up = None, []
 
     def abandon(self) -> None:
@@ -214,31 +154,40 @@ class Connection:
         def once() -> Any:
             line = self._open_line()
             sent = request() if callable(request) else request
-            answer = getattr(line.stub, method)(
-                sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
-            )
+            with line.one_more():
+                answer = line.start(
+                    method, sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
+                )
             line.heard()
             return answer
 
         return self.again(method, once)
 
     def begin(self, method: str, request: Any) -> Any:
-        """Return one try of a call whose answer is a stream, to be iterated over or cancelled; it has no deadline."""
-        return getattr(self._open_line().stub, method)(request, metadata=self._metadata)
+        """Return one try of a call whose answer is a stream, to be iterated over or cancelled; it has no deadline.
 
-    def stream(self, method: str, request: Any) -> Iterator[Any]:
+        Raises:
+            UserError: the connection was closed.
+        """
+        try:
+            return self._open_line().start(method, request, metadata=self._metadata)
+        except Stalled as error:
+            raise UserError(f"server {self.config.server}: {method} was given up: {error}") from error
+
+    def stream(self, method: str, request: Any, streams: Streams) -> Iterator[Any]:
         """Yield the messages of one try of a call, which may take as long as it likes while messages come."""
         line = self._open_line()
-        call = getattr(line.stub, method)(request, metadata=self._metadata)
-        with _Watch(line, call, self.config.call_seconds, "come"):
-            for message in call:
-                line.heard()
-                if isinstance(message, Unreadable):
-                    raise DamagedOnTheWay(message.problem)
-                yield message
-                line.heard()  # what the caller took to work on it does not count
+        with line.one_more():
+            call = line.start(method, request, metadata=self._metadata)
+            with Watch(line, call, self.config.call_seconds, "come"), streams.held(call):
+                for message in call:
+                    line.heard()
+                    if isinstance(message, Unreadable):
+                        raise DamagedOnTheWay(message.problem)
+                    yield message
+                    line.heard()  # what the caller took to work on it does not count
 
-    def send(self, method: str, messages: Iterator[Any]) -> Any:
+    def send(self, method: str, messages: Iterator[Any], streams: Streams) -> Any:
         """Return the answer to one try of a call that sends messages, as long as it takes while they are taken."""
         line = self._open_line()
 
@@ -248,9 +197,10 @@ class Connection:
                 yield message  # it is asked for the next one when there is room for it on the way
             line.heard()
 
-        call = getattr(line.stub, method).future(watched(), metadata=self._metadata)
-        with _Watch(line, call, self.config.call_seconds, "been taken"):
-            return call.result()
+        with line.one_more():
+            call = line.start(method, watched(), future=True, metadata=self._metadata)
+            with Watch(line, call, self.config.call_seconds, "been taken"), streams.held(call):
+                return call.result()
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:
         """Add to the bytes of values that went through this connection; what is sent again counts again."""
@@ -265,7 +215,13 @@ class Connection:
             self._sent = self._received = 0
         return traffic
 
-    def again(self, what: str, once: Callable[[], _T], advanced: Callable[[], bool] = lambda: False) -> _T:
+    def again(
+        self,
+        what: str,
+        once: Callable[[], _T],
+        advanced: Callable[[], bool] = lambda: False,
+        streams: Streams | None = None,
+    ) -> _T:
         """Return what a function returns, calling it again while the server is away.
 
         Args:
@@ -273,19 +229,22 @@ class Connection:
             once: makes it.
             advanced: says whether calls since it was last asked have brought something for good: then patience begins
                 anew.
+            streams: it is one of these.
 
         Raises:
-            UserError: the server refuses, or is away for longer than the patience.
+            UserError: the server refuses, is away for longer than the patience, or another stream has failed.
         """
-        since = time.monotonic()
+        since: float | None = None  # the first failure: only then is the server known to be away
         pause, damaged = _FIRST_PAUSE, 0
         while True:
-            begin = time.monotonic()
+            if streams is not None and streams.is_ended:
+                raise UserError(f"server {self.config.server}: {what} was given up, because another stream has failed")
+            line, begin = self._open_line(), time.monotonic()
             try:
                 found = once()
                 self._has_answered, self._is_away = True, False
                 return found
-            except _Stalled as error:
+            except Stalled as error:
                 code, text, is_damage = grpc.StatusCode.DEADLINE_EXCEEDED, str(error), False
                 problem: Exception = error
             except grpc.RpcError as error:
@@ -295,9 +254,11 @@ class Connection:
             except DamagedOnTheWay as error:
                 code, text, is_damage = grpc.StatusCode.DATA_LOSS, str(error), True
                 problem = error
+            if streams is not None and streams.is_ended:
+                continue
             if code == grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._give_up_line(max(begin, time.monotonic() - self.config.call_seconds))
-            if advanced():
+                self._give_up(line, max(begin, time.monotonic() - self.config.call_seconds))
+            if advanced() or since is None:
                 since = time.monotonic()
                 pause, damaged = _FIRST_PAUSE, 0
             damaged += is_damage
@@ -342,24 +303,25 @@ class Connection:
             way = f"the proxy of the environment variable {proxy} leads there (else add {self._host} to no_proxy)"
         return f"see that it runs there{tls}, and that {way}"
 
-    def _open_line(self) -> _Line:
+    def _open_line(self) -> Line:
         with self._lock:
             if self._abandoned.is_set():
                 raise UserError(f"server {self.config.server}: the call was given up, because this job ends")
             if self._line is None:
-                self._line = _Line(self._open())
+                self._line = Line(self._open())
             return self._line
 
-    def _give_up_line(self, since: float) -> None:
+    def _give_up(self, line: Line, since: float) -> None:
         """Let further calls go through another channel, if nothing has gone on in this one for some time.
 
-        Something on the way may take what nobody will ever answer: then the channel itself never fails. Calls that it
-        still has may end by themselves.
+        Something on the way may take what nobody will ever answer: then the channel itself never fails.
         """
         with self._lock:
-            if self._line is not None and self._line.last < since:
-                self._given_up.append(self._line.channel)
-                self._line = None
+            if self._line is not line or line.last >= since:
+                return
+            self._line = None
+            self._given_up = [other for other in (*self._given_up, line) if not other.is_closed]
+        line.give_up()
 
     def _open(self) -> Any:
         config = self.config

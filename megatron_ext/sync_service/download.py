@@ -6,7 +6,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from megatron_ext.sync_service.incoming import Incoming, Place
 from megatron_ext.sync_service.parts import Part, Values, by_place
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
+from megatron_ext.sync_service.streams import Streams
 
 __all__ = ["download"]
 
@@ -87,22 +87,21 @@ def download(
             request = pb2.DownloadRequest(
                 caller=caller, round=number, slices=slices, since=number - 1 if base else None
             )
-            _receive(connection, request, places, incoming, known)
+            _receive(connection, request, together, places, incoming, known)
 
         def advanced() -> bool:
             nonlocal count
             before, count = count, incoming.count
             return before < count
 
-        connection.again("Download", once, advanced)
+        connection.again("Download", once, advanced, together)
 
-    by_server = [
-        [(connection, share) for share in _shares([place for place in values if route.leads(at, place[0])], streams)]
-        for at, connection in enumerate(route.connections)
+    together = Streams(pool)
+    shares = [
+        _shares([place for place in values if route.leads(at, place[0])], streams)
+        for at in range(len(route.connections))
     ]
-    # All servers have something to do all the time.
-    turns = [entry for turn in zip_longest(*by_server) for entry in turn if entry is not None]
-    list(pool.map(lambda turn: take(*turn), turns))
+    together.run(route, shares, take)
     return {part.key: values[part.spec.name, part.box] for part in parts}
 
 
@@ -120,12 +119,13 @@ def _shares(places: list[Place], streams: int) -> list[list[Place]]:
 def _receive(
     connection: Connection,
     request: Any,
+    together: Streams,
     places: Sequence[Place],
     incoming: Incoming,
     known: Mapping[Place, torch.Tensor],
 ) -> None:
     """Take what one stream brings: frames, or the word that boxes are as expected."""
-    for batch in connection.stream("Download", request):
+    for batch in connection.stream("Download", request, together):
         for index in batch.unchanged:
             if index >= len(places) or places[index] not in known:
                 raise DamagedOnTheWay(f"slice {index} is said to be as expected, and was not")

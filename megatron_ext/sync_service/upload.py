@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 from megatron_ext.sync_service import wire
@@ -14,6 +13,7 @@ from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.outgoing import Outgoing, Piece
 from megatron_ext.sync_service.parts import Values
 from megatron_ext.sync_service.route import Route
+from megatron_ext.sync_service.streams import Streams
 
 __all__ = ["upload"]
 
@@ -60,7 +60,7 @@ def upload(
             size = at_once
             at_once = max(size // 2, 1)  # should the link not last for so many
             while left:
-                closed |= bool(connection.send("Upload", requests(left[:size])).closed)
+                closed |= bool(connection.send("Upload", requests(left[:size]), together).closed)
                 left = left[size:]
             return closed
 
@@ -69,12 +69,10 @@ def upload(
             earlier, before = before, len(left)
             return before < earlier
 
-        return connection.again("Upload", once, advanced)
+        return connection.again("Upload", once, advanced, together)
 
-    by_server = [
-        [(connection, job) for job in outgoing.jobs(number, index, call_bytes, partial(route.leads, at))]
-        for at, connection in enumerate(route.connections)
+    together = Streams(pool)
+    jobs = [
+        list(outgoing.jobs(number, index, call_bytes, partial(route.leads, at))) for at in range(len(route.connections))
     ]
-    # All servers have something to do all the time.
-    turns = [entry for turn in zip_longest(*by_server) for entry in turn if entry is not None]
-    return any(list(pool.map(lambda turn: send(*turn), turns)))
+    return any(together.run(route, jobs, send))

@@ -18,6 +18,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.server import _try_out
+from megatron_ext.sync_service.streams import Streams
 from tests.sync_service.peer import digest, start_values, trained
 from tests.sync_service.service import Service, until
 
@@ -133,7 +134,7 @@ def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
             nothing = wire.Upload(caller=pb2.Caller(), round=0, frames=[])
             for method, request in (("Upload", iter([nothing] * 3)), ("Download", pb2.DownloadRequest())):
                 with pytest.raises(grpc.RpcError) as caught:
-                    list(client._connection.stream(method, request))
+                    list(client._connection.stream(method, request, Streams(client._pool)))
                 assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
         for action in (["status"], ["drain"], ["evict", "p0", "--run", "demo"]):
             flags = ["--server", service.address, *(["--token-file", token] if token else [])]

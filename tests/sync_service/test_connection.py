@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that do not reach a sync server: through proxies of the environment, and to something else."""
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
 
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.protocol import grpc, pb2
 from megatron_ext.sync_service.proxy import proxy_variable
-from tests.sync_service.service import Service, refusal
+from tests.sync_service.service import Service, refusal, until
+from tests.sync_service.test_slow_links import Link
 
 HOST = "sync.example.org"
 ELSEWHERE = f"{HOST}:50051"
@@ -92,3 +96,50 @@ def test_something_else_that_listens_is_told_from_a_server_that_is_away():
     said = refusal(f"127.0.0.1:{port}")
     other.stop(None)
     assert "does not know Status (Method not found!): something else listens there" in said
+
+
+def test_a_connection_on_which_nothing_has_ever_come_is_given_up_at_once(make_service: Callable[..., Service]):
+    service = make_service(peers=1)
+    service.start()
+    with Link(int(service.address.rpartition(":")[2]), up=True, limit=0, then="silence", failing=1) as relay:
+        # A second try on the same one would be the last.
+        connection = Connection(ConnectionConfig(server=relay.address, patience_seconds=1.0))
+        assert "peers" in connection.call("Status", pb2.StatusRequest(), seconds=2.0).json
+        connection.close()
+
+
+def test_connections_that_were_given_up_are_closed(make_service: Callable[..., Service]):
+    def sockets() -> int:
+        links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return sum(link.startswith("socket:") for link in links)
+
+    service = make_service(peers=1)
+    service.start()
+    with Link(int(service.address.rpartition(":")[2]), up=True, limit=0, then="silence") as relay:
+        before = sockets()
+        connection = Connection(ConnectionConfig(server=relay.address, patience_seconds=4.0))
+        with pytest.raises(UserError, match="has not answered Status"):
+            connection.call("Status", pb2.StatusRequest(), seconds=0.2)
+        # The last one is not closed, and there are both ends of it and of the relay's other side.
+        until(lambda: sockets() <= before + 4, "the end of connections", 10.0)
+        connection.close()
+
+
+def test_a_call_whose_connection_another_thread_closes_goes_on_or_is_given_up(make_service: Callable[..., Service]):
+    service = make_service(peers=1)
+    service.start()
+    connection = Connection(ConnectionConfig(server=service.address))
+
+    def closing(close: Callable[[], None]) -> Callable[[], pb2.StatusRequest]:
+        def request() -> pb2.StatusRequest:
+            closings.append(1)
+            if len(closings) == 1:
+                close()
+            return pb2.StatusRequest()
+
+        closings: list[int] = []
+        return request
+
+    assert "peers" in connection.call("Status", closing(connection.close)).json
+    with pytest.raises(UserError, match="the call was given up, because this job ends"):
+        connection.call("Status", closing(connection.abandon))

@@ -21,6 +21,7 @@ from megatron_ext.sync_service.failpoints import FAILPOINTS
 from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.parts import Part, whole_parts
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
+from megatron_ext.sync_service.streams import Streams
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
 from tests.sync_service.service import Service, until
 
@@ -216,7 +217,7 @@ def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: M
 
         def upload(frames: list) -> None:
             request = wire.Upload(caller=client._membership.caller, round=1, frames=frames)
-            client._connection.send("Upload", iter([request]))
+            client._connection.send("Upload", iter([request]), Streams(client._pool))
 
         with pytest.raises(grpc.RpcError) as caught:
             upload([messages[0], broken, messages[1]])
@@ -345,7 +346,8 @@ def test_a_journal_that_cannot_be_written_lets_nothing_happen(make_service: Make
     options = {"connection": {"token_file": None}}
     with service.client("p0", start, **options) as client:
         with pytest.raises(grpc.RpcError) as caught:
-            client._connection._open_line().stub.Register(
+            client._connection._open_line().start(
+                "Register",
                 pb2.RegisterRequest(
                     caller=client._membership.caller,
                     protocol=PROTOCOL_VERSION,

@@ -19,6 +19,7 @@ from megatron_ext.sync_service.download import download
 from megatron_ext.sync_service.parts import whole_parts
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
+from megatron_ext.sync_service.streams import Streams
 from tests.sync_service.service import Service
 from tests.sync_service.watching import Received, watch
 
@@ -126,10 +127,10 @@ def test_own_experts_come_back_where_the_round_made_something_else_of_them(make_
 
 def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_damaged():
     class Lying:
-        def again(self, what: str, once: Callable[[], Any], advanced: Callable[[], bool]) -> Any:
+        def again(self, what: str, once: Callable[[], Any], *_: Any) -> Any:
             return once()
 
-        def stream(self, method: str, request: Any) -> Iterator[Any]:
+        def stream(self, method: str, request: Any, streams: Streams) -> Iterator[Any]:
             yield wire.Batch(unchanged=[self.place])
 
     parts, connection = whole_parts(Catalog([TensorSpec(name="w", shape=(3,))])), Lying()

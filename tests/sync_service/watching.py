@@ -23,7 +23,7 @@ def watch(client: SyncClient, received: list[Received]) -> None:
             yield batch
 
     connection.begin = lambda method, request: _Call(begin(method, request), partial(seen, request.round))
-    connection.stream = lambda method, request: seen(request.round, stream(method, request))
+    connection.stream = lambda method, request, streams: seen(request.round, stream(method, request, streams))
 
 
 @dataclass(eq=False)
