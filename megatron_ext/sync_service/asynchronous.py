@@ -62,7 +62,8 @@ class AsynchronousState(RunState):
             return "committed", ""
         if peer in self.uploaded:
             return "waiting", self.waiting_for()
-        if uploaded and self.outcome(peer, number) is None:
+        is_newest = number >= (self.contributed(peer) or 0)
+        if uploaded and is_newest and self.outcome(peer, number) is None:
             return "upload", "the contribution was lost on the server"
         return "committed", ""
 
@@ -122,8 +123,10 @@ class AsynchronousState(RunState):
 
     def stale_event(self, peer: str, number: int) -> Event | None:
         """Return the event that says that a contribution is too old to count, unless there has been one."""
-        if not 0 < number <= self.open_round or not self._is_stale(number) or self.counts(peer, number):
+        if not 0 < number <= self.open_round or not self._is_stale(number):
             return None
+        if number <= (self.contributed(peer) or 0):
+            return None  # a call that is late: a newer one has come
         between, limit = self.open_round - number, self.policy.max_staleness
         reason = f"{between} rounds were made since the values that it started from; max_staleness is {limit}"
         return {"event": "stale", "peer": peer, "round": number, "reason": reason}

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.durable import sync_path
 
-__all__ = ["Event", "Journal", "sync_folder"]
+__all__ = ["Event", "Journal"]
 
 Event = dict[str, Any]
 """`event` is what happened, `time` when (seconds since 1970); the other keys depend on it."""
@@ -59,7 +60,7 @@ class Journal:
                 self.events.append(event)
                 self._size += len(line)
         self._file.truncate(self._size)
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
     def append(self, event: Event) -> Event:
         """Write an event; it is on the disk when this returns.
@@ -101,12 +102,3 @@ def _parse(line: bytes) -> Event | None:
     except (ValueError, KeyError, AttributeError, TypeError):
         return None
     return event if f"{zlib.crc32(json.dumps(event).encode()):08x}" == crc else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

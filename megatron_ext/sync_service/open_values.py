@@ -66,7 +66,8 @@ class OpenValues:
             if as_they_came is not None:
                 yield from ((contribution.identity, frame) for frame in as_they_came)
             else:
-                values = contribution.read(spec).view(spec.shape)[box.slices].reshape(-1)
+                # A copy, since the whole tensor is not to be kept for as long as a slow stream takes.
+                values = contribution.read(spec).view(spec.shape)[box.slices].clone().view(-1)
                 for offset, count in cut(box.numel, frame_bytes):
                     part = values[offset : offset + count]
                     frame = Frame.make(spec.name, spec.shape, box, offset, part, self._codec)

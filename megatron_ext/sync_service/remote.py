@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.durable import replace_file
 from megatron_ext.sync_service.remote_folder import RemoteFolder
 from megatron_ext.sync_service.snapshot import snapshot_name
 
@@ -61,14 +62,15 @@ class RemoteState(RemoteFolder):
         path = folder / "journal.jsonl"
         here = path.read_bytes() if path.exists() else b""
         # A line that was cut off has not happened.
-        here = here[: here.rfind(b"\n") + 1]
+        here = _without_undone(here[: here.rfind(b"\n") + 1], b"".join(self._parts))
         # Who has no business here must not drive away who has.
         self._compare(here, folder)
         self._check_snapshots(here)
         self._own()
         self._parts = self._read_parts()
-        self._compare(here, folder)
         there = b"".join(self._parts)
+        here = _without_undone(here, there)
+        self._compare(here, folder)
         if here.startswith(there):
             for line in here[len(there) :].splitlines(keepends=True):
                 self._parts = _extended(self._parts, line)
@@ -81,8 +83,7 @@ class RemoteState(RemoteFolder):
         shutil.rmtree(folder / "spool", ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
         self._get_snapshots(folder / "snapshots")
-        path.with_suffix(".new").write_bytes(there)
-        path.with_suffix(".new").replace(path)
+        replace_file(path, there)
 
     def _compare(self, here: bytes, folder: Path) -> None:
         """Refuse a journal that is not the beginning of the copy's, nor the other way round."""
@@ -131,6 +132,18 @@ class RemoteState(RemoteFolder):
     def _read_parts(self) -> list[bytes]:
         with self._reading():
             return [self._files.cat_file(path) for path in self._listed("journal")]
+
+
+def _without_undone(here: bytes, there: bytes) -> bytes:
+    """Return a journal without its last line, if the copy goes on otherwise from there.
+
+    Only a line that is in both has happened. Where writing the copy fails, it may have been written nevertheless; a
+    line of a later try is here alone, should the server end before that is written.
+    """
+    shorter = here[: here[:-1].rfind(b"\n") + 1]
+    is_undone = bool(shorter) and not here.startswith(there) and not there.startswith(here)
+    return shorter if is_undone and there.startswith(shorter) else here
+
 
 def _extended(parts: list[bytes], line: bytes) -> list[bytes]:
     """Return the parts of a journal with one more line."""

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.durable import sync_path
+from megatron_ext.sync_service.snapshot import Snapshot
 
 __all__ = ["RemoteFolder"]
 
@@ -91,14 +93,24 @@ class RemoteFolder:
         sizes = self._snapshot_sizes()
         for snapshot in folder.glob("*.safetensors"):
             # One of the same name and size was copied before its round was committed.
-            if sizes.get(snapshot.name) != snapshot.stat().st_size:
-                self.put_snapshot(snapshot)
+            if sizes.get(snapshot.name) == snapshot.stat().st_size:
+                continue
+            try:
+                Snapshot(snapshot).close()
+            except UserError as error:
+                # Of a round that is needed this will be refused; then the copy must be what it was.
+                log.warning("%s; it is not copied to %s", error, self._url)
+                continue
+            self.put_snapshot(snapshot)
 
     def _get_snapshots(self, folder: Path) -> None:
         """Copy the snapshots that are there into a folder."""
         with self._reading():
             for name in self._listed("snapshots"):
-                self._files.get_file(name, str(folder / name.rpartition("/")[2]))
+                path = folder / name.rpartition("/")[2]
+                self._files.get_file(name, str(path))
+                sync_path(path)
+        sync_path(folder)
 
     def _own(self) -> None:
         """Become the one that writes."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.journal import sync_folder
+from megatron_ext.sync_service.durable import replace_file
 from megatron_ext.sync_service.remote_folder import RemoteFolder
 
 __all__ = ["ShardCopy"]
@@ -67,7 +67,8 @@ class ShardCopy(RemoteFolder):
             )
         with self._reading():
             owner = self._owner()
-        is_elsewhere = owner is not None and (not token.exists() or token.read_text() != owner["token"])
+        ours = token.read_text().split() if token.exists() else []
+        is_elsewhere = owner is not None and owner["token"] not in ours
         here, copied = _newest(p.name for p in (folder / "snapshots").glob("*")), _newest(self._snapshot_sizes())
         if is_elsewhere and here > copied:
             raise UserError(
@@ -75,6 +76,9 @@ class ShardCopy(RemoteFolder):
                 f"but {folder} has {here}; give another URL, or move that folder away to go on from the URL"
             )
         try:
+            if not is_elsewhere:
+                # Should this end before everything is copied, the copy is still this folder's.
+                replace_file(token, " ".join([*ours, self._token]).encode())
             self._own()
             if is_elsewhere:
                 self._take(folder)
@@ -83,9 +87,7 @@ class ShardCopy(RemoteFolder):
                 self.put_identity(path.read_bytes())
         except OSError as error:
             raise UserError(str(error)) from error
-        token.with_suffix(".new").write_text(self._token)
-        token.with_suffix(".new").replace(token)
-        sync_folder(folder)
+        replace_file(token, self._token.encode())
 
     def put_identity(self, identity: bytes) -> None:
         """Say what the values belong to.
@@ -112,6 +114,4 @@ class ShardCopy(RemoteFolder):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True)
         self._get_snapshots(folder / "snapshots")
-        path = folder / IDENTITY
-        path.with_suffix(".new").write_bytes(identity)
-        path.with_suffix(".new").replace(path)
+        replace_file(folder / IDENTITY, identity)

@@ -52,12 +52,13 @@ class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio 
     def __init__(self, token: str) -> None:
         self._wanted = f"Bearer {token}".encode()
 
-        def refuse(_request: Any, context: Any) -> None:
+        def refuse(_requests: Any, context: Any) -> None:
             context.abort(
                 grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's token_file"
             )
 
-        self._refusal = grpc.unary_unary_rpc_method_handler(refuse)
+        # A method that takes one request would first wait for it, in one of the server's threads.
+        self._refusal = grpc.stream_stream_rpc_method_handler(refuse)
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """Let a call through, or refuse it."""

@@ -85,7 +85,7 @@ class Servicer(ValuesServicer):
         with refusing(context):
             caller = request.caller
             run = self._run(caller.run)
-            seconds = min(max(request.seconds, 0.0), MAX_WAIT_SECONDS)
+            seconds = min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0  # of NaN, too
             answer, message = run.wait(
                 caller.peer, caller.instance, request.round, uploaded=request.uploaded, seconds=seconds
             )

@@ -22,9 +22,9 @@ from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.draining import Draining
+from megatron_ext.sync_service.durable import replace_file
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame
-from megatron_ext.sync_service.journal import sync_folder
 from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.reduction import DamagedContribution
@@ -226,12 +226,10 @@ class ShardRun:
         self._shard.recover(word["open_round"], keep_made=True)
         if not self._identity.exists():
             identity = {"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}
-            new = self._identity.with_suffix(".new")
-            new.write_text(json.dumps(identity))
+            content = json.dumps(identity).encode()
             if self._copy is not None:
-                self._copy.put_identity(new.read_bytes())
-            new.replace(self._identity)
-            sync_folder(self._identity.parent)
+                self._copy.put_identity(content)
+            replace_file(self._identity, content)
         self._shard.open(Catalog.from_json(word["catalog"]), word["codec"])
 
     def _check_newest(self, known: int, newest: int) -> None:

@@ -24,8 +24,8 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import RESERVED, Catalog
 from megatron_ext.sync_service.checksum import crc32
+from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.frames import Box
-from megatron_ext.sync_service.journal import sync_folder
 from megatron_ext.sync_service.spares import SpareFiles
 from megatron_ext.sync_service.writeback import Writeback
 
@@ -199,7 +199,7 @@ class SnapshotWriter:
     def publish(self) -> None:
         """Give the file its name."""
         os.replace(self._partial, self._path)
-        sync_folder(self._path.parent)
+        sync_path(self._path.parent)
 
     def abandon(self) -> None:
         """Remove the unfinished file."""
@@ -314,14 +314,24 @@ class Snapshot:
             return data
         return bytes(_bytes_of(self.read(name, offset, count)))  # a read may bring less than it was asked for
 
-    def read_box(self, name: str, box: Box) -> torch.Tensor:
-        """Return a box of a tensor as it is kept: 1-D, in row-major order."""
+    def read_box(self, name: str, box: Box, offset: int = 0, count: int | None = None) -> torch.Tensor:
+        """Return elements of a box of a tensor as they are kept: 1-D, in row-major order of the box.
+
+        Args:
+            name: of a tensor or a state.
+            box: the box.
+            offset: first element; only the rows of the tensor's first axis that have elements wanted are read.
+            count: how many; all that follow when None.
+        """
         shape = self._extents[name].shape
         if not shape:
             return self.read(name)
-        row = math.prod(shape[1:])
-        rows = self.read(name, box.start[0] * row, box.shape[0] * row).view(box.shape[0], *shape[1:])
-        return rows[(slice(None), *box.slices[1:])].contiguous().view(-1)
+        count = box.numel - offset if count is None else count
+        row, row_of_box = math.prod(shape[1:]), math.prod(box.shape[1:])
+        first, last = offset // row_of_box, (offset + count - 1) // row_of_box
+        rows = self.read(name, (box.start[0] + first) * row, (last + 1 - first) * row)
+        found = rows.view(-1, *shape[1:])[(slice(None), *box.slices[1:])].reshape(-1)
+        return found[offset - first * row_of_box :][:count]
 
 
 class CheckedRead:

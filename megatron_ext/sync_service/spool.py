@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.contribution import Contribution, new_name, peer_of
-from megatron_ext.sync_service.journal import sync_folder
+from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.spares import SpareFiles
 
 __all__ = ["Spool"]
@@ -42,7 +42,7 @@ class Spool:
                 if entry != self._of_round(number):
                     shutil.rmtree(entry)
             self._of_round(number).mkdir(exist_ok=True)
-            sync_folder(self._folder)
+            sync_path(self._folder)
 
     def keep(self, is_wanted: Callable[[str, int], bool]) -> None:
         """Remove contributions, those that a former server has left too, unless they are wanted.
@@ -69,7 +69,7 @@ class Spool:
                 folder = self._of_round(number)
                 if not folder.exists():
                     folder.mkdir()
-                    sync_folder(self._folder)
+                    sync_path(self._folder)
                 self._found[peer] = number, self._opened(folder, peer, catalog, codec)
             return self._found[peer][1]
 
@@ -96,7 +96,7 @@ class Spool:
             file.write(instance)
             file.flush()
             os.fsync(file.fileno())
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
     def sealed_by(self, peer: str, number: int) -> str | None:
         """Return which process has uploaded all of a contribution, as far as that was written down."""

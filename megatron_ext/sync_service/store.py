@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.history import History
-from megatron_ext.sync_service.journal import Event, Journal, sync_folder
+from megatron_ext.sync_service.journal import Event, Journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
@@ -69,7 +71,7 @@ class RunStore:
         self._shards = shards
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, *list(folder.parents)[:2]):
-            sync_folder(parent)
+            sync_path(parent)
         self._remote = remote
         if remote is not None:
             try:
@@ -215,18 +217,25 @@ class RunStore:
     def commit(self, event: Event, snapshot: Snapshot) -> None:
         """Let the event happen that commits the open round, and go on to the next one."""
         self.record(event)
-        if self._config.is_asynchronous and event["round"] > 0:
-            for peer in (*event["contributors"], *event["rejected"]):
-                self.shard.spool.discard(peer)
-        else:
-            self.shard.spool.open_round(self.state.open_round)
-        self.shard.committed(event["round"], snapshot)
+        # The round is there for everybody now, whether what is not needed any more can be removed or not.
+        for tidy in (partial(self.shard.committed, event["round"], snapshot), partial(self._forget_uploads, event)):
+            try:
+                tidy()
+            except OSError as error:
+                log.warning("run %s: what round %d does not need stays for now: %s", self._name, event["round"], error)
         if self._remote is not None:
             self._remote.drop_snapshots({snapshot_name(number) for number in self.shard.snapshots})
 
     def close(self) -> None:
         """Close the journal."""
         self._journal.close()
+
+    def _forget_uploads(self, event: Event) -> None:
+        if self._config.is_asynchronous and event["round"] > 0:
+            for peer in (*event["contributors"], *event["rejected"]):
+                self.shard.spool.discard(peer)
+        else:
+            self.shard.spool.open_round(self.state.open_round)
 
     def _open(self, catalog: Catalog) -> None:
         self._catalog = catalog

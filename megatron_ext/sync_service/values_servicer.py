@@ -116,11 +116,11 @@ def _known_as(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None,
     if size != _DIGEST_BYTES:
         return [snapshot.sources[spec.name]] if spec.name in snapshot.sources else []
     found = hashlib.sha256()
-    if first is None:
-        found.update(memoryview(snapshot.read_box(spec.name, box).numpy()).cast("B"))
-        return [found.digest()]
     for offset, count in cut(box.numel, FRAME_BYTES):
-        found.update(snapshot.read_bytes(spec.name, first + offset, count))
+        if first is None:
+            found.update(memoryview(snapshot.read_box(spec.name, box, offset, count).numpy()).cast("B"))
+        else:
+            found.update(snapshot.read_bytes(spec.name, first + offset, count))
     return [found.digest()]
 
 
@@ -198,16 +198,13 @@ def _frames(
     source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)
     cuts = [(offset, count) for offset, count in cut(box.numel, FRAME_BYTES) if offset >= skip]
     is_coded = codec_of(codec).elementwise and snapshot.dtype(source) == kept_as(codec)
-    if first is not None:
-        # A box without gaps is read frame by frame.
-        for offset, count in cuts:
-            if is_coded:
-                payload = payload_of(snapshot.read_bytes(source, first + offset, count))
-                yield Frame.of_payload(spec.name, spec.shape, box, offset, count, codec, payload)
-            else:
-                values = snapshot.read(source, first + offset, count)
-                yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
-        return
-    values = snapshot.read_box(source, box).float()
     for offset, count in cuts:
-        yield Frame.make(spec.name, spec.shape, box, offset, values[offset : offset + count], codec)
+        if first is None:
+            values = snapshot.read_box(source, box, offset, count).float()
+            yield Frame.make(spec.name, spec.shape, box, offset, values, codec)
+        elif is_coded:
+            payload = payload_of(snapshot.read_bytes(source, first + offset, count))
+            yield Frame.of_payload(spec.name, spec.shape, box, offset, count, codec, payload)
+        else:
+            values = snapshot.read(source, first + offset, count)
+            yield Frame.make(spec.name, spec.shape, box, offset, values, codec)

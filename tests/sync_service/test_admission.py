@@ -4,7 +4,8 @@
 import json
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,39 @@ def test_names_that_are_no_file_names_are_refused(make_service: MakeService):
                 request = pb2.RegisterRequest(caller=caller, protocol=PROTOCOL_VERSION, config={"codec": "fp32"})
                 with pytest.raises(UserError, match="cannot be the name of a"):
                     client._connection.call("Register", request)
+
+
+def test_silent_calls_without_a_token_hold_nobody_up(make_service: MakeService, tmp_path: Path):
+    def silent() -> Iterator[Any]:
+        over.wait()
+        yield from ()
+
+    (tmp_path / "token").write_text("token-0123456789\n")
+    service = make_service(peers=1)
+    service.extra = {"token_file": str(tmp_path / "token")}
+    service.start()
+    over = threading.Event()
+    with grpc.insecure_channel(service.address) as channel:
+        uploads = channel.stream_unary("/megatron_ext.sync.v1.SyncService/Upload")
+        # More than the server has threads for a run of one peer.
+        calls = [uploads.future(silent()) for _ in range(140)]
+        until(lambda: all(call.done() for call in calls), "the refusals")
+        assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}
+        assert main(["server", "status", "--server", service.address, "--token-file", str(tmp_path / "token")]) == 0
+        over.set()
+
+
+def test_a_wait_of_no_number_of_seconds_ends_at_once(make_service: MakeService):
+    service = make_service(peers=2)
+    service.start()
+    with service.client("p0", START) as client, service.client("p1", START) as other:
+        client.start(START)
+        other.start(START)
+        client.upload(1, START)
+        caller = client._membership.caller
+        request = pb2.AwaitRequest(caller=caller, round=1, uploaded=True, seconds=float("nan"))
+        answer = client._connection.call("Await", request, seconds=20.0)
+        assert answer.state == pb2.AwaitReply.WAITING
 
 
 def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):

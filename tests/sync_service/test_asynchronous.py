@@ -164,6 +164,21 @@ def test_a_contribution_that_is_too_old_is_said_so_once():
     assert machine.state.members["b"].missed == 0
 
 
+def test_a_call_that_comes_late_does_not_make_a_newer_contribution_forgotten():
+    machine = Machine(max_staleness=1).started("a", "b")
+    for name in ("b", "b", "b", "a"):
+        machine.base[name] = machine.state.open_round - 1
+        assert machine.upload(name)
+        machine.make()
+    newest = machine.state.contributed("a")
+    machine.base["a"] = 0
+    assert not machine.upload("a")
+    assert machine.state.contributed("a") == newest and not machine.state.accepts("a", newest)
+    # Who rolled back to that gets the newest values.
+    assert machine.state.answer("a", 1, True) == ("committed", "")
+    assert machine.state.answer("a", newest, True) == ("committed", "")
+
+
 def test_a_peer_waits_for_its_own_contribution_and_for_nobody_else():
     machine = Machine().started("a", "b")
     machine.upload("b")

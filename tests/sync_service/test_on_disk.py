@@ -209,7 +209,10 @@ def test_any_part_of_a_snapshot_can_be_read(tmp_path: Path):
     found = snapshot(tmp_path / "s.safetensors")
     assert torch.equal(found.read("a", 100, 33), VALUES["a"].view(-1)[100:133])
     assert torch.equal(found.read("outer:momentum_buffer:c"), 2 * VALUES["c"])
-    assert torch.equal(found.read_box("a", Box((3, 5), (4, 6))), VALUES["a"][3:7, 5:11].reshape(-1))
+    box, flat = Box((3, 5), (4, 6)), VALUES["a"][3:7, 5:11].reshape(-1)
+    assert torch.equal(found.read_box("a", box), flat)
+    for offset, count in ((0, 6), (1, 4), (4, 5), (5, 19), (23, 1)):
+        assert torch.equal(found.read_box("a", box, offset, count), flat[offset : offset + count])
 
 
 @reused_folder
@@ -282,3 +285,22 @@ def test_a_restored_asynchronous_run_keeps_what_may_still_count(tmp_path: Path):
     left = sorted(path.name for path in (tmp_path / "spool").glob("round-*/*"))
     assert [name.partition(".")[0] for name in left] == ["b", "c"] and list(restored.state.uploaded) == ["b"]
     assert restored.shard.contribution("c", 1).frames == 2
+
+
+def test_a_round_is_there_also_when_what_it_does_not_need_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    store = RunStore("r", RunConfig(peers=1), tmp_path / "r", 2)
+    store.create({"codec": "fp32"}, CATALOG)
+    store.record({"event": "joined", "peer": "a", "index": 0, "instance": "x"})
+    store.record({"event": "uploaded", "round": 0, "peer": "a"})
+    store.record(store.state.closing_event())
+    made = snapshot(store.shard.snapshot_path(0))
+    monkeypatch.setattr(Spool, "open_round", full)
+    figures = {"digest": "", "rejected": {}, "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
+    store.commit({"event": "committed", "round": 0, "contributors": ["a"], **figures}, made)
+    assert store.state.open_round == 1 and list(store.shard.snapshots) == [0]
+    assert "what round 0 does not need stays for now: [Errno 28]" in caplog.text

@@ -14,6 +14,7 @@ import pytest
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service import remote as remote_module
 from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.store import RunStore
 from tests.sync_service.peer import start_values
@@ -258,3 +259,47 @@ def test_a_server_that_cannot_start_takes_the_url_from_nobody(make_service: Make
     values = start_values(1)
     with first.client("p0", values) as client:
         client.start(values)
+
+
+def test_a_snapshot_that_is_damaged_here_does_not_replace_its_copy(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    store = begin(store_at(tmp_path / "one"))
+    for _ in range(3):
+        make_round(store)
+    store.close()
+    path = store.shard.snapshot_path(2)
+    there = f"/bucket/state/r/snapshots/{path.name}"
+    whole = path.read_bytes()
+    os.truncate(path, 100)
+    with pytest.raises(UserError, match="cannot be read as a snapshot"):
+        store_at(tmp_path / "one")
+    assert fsspec.filesystem("memory").cat_file(there) == whole
+    assert "it is not copied to memory://bucket/state" in caplog.text
+    # What the error says: the folder moved away, the server goes on from the copy.
+    assert sorted(store_at(tmp_path / "two").shard.snapshots) == [1, 2]
+
+
+def test_a_line_that_is_here_alone_and_one_that_is_there_alone_have_not_happened_for_anyone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = begin(store_at(tmp_path / "one"))
+    make_round(store)
+    put = RemoteState._put_whole
+
+    def unanswered(self: RemoteState, path: str, content: bytes) -> None:
+        put(self, path, content)
+        raise TimeoutError("the answer was lost")
+
+    monkeypatch.setattr(RemoteState, "_put_whole", unanswered)
+    with pytest.raises(OSError, match="the answer was lost"):
+        store.record({"event": "uploaded", "round": 1, "peer": "a"})
+    monkeypatch.undo()
+    store.close()
+    # It is killed while it tries another one, after that was written here.
+    journal = Journal(tmp_path / "one/journal.jsonl")
+    journal.append({"event": "left", "peer": "a"})
+    journal.close()
+    again = store_at(tmp_path / "one")
+    assert list(again.state.members) == ["a"] and sorted(again.shard.snapshots) == [0]
+    make_round(again)
+    text = (tmp_path / "one/journal.jsonl").read_text()
+    assert '"left"' not in text and text.count('"uploaded"') == 3

@@ -113,3 +113,22 @@ def test_a_copy_of_another_run_is_refused(tmp_path: Path, url: str):
     ShardCopy(url, "r", 1).meet(shard_folder(tmp_path / "first", 1))
     with pytest.raises(UserError, match="has values of another run or shard than"):
         ShardCopy(url, "r", 1).meet(shard_folder(tmp_path / "other", 1, run="two"))
+
+
+def test_a_start_that_did_not_get_to_its_end_takes_the_copy_from_nobody(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    def away(*_: object) -> None:
+        raise OSError("the store is away for a moment")
+
+    folder = shard_folder(tmp_path / "one", 4)
+    ShardCopy(url, "r", 1).meet(folder)
+    # Made, and never copied.
+    snapshot(folder / "snapshots" / snapshot_name(5)).close()
+    monkeypatch.setattr(ShardCopy, "put_snapshot", away)
+    for _ in range(2):
+        with pytest.raises(UserError, match="away for a moment"):
+            ShardCopy(url, "r", 1).meet(folder)
+    monkeypatch.undo()
+    ShardCopy(url, "r", 1).meet(folder)
+    assert rounds_in(tmp_path / "bucket/r/shard-1") == [4, 5]
