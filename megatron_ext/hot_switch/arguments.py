@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
@@ -99,7 +99,7 @@ def strategies_of(args: Any) -> StrategyList:
             ep=args.expert_model_parallel_size,
             etp=args.expert_tensor_parallel_size,
             micro_batch_size=1 if args.micro_batch_size is None else args.micro_batch_size,
-            recompute=args.recompute_granularity or "none",
+            recompute=_recomputes(args) or "none",
         )
         for strategy in parsed
     ]
@@ -236,6 +236,12 @@ def _batch_problems(args: Any, home: Strategy) -> list[str]:
     ]
 
 
+def _recomputes(args: Any) -> Literal["selective", "full"] | None:
+    """Return what is recomputed; Megatron makes the one option of the other only later."""
+    granularity: Literal["selective", "full"] | None = args.recompute_granularity
+    return "selective" if args.recompute_activations else granularity
+
+
 def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
     if config.hot_switch_strategy_file is not None:
@@ -245,6 +251,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
                 ("--hot-switch-strategies", "strategies", config.hot_switch_strategies),
                 ("--hot-switch-bucket-sizes", "bucket_sizes", config.hot_switch_bucket_sizes),
                 ("--sequence-parallel", "each strategy's sequence_parallel", args.sequence_parallel),
+                ("--recompute-activations", "each strategy's recompute", args.recompute_activations),
                 ("--recompute-granularity", "each strategy's recompute", args.recompute_granularity),
                 ("--expert-model-parallel-size", "each strategy's ep", args.expert_model_parallel_size != 1),
                 ("--expert-tensor-parallel-size", "each strategy's etp", args.expert_tensor_parallel_size),

@@ -55,12 +55,23 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
             "fused_residual_rmsnorm",
             "use_te_activation_func",
             "batch_invariant_mode",
+            "distribute_saved_activations",
+            "overlap_moe_expert_parallel_comm",
         )
     ),
     (
-        "--log-max-attention-logit",
-        lambda args: args.log_max_attention_logit,
-        "home would see the logits of its own rows only; drop it",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        lambda args: args.microbatch_group_size_per_vp_stage is not None,
+        "a step may have fewer micro-batches than that; drop it: groups are as large as the pipeline has stages",
+    ),
+    *(
+        (f"--{name.replace('_', '-')}", _is_set(name), f"{what} of home's rows only; drop it")
+        for name, what in (
+            ("log_max_attention_logit", "it would see the logits"),
+            ("moe_routing_trace_path", "it would trace the tokens"),
+            ("logits_load_dir", "it would compare the logits"),
+            ("check_for_spiky_loss", "it would judge all losses by those"),
+        )
     ),
     (
         "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_ext.config_options import WITHOUT_FLAG, argument_of
 from megatron_ext.errors import UserError
+from megatron_ext.seams.arguments import asks_for_cuda_graphs
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config
 from megatron_ext.spes.ownership import Ownership
@@ -94,6 +95,11 @@ def argument_problems(args: Any) -> list[str]:
         problems.append(
             "--spes-using-decayed-aux-loss weights token counts, which the fused kernel of --moe-router-fusion has not "
             "been tested with; drop one of them"
+        )
+    if config.using_decayed_aux_loss and asks_for_cuda_graphs(args):
+        problems.append(
+            "--spes-using-decayed-aux-loss weights token counts by factors that change from step to step, which a "
+            "captured CUDA graph would not see; drop the graphs (--cuda-graph-impl), or the option"
         )
     kinds = args.moe_router_load_balancing_type
     kinds = [kinds] if isinstance(kinds, str) else kinds

@@ -67,4 +67,11 @@ SYNC_SERVICE = (
     option("--decrease-batch-size-if-needed", sync_service=_UNTRIED),
     option("--perform-rl-step", sync_service=_UNTRIED),
     option("--inprocess-restart", sync_service=RESILIENCY),
+    option("--enable-ft-package", sync_service=RESILIENCY),
+    option("--async-save", sync_service=_UNTRIED),
+    option(
+        "--non-persistent-ckpt-type local or in_memory",
+        says("non_persistent_ckpt_type", "local", "in_memory"),
+        sync_service=RESILIENCY,
+    ),
 )

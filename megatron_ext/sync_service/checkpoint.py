@@ -16,7 +16,7 @@ from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.arguments import SyncServiceConfig
 from megatron_ext.sync_service.parts import Part
 
-__all__ = ["Place", "assemble", "check_residuals", "is_of_peer", "request", "take_residuals", "take_state"]
+__all__ = ["Place", "assemble", "check_residuals", "parts_of_samples", "request", "take_residuals", "take_state"]
 
 _FORMAT = 4
 _STATE = "sync_service"
@@ -67,6 +67,7 @@ def assemble(context: SaveContext, place: Place) -> None:
         "run": config.sync_service_run,
         "peer": config.sync_service_peer,
         "index": place.index,
+        "peers": config.sync_service_peers,
         "round": place.number,
         "digest": place.digest,
         "steps": place.steps,
@@ -84,9 +85,16 @@ def request(context: SaveContext, state: dict[str, Any] | None) -> None:
         context.state[_RESIDUALS] = _of_this_rank(None)
 
 
-def is_of_peer(context: LoadContext) -> bool:
-    """Return whether a peer has saved what was read, of whatever run; asked before its state is taken out."""
-    return _STATE in context.state
+def parts_of_samples(context: LoadContext) -> int | None:
+    """Return among how many peers of another run the samples were cut that a checkpoint has counted.
+
+    Asked before the peer's state is taken out. 1 when no peer saved it; None when a peer of this run did, or one that
+    did not say.
+    """
+    saved = context.state.get(_STATE)
+    if saved is None:
+        return 1
+    return None if saved["run"] == context.args.sync_service_run else saved.get("peers")
 
 
 def take_state(context: LoadContext) -> dict[str, Any] | None:

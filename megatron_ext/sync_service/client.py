@@ -186,10 +186,12 @@ class SyncClient:
             return self._resume_alone(number, digest)
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
-            answer = self._await(number + 1, {})
-            # A round that the server has forgotten has no contributors: this peer has rather gone on since.
-            if answer.contributed or not answer.contributors:
-                self.residuals = {}
+            for over in range(number + 1, open_round):
+                answer = self._await(over, {})
+                # A round that the server has forgotten has no contributors: this peer has rather gone on since.
+                if answer.contributed or not answer.contributors:
+                    self.residuals = {}
+                    break
             return self._adopt(answer)
         was_uploaded, lossy = self.uploaded, self.config.codec != "fp32"
         answer = self._await(number, {})

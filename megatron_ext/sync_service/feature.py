@@ -54,7 +54,7 @@ class SyncServiceFeature(Feature):
         self._peer: Peer | None = None
         self._saved: dict[str, Any] | None = None
         self._ended: checkpoint.Place | None = None
-        self._had_all_samples = False
+        self._sample_parts: int | None = None
         self._residuals: dict[str, torch.Tensor] = {}
 
     # Arguments.
@@ -113,8 +113,8 @@ class SyncServiceFeature(Feature):
             peer.values.refresh(now=True)
             hooks.fire("on_weights_replaced")
         peer.client.rest()
-        if self._had_all_samples:
-            go_on_in_part(context.args, peer.client.peers)
+        if self._sample_parts is not None:
+            go_on_in_part(context.args, peer.client.peers, self._sample_parts)
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
@@ -126,7 +126,7 @@ class SyncServiceFeature(Feature):
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
-            say(f"sync service: the others went on after round {saved['round']}; its interval is lost")
+            say(f"sync service: the others went on after round {saved['round']}; what it did since is not used")
         return adopted
 
     def after_step(self, context: StepContext) -> None:
@@ -276,11 +276,11 @@ class SyncServiceFeature(Feature):
 
     def on_load(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
-        self._had_all_samples = not checkpoint.is_of_peer(context)
+        self._sample_parts = checkpoint.parts_of_samples(context)
         self._saved = checkpoint.take_state(context)
         if not context.common_only:
             self._residuals = checkpoint.take_residuals(context)
-            if self._had_all_samples:
+            if self._sample_parts == 1:
                 count_schedule_in_own_samples(context)
 
     def _place(self, peer: Peer) -> checkpoint.Place:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Peer", "agreed", "join"]
 
+_TRANSFER_SECONDS = 86400
+"""Longer than any round's values travel while the link still brings some."""
+
 
 @dataclass(kw_only=True)
 class Peer:
@@ -118,7 +121,8 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
     values = InnerValues(context.optimizer, view)
     catalog = catalog_of(view, config.sync_service_peers, ownership_of(context.args))
     slices = PeerValues(Slices(values, catalog), groups)
-    longest = config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
+    # Ranks wait here for the one whose values take longest to travel, which no limit but the link's is to end.
+    longest = _TRANSFER_SECONDS + config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(longest)))
     client_config = ClientConfig(
         connection=connection_of(config),

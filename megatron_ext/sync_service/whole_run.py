@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on from a checkpoint of a job that had all samples to itself, such as a stock one.
+"""Going on from a checkpoint of a job that had other samples: all of them, such as a stock one, or another part.
 
 Megatron counts samples: those that were consumed say where the data go on, and the schedules of learning rate and
 weight decay lie on the samples of all steps. A peer consumes a part of the samples only, usually with a smaller global
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.seams.arguments import say
 
@@ -36,7 +37,7 @@ def count_schedule_in_own_samples(context: LoadContext) -> None:
         schedule[name] = int(count) if count.is_integer() else count
 
 
-def go_on_in_part(args: Any, peers: int) -> None:
+def go_on_in_part(args: Any, peers: int, before: int = 1) -> None:
     """Count the samples that were consumed in the part of one of the peers, and say so.
 
     Sample k of peer i of n is sample k n + i of the whole: none of those that were consumed comes again.
@@ -44,11 +45,23 @@ def go_on_in_part(args: Any, peers: int) -> None:
     Args:
         args: Megatron's arguments, after loading and before the data are built.
         peers: among which the samples are cut.
+        before: among how many they were cut for the job that saved the checkpoint; 1 for one that was no peer.
+
+    Raises:
+        UserError: samples are drawn at random within each part, so that those that were consumed lie anywhere.
     """
-    consumed = args.consumed_train_samples
-    args.consumed_train_samples = -(-consumed // peers)
-    if consumed:
-        say(
-            f"sync service: goes on at iteration {args.iteration} of a job that was no peer and consumed {consumed} "
-            f"samples: the first {args.consumed_train_samples} of each of the {peers} parts"
+    consumed = args.consumed_train_samples * before
+    if not consumed or before == peers:
+        return
+    who = "a job that was no peer" if before == 1 else f"a run of {before} peers"
+    if args.dataloader_type == "cyclic":
+        raise UserError(
+            f"--load is a checkpoint of {who}, and --dataloader-type cyclic draws its samples in another order for "
+            f"{peers} peers: some of the {consumed} that were consumed would come again; use --dataloader-type single, "
+            "or begin anew with --finetune"
         )
+    args.consumed_train_samples = -(-consumed // peers)
+    say(
+        f"sync service: goes on at iteration {args.iteration} of {who} that consumed {consumed} "
+        f"samples: the first {args.consumed_train_samples} of each of the {peers} parts"
+    )

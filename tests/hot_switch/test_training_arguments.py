@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of training with hot switching: every mistake is named, all together, before anything starts."""
 
+import argparse
 import re
 
 import pytest
@@ -41,6 +42,12 @@ NOT_WITH_IT = {
     "tp_comm_overlap": True,
     "te_rng_tracker": True,
     "log_max_attention_logit": True,
+    "moe_routing_trace_path": "somewhere",
+    "logits_load_dir": "somewhere",
+    "check_for_spiky_loss": True,
+    "distribute_saved_activations": True,
+    "overlap_moe_expert_parallel_comm": True,
+    "microbatch_group_size_per_virtual_pipeline_stage": 4,
     "fine_grained_activation_offloading": True,
     "use_te_activation_func": True,
 }
@@ -138,6 +145,9 @@ CASES = {
                 *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
                 *("--position-embedding-type", "--mla-down-proj-fusion", "--spec", "--defer-embedding-wgrad-compute"),
                 *("--transformer-impl inference_optimized", "--tp-comm-overlap", "--log-max-attention-logit"),
+                *("--moe-routing-trace-path", "--logits-load-dir", "--check-for-spiky-loss"),
+                *("--distribute-saved-activations", "--overlap-moe-expert-parallel-comm"),
+                "--microbatch-group-size-per-virtual-pipeline-stage",
                 "--fp8-format, --fp4-format or --te-precision-config-file",
                 "--cpu-offloading-num-layers or --fine-grained-activation-offloading",
                 *("--te-rng-tracker", "--use-te-activation-func"),
@@ -180,8 +190,6 @@ CASES = {
 
 def problems_of(command_lines):
     """What hot switching says about each command line of a job of two ranks."""
-    import argparse
-
     from megatron.training.arguments import add_megatron_arguments
 
     from megatron_ext.features import all_features
@@ -216,7 +224,8 @@ def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     listed.write_text(
         "bucket_sizes: [32, 8, 0]\nstrategies: [{dp: 1, tp: 1, pp: 2, vpp: 3}, {dp: 2, tp: 1, pp: 1, vpp: 2}]"
     )
-    both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), recompute_granularity="selective")
+    recomputation = {"recompute_granularity": "selective", "recompute_activations": True}
+    both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), **recomputation)
     with_model = toy_gpt(hot_switch_strategy_file=str(listed))
     in_file, beside, in_list = run_ranks(problems_of, 1, [bare, both, with_model])[0]
     assert "pp*vpp = 6 chunks" in in_list[0] and "strategy 2,1,1 vpp2" in in_list[0]
@@ -225,9 +234,31 @@ def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
         ("--hot-switch-strategies", "strategies"),
         ("--hot-switch-bucket-sizes", "bucket_sizes"),
         ("--recompute-granularity", "each strategy's recompute"),
+        ("--recompute-activations", "each strategy's recompute"),
     ):
         said = f"{option} is not read with --hot-switch-strategy-file; drop it, and write {field} into the file"
         assert said in "\n".join(beside)
+
+
+def recomputation_of(command_line):
+    """What the strategies of a command line recompute, home's first."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_ext.features import all_features
+    from megatron_ext.hot_switch.arguments import strategies_of
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    for feature in all_features():
+        feature.add_arguments(parser)
+    args = parser.parse_args(command_line)
+    args.world_size = 2
+    return [strategy.recompute for strategy in strategies_of(args).strategies]
+
+
+@pytest.mark.parametrize("option", [{"recompute_activations": True}, {"recompute_granularity": "selective"}])
+def test_what_is_recomputed_is_so_under_all_strategies(option):
+    assert run_ranks(recomputation_of, 1, arguments(*HOME_AND_GUEST, **option)) == [["selective", "selective"]]
 
 
 def test_bad_options_end_the_run_with_one_error_and_no_traceback():

@@ -41,6 +41,9 @@ def parsed(**given: Any) -> SimpleNamespace:
         "expert_model_parallel_size": 1,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_router_fusion": False,
+        "cuda_graph_impl": "none",
+        "enable_cuda_graph": False,
+        "external_cuda_graph": False,
     }
     return SimpleNamespace(**{**defaults, "spes_config": None, **model, **given})
 
@@ -119,6 +122,10 @@ def test_without_spes_nothing_is_completed():
         (
             {"spes_using_decayed_aux_loss": True, "moe_router_fusion": True},
             "--spes-using-decayed-aux-loss weights token counts, which the fused kernel",
+        ),
+        (
+            {"spes_using_decayed_aux_loss": True, "cuda_graph_impl": "local"},
+            "--spes-using-decayed-aux-loss weights token counts by factors that change from step to step",
         ),
     ],
 )

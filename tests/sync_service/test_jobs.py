@@ -3,6 +3,7 @@
 
 import functools
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,3 +321,27 @@ def test_peers_agree_on_the_interval_and_on_the_samples(change):
     one, other = agreed(SimpleNamespace(**options)), agreed(SimpleNamespace(**{**options, **change}))
     assert [field for field in one if one[field] != other[field]] != []
     assert agreed(SimpleNamespace(**{**options, "train_iters": 4, "global_batch_size": 8})) == one
+
+
+def send_slowly() -> None:
+    """Let an upload take longer than a round may be awaited and tries go on, as on a slow link."""
+    from megatron_ext.sync_service.outgoing import Outgoing
+
+    original = Outgoing.batches
+
+    @functools.wraps(original)
+    def batches(self: Outgoing, *args: object) -> Iterator[object]:
+        for batch in original(self, *args):
+            time.sleep(10)
+            yield batch
+
+    Outgoing.batches = batches  # type: ignore[method-assign]
+
+
+def test_ranks_that_have_nothing_to_send_wait_for_those_whose_link_is_slow(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    replicas = ("single", "fp32", 2)
+    impatient = {"sync_service_round_seconds": 2.0, "sync_service_patience_seconds": 0.5}
+    run_job(service, "a", replicas, before=send_slowly, train_iters=2, sync_service_interval=2, **impatient)
+    assert [event["round"] for event in service.events("committed")] == [0, 1]

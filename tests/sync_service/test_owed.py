@@ -2,6 +2,7 @@
 """What a lossy codec owes is sent once, wherever a peer is killed that goes on from the checkpoint before."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -109,3 +110,28 @@ def test_a_peer_without_which_the_others_went_on_still_sends_what_it_owes(make_s
             held = other.sync({"w": held}).values["w"]
         assert not job.restart(saved)
         torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+
+
+def test_what_was_owed_and_has_come_in_a_later_round_is_not_sent_again(make_service: MakeService):
+    service = make_service(peers=2, quorum=1, grace_seconds=30.0, max_norm=1e4)
+    service.start()
+    with ThreadPoolExecutor(1) as pool, service.client("p1", START, codec="int4") as other:
+        beginning = pool.submit(other.start, START)
+        job = Job(service)
+        held = beginning.result()["w"]
+
+        def together(values: dict[str, torch.Tensor]) -> bool:
+            nonlocal held
+            theirs = pool.submit(other.sync, {"w": held})
+            ours = job.client.sync(values)
+            held, job.values = theirs.result().values["w"], ours.values["w"]
+            return bool(ours.contributed)
+
+        assert together(job.interval())
+        saved = job.checkpoint()
+        assert job.owed["w"].abs().max() > 0.02
+        # The first one does not count, and the second one brings what is owed.
+        assert not together({"w": job.values + 1e6})
+        assert together(job.interval())
+        assert not job.restart(saved)
+        assert not job.owed

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 from tests.support.pretrain import RankOutcome, run_pretrain
@@ -90,8 +91,37 @@ def test_weights_alone_have_no_schedule():
     assert list(context.state) == ["args"]
 
 
-@pytest.mark.parametrize(("consumed", "peers", "part"), [(0, 3, 0), (12, 3, 4), (13, 3, 5)])
-def test_no_sample_comes_twice(consumed: int, peers: int, part: int):
-    args = SimpleNamespace(consumed_train_samples=consumed, iteration=4)
-    go_on_in_part(args, peers)
+@pytest.mark.parametrize(
+    ("consumed", "before", "peers", "part"),
+    [(0, 1, 3, 0), (12, 1, 3, 4), (13, 1, 3, 5), (12, 3, 3, 12), (12, 3, 2, 18), (7, 3, 2, 11), (7, 2, 1, 14)],
+)
+def test_no_sample_comes_twice(consumed: int, before: int, peers: int, part: int):
+    args = SimpleNamespace(consumed_train_samples=consumed, iteration=4, dataloader_type="single")
+    go_on_in_part(args, peers, before)
     assert args.consumed_train_samples == part
+    args.dataloader_type = "cyclic"
+    args.consumed_train_samples = consumed
+    if consumed and before != peers:
+        with pytest.raises(UserError, match="--dataloader-type cyclic draws its samples in another order"):
+            go_on_in_part(args, peers, before)
+    else:
+        go_on_in_part(args, peers, before)
+        assert args.consumed_train_samples == consumed
+
+
+def test_a_run_with_fewer_peers_goes_on_after_the_samples_of_all_earlier_ones(
+    make_service: MakeService, tmp_path: Path
+):
+    service = make_service({"one": {"peers": 2}, "two": {"peers": 1}})
+    service.start()
+    common = {"before": remember_samples, "save_interval": 8}
+    first = [
+        start_job(service, name, SINGLE, save=str(tmp_path / name), sync_service_index=index, **common)
+        for index, name in enumerate("ab")
+    ]
+    seen = {sample for job in first for sample in samples_of(job.result())}
+    options = {"sync_service_run": "two", "sync_service_peers": 1, "override_opt_param_scheduler": True}
+    on = start_job(service, "a", SINGLE, load=str(tmp_path / "a"), train_iters=16, **common, **options)
+    ranks = on.result()
+    assert len(seen) == 64 and samples_of(ranks) == list(range(64, 96))
+    assert "goes on at iteration 8 of a run of 2 peers that consumed 64 samples" in ranks[0].stdout
