@@ -7,6 +7,7 @@ whether it has become of it what they took: a contribution may not count after a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
@@ -15,6 +16,9 @@ from megatron_ext.sync_service.frames import Box, Frame, cut
 from megatron_ext.sync_service.updates import can_be_cut
 
 __all__ = ["OpenValues"]
+
+_whole_tensor = threading.Lock()
+"""Held while a tensor is read whole."""
 
 
 class OpenValues:
@@ -66,8 +70,9 @@ class OpenValues:
             if as_they_came is not None:
                 yield from ((contribution.identity, frame) for frame in as_they_came)
             else:
-                # A copy, since the whole tensor is not to be kept for as long as a slow stream takes.
-                values = contribution.read(spec).view(spec.shape)[box.slices].clone().view(-1)
+                # One whole tensor at a time, however many streams ask, and not for as long as a slow one takes.
+                with _whole_tensor:
+                    values = contribution.read(spec).view(spec.shape)[box.slices].clone().view(-1)
                 for offset, count in cut(box.numel, frame_bytes):
                     part = values[offset : offset + count]
                     frame = Frame.make(spec.name, spec.shape, box, offset, part, self._codec)
