@@ -146,6 +146,9 @@ DOUBTFUL = [
     "--enable-ft-package",
     "--adlr-autoresume",
     "--log-straggler",
+    "--log-max-attention-logit",
+    "--moe-expert-rank-capacity-factor 1.5",
+    "--sft",
     "--dataloader-type external",
     "--phase-transition-iterations 3",
 ]

@@ -12,7 +12,7 @@ mixed with what the worker has learned in the meantime.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
@@ -174,30 +174,43 @@ class LocalSGD:
             return self._launch()
         if not self.streaming.active:
             return self.sync()
-        schedule, changed = self._schedule, False
+        schedule = self._schedule
+        ended, broken = list[Fragment](), set[int]()
         for index, fragment in enumerate(self._fragments):
             if schedule.answers(index):
                 fragment.turn_late()
             if self._is_turning(index) and fragment.phase == "sent":
                 self._reports.append(fragment.turn())
             if fragment.phase != "home" and schedule.ends(index):
-                self._end(fragment)
-                changed = True
+                broken |= self._end(fragment)
+                ended.append(fragment)
         for index, fragment in enumerate(self._fragments):
             if not schedule.begins(index):
                 continue
             if not self.streaming.in_background:
-                self._sync(fragment)
-                changed = True
+                broken |= self._sync(fragment)
+                ended.append(fragment)
                 continue
             self.rounds += 1
             fragment.send(self.rounds)
             schedule.launch(index)
             if schedule.ends(index):
-                self._end(fragment)
-                changed = True
+                broken |= self._end(fragment)
+                ended.append(fragment)
+        if broken:
+            self._go_back(broken, ended)
         schedule.end_of_step()
-        return self._progress(changed=changed)
+        return self._progress(changed=bool(ended))
+
+    def _go_back(self, workers: Set[int], ended: Sequence[Fragment]) -> None:
+        """Let workers that were left out of the rounds of some fragments go on from the anchor in the others as well.
+
+        What is broken in one of them would spoil the rest in the next step, before its own round comes.
+        """
+        for fragment in self._fragments:
+            if fragment not in ended:
+                self._land(fragment)
+                fragment.go_back(workers)
 
     @torch.no_grad()
     def sync(self, steps: Sequence[int] | None = None) -> Progress:
@@ -257,16 +270,18 @@ class LocalSGD:
             if fragment.phase != "home":
                 self._end(fragment)
         for fragment in self._fragments:
-            fragment.unite()
+            self._healed |= not fragment.unite()
         self._schedule.restart()
         self._equal = self.met = True
         return self._progress(changed=True)
 
-    def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> None:
-        """Run a round of a fragment at once."""
+    def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> set[int]:
+        """Run a round of a fragment at once; return the workers whose values were not finite."""
         self.rounds += 1
-        self._take(fragment.sync(self.rounds, steps))
+        report = fragment.sync(self.rounds, steps)
+        self._take(report)
         self.met = True
+        return {worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)}
 
     def _take(self, report: RoundReport | None) -> None:
         if report is not None:
@@ -277,12 +292,14 @@ class LocalSGD:
         """Return whether a round is half-way or at its end."""
         return self._fragments[index].phase != "home" and self._schedule.turns(index)
 
-    def _end(self, fragment: Fragment) -> None:
-        """Apply the result of a round on its way."""
+    def _end(self, fragment: Fragment) -> set[int]:
+        """Apply the result of a round on its way; return the workers whose values were not finite."""
         self._land(fragment)
-        self._healed |= self._worker in fragment.broken
+        broken = set(fragment.broken)
+        self._healed |= self._worker in broken
         fragment.apply(self.streaming.update_alpha)
         self.met = True
+        return broken
 
     def _land(self, fragment: Fragment) -> None:
         """Wait for the result of a round on its way."""
@@ -290,6 +307,10 @@ class LocalSGD:
             self._reports.append(fragment.turn())
         if fragment.phase == "turned":
             fragment.receive()
+
+    def collect(self) -> Progress:
+        """Return the reports of rounds that were turned early, by a save or an evaluation, and not returned yet."""
+        return self._progress(changed=False)
 
     def _progress(self, changed: bool) -> Progress:
         progress = Progress(reports=self._reports, changed=changed, healed=self._healed)

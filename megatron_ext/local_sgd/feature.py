@@ -65,7 +65,7 @@ class LocalSGDFeature(Feature):
         self._arrivals: Arrivals | None = None
         self._model: Sequence[Any] = ()
         self._will_wait = False
-        self._launched_at = 0
+        self._launched_at = self._iteration = 0
         self._plan: checkpoint.LoadPlan | None = None
 
     # Arguments.
@@ -170,6 +170,7 @@ class LocalSGDFeature(Feature):
         """Count the step and run what is due of outer rounds; the last step makes workers equal that rounds do not."""
         engine = self._require_engine()
         self._conclude()
+        self._iteration = context.iteration
         if not context.completed or self._in_warmup:
             return
         due = engine.count_step()
@@ -256,6 +257,7 @@ class LocalSGDFeature(Feature):
         """Say so when the weights that go on from here are not the synced ones."""
         engine = self._require_engine()
         self._conclude()
+        self._account(engine.collect(), self._iteration)
         if not engine.synced:
             say(
                 f"local SGD: training ends {plural(engine.steps_since_sync, 'step')} after round {engine.rounds}; "
@@ -308,9 +310,10 @@ class LocalSGDFeature(Feature):
     def on_save(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""
         if not context.loading:
-            checkpoint.assemble(
-                context, self._require_groups(), self._require_engine(), self._require_values()
-            )
+            engine = self._require_engine()
+            checkpoint.assemble(context, self._require_groups(), engine, self._require_values())
+            # A round on its way has had its outer step now; should the run end here, nobody else says so.
+            self._account(engine.collect(), self._iteration)
         elif self._plan is not None:
             if context.optimizer is not None:
                 self._build_engine(context.args, context.model, context.optimizer)
@@ -343,7 +346,7 @@ class LocalSGDFeature(Feature):
                         tensor=value.tensor,
                         name=value.entry.tensor.name,
                         unit=value.entry.unit,
-                        counted=value.entry.is_primary,
+                        counted=self._values.counts_once(value),
                         on_two_stages=value.entry.is_on_two_stages,
                     )
                     for value in self._values.values

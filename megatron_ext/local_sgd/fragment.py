@@ -13,7 +13,7 @@ traffic of one all-reduce, and anchor and momentum together take 8 / W bytes per
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -338,12 +338,15 @@ class Fragment:
 
     # The end of training.
 
-    def unite(self) -> None:
+    def unite(self) -> bool:
         """Make the workers equal without an outer step: all go on from the mean of their values, as a new anchor.
 
         What the others still have to give in eager rounds is subtracted first, as it is.
 
         Workers whose values are not finite do not count; when none are finite, all go back to the anchor.
+
+        Returns:
+            Whether this worker's values were finite.
 
         Raises:
             RuntimeError: a worker's values are not finite, and nothing was asked for that could leave it out.
@@ -367,6 +370,13 @@ class Fragment:
         for value, flat in zip(self.values, flats, strict=True):
             value.copy_(flat.view(value.shape))
         self.state.move_to_values()
+        return bool(own)
+
+    def go_back(self, workers: Container[int]) -> None:
+        """Let these workers go on from the anchor; all ranks of `across` must call it, with the same workers."""
+        for value, anchor in zip(self.values, self.state.gather_anchor(), strict=True):
+            if self._owned.worker in workers:
+                value.copy_(anchor.view(value.shape))
 
 
 def _compressed(

@@ -25,6 +25,18 @@ RUN_CONTROL = (
     option("--enable-ft-package", cpu=RESILIENCY, local_sgd=RESILIENCY, hot_switch=RESILIENCY),
     option("--adlr-autoresume", local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
     option(
+        "--log-max-attention-logit",
+        local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
+    ),
+    option(
+        "--moe-expert-rank-capacity-factor",
+        local_sgd=refused("all ranks are asked in every step whether one has overflowed"),
+    ),
+    option(
+        "--sft",
+        local_sgd=refused("the lengths of its packed samples are added up over all ranks in every step"),
+    ),
+    option(
         "--log-straggler",
         cpu=SAME,
         local_sgd=refused("its report gathers from all ranks, which makes the workers wait for each other"),

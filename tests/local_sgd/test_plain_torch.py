@@ -288,3 +288,26 @@ def hooked():
 
 def test_hooks_run_around_the_round():
     assert run_ranks(hooked, 2) == [[(True, True), True, (True, True), False, True, (True, False)]] * 2
+
+
+def broken_at_the_end():
+    """Return whether weights and moments are finite after the workers have met in the end, of which one had broken."""
+    dist.init_process_group("gloo")
+    module = model()
+    inner = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    optimizer = wrapped(inner, module, interval=4, skip_anomaly=True)
+    for step in range(2):
+        inputs, targets = batch(step, dist.get_rank())
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(module(inputs), targets).backward()
+        if step == 1 and dist.get_rank() == 1:
+            for parameter in module.parameters():
+                parameter.grad.fill_(float("nan"))
+        optimizer.step()
+    optimizer.averager.synchronize()
+    moments = [value for state in inner.state.values() for value in state.values()]
+    return [all(bool(torch.isfinite(value).all()) for value in found) for found in (module.parameters(), moments)]
+
+
+def test_a_worker_that_is_left_out_in_the_end_keeps_no_broken_moments():
+    assert run_ranks(broken_at_the_end, 2) == [[True, True]] * 2

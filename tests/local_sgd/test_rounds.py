@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariants 4 and 5: what an outer round does to the weights in the real loop."""
 
+import math
 import re
 from functools import partial
 
@@ -133,6 +134,37 @@ def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_and_comes_back
     counted = [line.split("workers: ")[1].split(" ")[0] for line in lines]
     # The round after step 4 leaves it out, which the lines say until the next round.
     assert counted == ["2/2", "2/2", "2/2", "1/2", "1/2", "2/2", "2/2", "2/2", "2/2", "2/2"]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_a_worker_with_a_broken_gradient_comes_back_where_fragments_meet_one_by_one(delay):
+    run = arguments(
+        "single",
+        "bf16-distopt",
+        workers=2,
+        local_sgd_sync_interval=4,
+        local_sgd_fragments=2,
+        local_sgd_fragment_sync_delay=delay,
+        local_sgd_skip_anomaly=True,
+        train_iters=14,
+        no_check_for_nan_in_loss_and_grad=True,
+    )
+    ranks = run_pretrain(run, 2, before=gradient_of_worker_one_breaks)
+    finite = [math.isfinite(loss) for loss in ranks[1].losses]
+    assert all(finite[8:]), ranks[1].losses
+    counted = re.findall(r"workers: (\S+)", ranks[-1].stdout)
+    assert "1/2" in counted and counted[-4:] == ["2/2"] * 4
+
+
+def test_norms_count_every_element_once_whoever_holds_copies(tmp_path):
+    found = []
+    for precision in ("fp32", "fp32-distopt"):
+        log = tmp_path / f"{precision}.jsonl"
+        clipped = {"local_sgd_round_log": str(log), "local_sgd_clip_pseudo_grad": 0.05}
+        run_pretrain(arguments("dp2", precision, workers=2, train_iters=4, local_sgd_sync_interval=2, **clipped), 4)
+        found.append([(entry["pseudo_gradient_norm"], *entry["worker_norms"]) for entry in read_rounds(log)])
+    for copies, shards in zip(*found, strict=True):
+        assert copies == pytest.approx(shards, rel=1e-4)
 
 
 def gradient_of_worker_one_breaks():

@@ -281,3 +281,37 @@ def test_a_worker_that_breaks_takes_the_common_values_and_no_one_else_notices():
     assert not second[12]
     assert all(second[17:])
     assert healed == [15, 17]
+
+
+def reports_around_a_save():
+    """Return the rounds that are reported before a save that turns one on its way, by the save, and after a resume."""
+    values = [torch.zeros(20), torch.zeros(20)]
+    settings = {
+        "units": ["layer.0", "layer.1"],
+        "interval": 8,
+        "streaming": {"fragments": 2, "sync_delay": 3},
+        "groups": start_groups(),
+    }
+    engine = engine_of(values, **settings)
+    engine.take_anchor()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def steps(engine, values, count):
+        found = []
+        for _ in range(count):
+            stepped(values, generator)
+            if engine.count_step():
+                found += [report.round for report in engine.advance().reports]
+        return found
+
+    before = steps(engine, values, 5)
+    saved = engine.tensor_state(), engine.scalar_state(), engine.worker_state()
+    by_save = [report.round for report in engine.collect().reports]
+    values = [value.clone() for value in values]
+    again = engine_of(values, **settings)
+    again.load(*saved)
+    return before, by_save, steps(again, values, 12)
+
+
+def test_a_round_that_a_save_turns_is_reported_once():
+    assert run_ranks(reports_around_a_save, 2) == [([], [1], [2, 3])] * 2

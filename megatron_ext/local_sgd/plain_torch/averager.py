@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,8 @@ class OuterOptimPeriodicModelAverager:
         self.step = 0
         self.healed = False
         """Whether the last step's rounds have left out this worker, whose values were not finite."""
+        self.when_healed: Callable[[], None] | None = None
+        """Called then: it goes on from the synced weights, which the inner optimizer's moments would spoil."""
 
     @property
     def engine(self) -> LocalSGD:
@@ -345,6 +347,8 @@ class OuterOptimPeriodicModelAverager:
     def _take(self, progress: Progress, step: int | None = None) -> RoundReport | None:
         """Take note of what rounds after a step did, the present one unless given; return the last one's report."""
         self.healed = progress.healed
+        if self.healed and self.when_healed is not None:
+            self.when_healed()
         for report in progress.reports:
             for remark in report.remarks(self.config.is_debug):
                 _say(remark)

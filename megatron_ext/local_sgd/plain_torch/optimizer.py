@@ -61,6 +61,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         names = {} if model is None else {id(value): name for name, value in model.named_parameters()}
         parameters = [value for group in optim.param_groups for value in group["params"]]
         named = ((names.get(id(value), f"parameter{index}"), value) for index, value in enumerate(parameters))
+        averager.when_healed = lambda: reset_broken_moments(self.optim)
         averager.attach(named, model)
 
     @property
@@ -94,9 +95,6 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         else:
             loss = self.optim.step(closure) if closure is not None else self.optim.step()
         self.last_round = self.averager.average_parameters() or self.last_round
-        if self.averager.healed:
-            # It goes on from the synced weights; its moments would spoil them in the next step.
-            reset_broken_moments(self.optim)
         return loss
 
     def _step_scaled(self) -> float | None:
