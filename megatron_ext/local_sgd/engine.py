@@ -11,7 +11,6 @@ mixed with what the worker has learned in the meantime.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -281,11 +280,11 @@ class LocalSGD:
         report = fragment.sync(self.rounds, steps)
         self._take(report)
         self.met = True
-        return {worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)}
+        return set(report.broken)
 
     def _take(self, report: RoundReport | None) -> None:
         if report is not None:
-            self._healed |= not math.isfinite(report.worker_norms[self._worker])
+            self._healed |= self._worker in report.broken
             self._reports.append(report)
 
     def _is_turning(self, index: int) -> bool:

@@ -65,7 +65,7 @@ class LocalSGDFeature(Feature):
         self._arrivals: Arrivals | None = None
         self._model: Sequence[Any] = ()
         self._will_wait = False
-        self._launched_at = self._iteration = 0
+        self._iteration = 0
         self._plan: checkpoint.LoadPlan | None = None
 
     # Arguments.
@@ -186,7 +186,6 @@ class LocalSGDFeature(Feature):
             self._require_values().refresh()
         elif self._arrivals is not None:
             self._arrivals.expect()
-            self._launched_at = context.iteration
         if engine.met:
             self._share_biases()
         timer.stop()
@@ -232,7 +231,7 @@ class LocalSGDFeature(Feature):
         progress = self._require_engine().conclude()
         if not complete:
             self._require_values().refresh(now=True)
-        self._account(progress, self._launched_at)
+        self._account(progress, self._iteration)
 
     def _account(self, progress: Progress, iteration: int) -> None:
         """Mend and report what rounds after this iteration did."""
@@ -346,7 +345,7 @@ class LocalSGDFeature(Feature):
                         tensor=value.tensor,
                         name=value.entry.tensor.name,
                         unit=value.entry.unit,
-                        counted=self._values.counts_once(value),
+                        counted=value.entry.placed.counts_once(is_shard=self._values.is_shard(value)),
                         on_two_stages=value.entry.is_on_two_stages,
                     )
                     for value in self._values.values

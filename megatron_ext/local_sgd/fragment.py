@@ -252,7 +252,7 @@ class Fragment:
             decisions = self._background.turn(state)
         flight.turned = True
         report = self._report(state, decisions)
-        flight.broken = [worker for worker, norm in enumerate(report.worker_norms) if not math.isfinite(norm)]
+        flight.broken = report.broken
         return report
 
     def turn_late(self) -> None:

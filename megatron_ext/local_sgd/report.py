@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,6 +96,11 @@ class RoundReport:
     def skipped_units(self) -> list[str]:
         """The units that went back to their anchor, because all workers were left out."""
         return [unit for unit, workers in self.rejected.items() if len(workers) == self._counted]
+
+    @property
+    def broken(self) -> list[int]:
+        """The workers whose values were not finite."""
+        return [worker for worker, norm in enumerate(self.worker_norms) if not math.isfinite(norm)]
 
     @property
     def _counted(self) -> int:

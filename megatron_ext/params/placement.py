@@ -44,6 +44,14 @@ class Placed:
     is_on_two_stages: bool
     """Whether another pipeline stage of the replica holds these same elements too: a tied embedding."""
 
+    def counts_once(self, *, is_shard: bool) -> bool:
+        """Return whether sums over all ranks of a job have to count these elements: of equal copies, one has.
+
+        Args:
+            is_shard: of its elements the rank holds a part that no data parallel replica holds as well.
+        """
+        return self.is_primary and (is_shard or self.replica == 0)
+
     @property
     def is_tied_copy(self) -> bool:
         """Whether it is the copy of a tied tensor, on a stage other than the tensor's own."""

@@ -68,11 +68,9 @@ class InnerValues:
         """The authoritative tensors."""
         return [value.tensor for value in self.values]
 
-    def counts_once(self, value: Value) -> bool:
-        """Return whether sums over all ranks of a worker have to count this value: of equal copies, one has."""
-        placed = value.entry.placed
-        is_shard = is_distributed(self.members[value.member])
-        return value.entry.is_primary and (is_shard or placed.replica == 0)
+    def is_shard(self, value: Value) -> bool:
+        """Return whether the distributed optimizer has cut this value from those of other ranks."""
+        return is_distributed(self.members[value.member])
 
     def reset_broken_moments(self) -> None:
         """Set to zero what is not finite in the optimizers' states."""

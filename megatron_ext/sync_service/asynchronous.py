@@ -62,8 +62,7 @@ class AsynchronousState(RunState):
             return "committed", ""
         if peer in self.uploaded:
             return "waiting", self.waiting_for()
-        is_newest = number >= (self.contributed(peer) or 0)
-        if uploaded and is_newest and self.outcome(peer, number) is None:
+        if uploaded and self._is_new(peer, number):
             return "upload", "the contribution was lost on the server"
         return "committed", ""
 
@@ -118,18 +117,21 @@ class AsynchronousState(RunState):
             if self.made_for(peer) != number:
                 raise Refusal("later", f"what peer {peer!r} has contributed before is not used yet; try again")
             return peer not in (self.closing or ())
-        earlier = self.contributed(peer)
-        return (earlier is None or number > earlier) and not self._is_stale(number)
+        return self._is_new(peer, number) and not self._is_stale(number)
 
     def stale_event(self, peer: str, number: int) -> Event | None:
         """Return the event that says that a contribution is too old to count, unless there has been one."""
-        if not 0 < number <= self.open_round or not self._is_stale(number):
+        # A call may come so late that there is a newer contribution.
+        if not 0 < number <= self.open_round or not self._is_stale(number) or not self._is_new(peer, number):
             return None
-        if number <= (self.contributed(peer) or 0):
-            return None  # a call that is late: a newer one has come
         between, limit = self.open_round - number, self.policy.max_staleness
         reason = f"{between} rounds were made since the values that it started from; max_staleness is {limit}"
         return {"event": "stale", "peer": peer, "round": number, "reason": reason}
+
+    def _is_new(self, peer: str, number: int) -> bool:
+        """Return whether neither this contribution of a peer nor a later one has come."""
+        earlier = self.contributed(peer)
+        return earlier is None or number > earlier
 
     def _is_stale(self, number: int) -> bool:
         return self.policy.is_stale(number, self.open_round)

@@ -184,16 +184,17 @@ class SyncClient:
             )
         if self.asynchronous:
             return self._resume_alone(number, digest)
+        lossy = self.config.codec != "fp32"
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
             for over in range(number + 1, open_round):
                 answer = self._await(over, {})
                 # A round that the server has forgotten has no contributors: this peer has rather gone on since.
-                if answer.contributed or not answer.contributors:
+                if not lossy or answer.contributed or not answer.contributors:
                     self.residuals = {}
-                    break
+                    break  # nothing is owed, so that no other round has to be asked about
             return self._adopt(answer)
-        was_uploaded, lossy = self.uploaded, self.config.codec != "fp32"
+        was_uploaded = self.uploaded
         answer = self._await(number, {})
         self._check_history(number, digest, answer)
         if lossy:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.params import GlobalTensor, LocalParameter, ParameterView, global_views
 from megatron_ext.seams.expert_bias import ExpertBiases
-from megatron_ext.seams.optimizer import InnerValues, is_distributed
+from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.ownership import Ownership
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import Box
@@ -56,8 +56,7 @@ class Slices:
         self.parts: list[Part] = []
         self._views: dict[str, torch.Tensor] = {}
         for value in values.values:
-            is_shard = is_distributed(values.members[value.member])
-            self._add(catalog, value.entry, value.tensor, value.start, is_shard)
+            self._add(catalog, value.entry, value.tensor, value.start, values.is_shard(value))
         for entry in ExpertBiases(values.view).entries:
             self._add(catalog, entry, entry.parameter, 0, False)
         trained = set(self._views)
@@ -74,7 +73,7 @@ class Slices:
                 key=f"{placed.name}{list(at)}",
                 spec=catalog[placed.tensor.name],
                 box=Box(at, tuple(view.shape)),
-                is_primary=placed.is_primary and (is_shard or placed.replica == 0),
+                is_primary=placed.counts_once(is_shard=is_shard),
             )
             self.parts.append(part)
             self._views[part.key] = view

@@ -45,11 +45,13 @@ class Streams:
         Raises:
             UserError: what the first one that failed has raised.
         """
-        by_server = [
-            [(connection, job) for job in of_one] for connection, of_one in zip(route.connections, jobs, strict=True)
-        ]
         # All servers have something to do all the time.
-        turns = [entry for turn in zip_longest(*by_server) for entry in turn if entry is not None]
+        turns = [
+            (connection, job)
+            for turn in zip_longest(*jobs)
+            for connection, job in zip(route.connections, turn, strict=True)
+            if job is not None
+        ]
 
         def one(turn: tuple[Connection, _Job]) -> _T:
             try:

@@ -114,10 +114,9 @@ class OuterOptimPeriodicModelAverager:
             device=collective_device(self._across),
         )
         self.step = 0
-        self.healed = False
-        """Whether the last step's rounds have left out this worker, whose values were not finite."""
         self.when_healed: Callable[[], None] | None = None
-        """Called then: it goes on from the synced weights, which the inner optimizer's moments would spoil."""
+        """Called when rounds have left out this worker, whose values were not finite: it goes on from the synced
+        weights, which the inner optimizer's moments would spoil."""
 
     @property
     def engine(self) -> LocalSGD:
@@ -235,7 +234,6 @@ class OuterOptimPeriodicModelAverager:
             )
         ended = self.end_round()
         self.step += 1
-        self.healed = False
         if self.step == self.config.local_sgd_warmup_steps:
             self._begin()
         elif self.step < self.config.local_sgd_warmup_steps:
@@ -346,8 +344,7 @@ class OuterOptimPeriodicModelAverager:
 
     def _take(self, progress: Progress, step: int | None = None) -> RoundReport | None:
         """Take note of what rounds after a step did, the present one unless given; return the last one's report."""
-        self.healed = progress.healed
-        if self.healed and self.when_healed is not None:
+        if progress.healed and self.when_healed is not None:
             self.when_healed()
         for report in progress.reports:
             for remark in report.remarks(self.config.is_debug):
