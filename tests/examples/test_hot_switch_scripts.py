@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The LLaMA scripts of hot switching: what they start, what they refuse, and that they train."""
 
-import argparse
 import fcntl
 import json
 import os
@@ -17,6 +16,7 @@ import pytest
 
 from tests.examples.desk import Desk, validated
 from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.parsers import full_parser
 from tests.support.ports import free_port
 
 FOLDER = REPOSITORY / "examples/hot_switch"
@@ -116,17 +116,11 @@ def test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it(desk: D
 
 def problems_of(runs: list[tuple[list[str], str, int]]) -> list[Any]:
     """What Megatron's parser, hot switching and the presets have against command lines, parsed in a rank."""
-    from megatron.training.arguments import add_megatron_arguments
-
     from megatron_ext.features import all_features
     from megatron_ext.hot_switch import PRESETS
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    features = all_features()
-    for feature in features:
-        feature.add_arguments(parser)
-    (hot_switch,) = (feature for feature in features if feature.name == "hot-switch")
+    parser = full_parser()
+    (hot_switch,) = (feature for feature in all_features() if feature.name == "hot-switch")
     found: list[Any] = []
     for words, model, gpus in runs:
         args = parser.parse_args(words)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options of training with hot switching: every mistake is named, all together, before anything starts."""
 
-import argparse
 import re
 
 import pytest
 
 from tests.hot_switch.runs import arguments
 from tests.support.distributed import run_ranks
+from tests.support.parsers import full_parser
 from tests.support.presets import toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
@@ -190,16 +190,10 @@ CASES = {
 
 def problems_of(command_lines):
     """What hot switching says about each command line of a job of two ranks."""
-    from megatron.training.arguments import add_megatron_arguments
-
     from megatron_ext.features import all_features
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    features = all_features()
-    for feature in features:
-        feature.add_arguments(parser)
-    (hot_switch,) = (feature for feature in features if feature.name == "hot-switch")
+    parser = full_parser()
+    (hot_switch,) = (feature for feature in all_features() if feature.name == "hot-switch")
     found = []
     for line in command_lines:
         args = parser.parse_args(line)
@@ -242,16 +236,9 @@ def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
 
 def recomputation_of(command_line):
     """What the strategies of a command line recompute, home's first."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    from megatron_ext.features import all_features
     from megatron_ext.hot_switch.arguments import strategies_of
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    for feature in all_features():
-        feature.add_arguments(parser)
-    args = parser.parse_args(command_line)
+    args = full_parser().parse_args(command_line)
     args.world_size = 2
     return [strategy.recompute for strategy in strategies_of(args).strategies]
 

@@ -5,7 +5,6 @@ What importing `megatron_ext` does, a rank does not see for that reason: tests o
 Nothing here may start a thread or touch process groups: the ranks are forked from this process.
 """
 
-import argparse
 import functools
 import gc
 import importlib
@@ -13,6 +12,8 @@ import logging
 import warnings
 
 import torch
+
+from tests.support.parsers import full_parser
 
 MODULES = (
     "megatron.core",
@@ -55,9 +56,6 @@ def _remember_docstrings() -> None:
     Megatron builds its parser that often in one start, and finds the help texts in its source code each time.
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
-    from megatron.training.arguments import add_megatron_arguments
-
-    from megatron_ext.features import all_features
 
     original = ArgumentGroupFactory._get_field_docstrings
     known: dict[type, dict[str, str]] = {}
@@ -69,10 +67,7 @@ def _remember_docstrings() -> None:
         return dict(known[config_class])
 
     ArgumentGroupFactory._get_field_docstrings = remembered
-    parser = argparse.ArgumentParser()
-    add_megatron_arguments(parser)
-    for feature in all_features():
-        feature.add_arguments(parser)
+    full_parser()
 
 
 def _shrink_mock_data() -> None:

@@ -10,23 +10,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.contribution import Contribution, Discarded
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.spool import Spool
 from megatron_ext.sync_service.store import RunStore
+from tests.sync_service.stores import CATALOG, VALUES, begin, make_round, snapshot
 
 reused_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
-
-CATALOG = Catalog(
-    [TensorSpec(name="a", shape=(30, 40)), TensorSpec(name="b", shape=()), TensorSpec(name="c", shape=(7,))]
-)
-VALUES = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in CATALOG}
-
 
 def frames_of(values: dict[str, torch.Tensor]) -> list[Frame]:
     found = []
@@ -186,17 +180,6 @@ def test_a_discarded_contribution_takes_no_more_frames_and_its_successor_starts_
     assert [path.name for path in tmp_path.iterdir()] == ["round-00000002"]
 
 
-def snapshot(path: Path) -> Snapshot:
-    writer = SnapshotWriter(path, CATALOG, ["momentum_buffer"], {"round": "7"})
-    for name, value in reversed(VALUES.items()):
-        writer.write(name, value)
-        writer.write(state_name("momentum_buffer", name), 2 * value)
-    assert not path.exists()
-    writer.sync()
-    writer.publish()
-    return Snapshot(path)
-
-
 def test_a_snapshot_is_a_safetensors_file(tmp_path: Path):
     snapshot(tmp_path / "s.safetensors")
     content = load_file(tmp_path / "s.safetensors")
@@ -293,14 +276,8 @@ def test_a_round_is_there_also_when_what_it_does_not_need_cannot_be_removed(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    store = RunStore("r", RunConfig(peers=1), tmp_path / "r", 2)
-    store.create({"codec": "fp32"}, CATALOG)
-    store.record({"event": "joined", "peer": "a", "index": 0, "instance": "x"})
-    store.record({"event": "uploaded", "round": 0, "peer": "a"})
-    store.record(store.state.closing_event())
-    made = snapshot(store.shard.snapshot_path(0))
+    store = begin(RunStore("r", RunConfig(peers=1), tmp_path / "r", 2))
     monkeypatch.setattr(Spool, "open_round", full)
-    figures = {"digest": "", "rejected": {}, "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
-    store.commit({"event": "committed", "round": 0, "contributors": ["a"], **figures}, made)
+    make_round(store)
     assert store.state.open_round == 1 and list(store.shard.snapshots) == [0]
     assert "what round 0 does not need stays for now: [Errno 28]" in caplog.text

@@ -19,12 +19,11 @@ from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.store import RunStore
 from tests.sync_service.peer import start_values
 from tests.sync_service.service import Service
+from tests.sync_service.stores import begin, make_round, snapshot
 from tests.sync_service.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
-from tests.sync_service.test_on_disk import CATALOG, snapshot
 
 MakeService = Callable[..., Service]
 CONFIG = RunConfig(peers=2)
-FIGURES: dict[str, Any] = {"digest": "", "rejected": {}, "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -35,21 +34,6 @@ def empty_memory():
 
 def store_at(folder: Path, url: str = "memory://bucket/state") -> RunStore:
     return RunStore("r", CONFIG, folder, 2, RemoteState(url, "r"))
-
-
-def begin(store: RunStore) -> RunStore:
-    store.create({"codec": "fp32"}, CATALOG)
-    store.record({"event": "joined", "peer": "a", "index": 0, "instance": "x"})
-    return store
-
-
-def make_round(store: RunStore) -> None:
-    number = store.state.open_round
-    store.record({"event": "uploaded", "round": number, "peer": "a"})
-    store.record(store.state.closing_event())
-    made = snapshot(store.shard.snapshot_path(number))
-    store.copy_snapshot(number)
-    store.commit({"event": "committed", "round": number, "contributors": ["a"], **FIGURES}, made)
 
 
 def test_another_machine_goes_on_with_the_newest_rounds_and_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -13,8 +13,8 @@ from megatron_ext.sync_service.remote_shard_copy import ShardCopy
 from megatron_ext.sync_service.snapshot import snapshot_name
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.service import Service
+from tests.sync_service.stores import snapshot
 from tests.sync_service.test_faults import ROUNDS
-from tests.sync_service.test_on_disk import snapshot
 from tests.sync_service.test_sharding import undisturbed  # noqa: F401  # a fixture
 
 MakeService = Callable[..., Service]

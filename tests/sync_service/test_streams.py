@@ -18,8 +18,8 @@ from megatron_ext.sync_service.parts import whole_parts
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 from megatron_ext.sync_service.streams import Streams
+from tests.sync_service.links import MIB, VALUES, Link
 from tests.sync_service.service import Service, until
-from tests.sync_service.test_slow_links import MIB, VALUES, Link
 
 MakeService = Callable[..., Service]
 
