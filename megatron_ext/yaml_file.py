@@ -40,6 +40,9 @@ def read_yaml(path: Path, extra: str) -> Any:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid YAML: {error}; save it in UTF-8") from None
+    except ValueError as error:
+        # PyYAML lets through what int() and datetime say of a value such as 2024-13-45.
+        raise UserError(f"{path}: not valid YAML: {error}; put the value into quotes if it is text") from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML for this: it has too many levels") from None
     except yaml.YAMLError as error:

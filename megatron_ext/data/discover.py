@@ -150,14 +150,20 @@ def find_sources(
 
 def _refuse_overlap(inputs: Sequence[Path]) -> None:
     """Refuse inputs that would put the same file into the corpus twice."""
-    resolved = [path.resolve() for path in inputs]
-    for index, path in enumerate(resolved):
-        for other_index, other in enumerate(resolved):
-            if index != other_index and path.is_relative_to(other):
-                raise UserError(
-                    f"input {inputs[index]} is given twice: it is, or lies in, {inputs[other_index]}; "
-                    "leave one of them out"
-                )
+    given: dict[Path, Path] = {}
+    for path in inputs:
+        resolved = path.resolve()
+        if resolved in given:
+            raise _given_twice(path, given[resolved])
+        given[resolved] = path
+    for resolved, path in given.items():
+        for folder in resolved.parents:
+            if folder in given:
+                raise _given_twice(path, given[folder])
+
+
+def _given_twice(path: Path, other: Path) -> UserError:
+    return UserError(f"input {path} is given twice: it is, or lies in, {other}; leave one of them out")
 
 
 def _walk(

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -167,7 +168,8 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             result = original(*args, **kwargs)
         except SystemExit as exit_request:
-            if exit_request.code:
+            tracker = Path(given["load_dir"]) / "latest_checkpointed_iteration.txt"
+            if exit_request.code or (given["args"].exit_on_missing_checkpoint and not tracker.exists()):
                 raise
             # Megatron ends here with status 0, which a launcher takes for success.
             raise UserError(

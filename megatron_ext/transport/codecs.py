@@ -57,14 +57,14 @@ class CastCodec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers' bytes; those that are too large become the largest one."""
-        return _bytes(self._rounded(values))
+        return _bytes(self.rounded(values))
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the numbers."""
         return _typed(data, self.dtype).float()
 
-    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the numbers that values become."""
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that values of one dimension become; finite ones stay finite."""
         # The cheapest pass tells that none is too large, as they seldom are; a device would have to be waited for.
         if values.device.type == "cpu" and float(values.dot(values)) <= self._surely_fits:
             return values.to(self.dtype)
@@ -157,8 +157,8 @@ class TopKCodec:
         # A stable sort, not topk: which of several equal values is chosen must not differ between ranks.
         order = size.sort(dim=1, descending=True, stable=True).indices
         places = order[:, : self._kept(rows.shape[1])].sort(dim=1).values
-        numbers = rows.gather(1, places).to(torch.bfloat16)
-        return torch.cat([_bytes(places.to(torch.int16).view(-1)), _bytes(numbers.view(-1))])
+        numbers = CastCodec(torch.bfloat16).rounded(rows.gather(1, places).view(-1))
+        return torch.cat([_bytes(places.to(torch.int16).view(-1)), _bytes(numbers)])
 
     def _kept(self, numel: int) -> int:
         return max(1, round(self._density * numel))

@@ -164,9 +164,9 @@ def test_the_small_evaluation_compares_hot_and_static(desk: Desk) -> None:
 
 def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:
     hosts = hostfile(desk, "# two of four", "", "localhost  slots=4 # this one")
-    own = {"BUCKET_SIZES": "512 128 0", "ALL_PARALLEL_STRATEGY": "1,4,1 4,1,1"}
+    own = {"BUCKET_SIZES": "512 128 0", "ALL_PARALLEL_STRATEGY": "1,4,1 4,1,1", "EXTRA_ARGS": "--lr 2e-5\n--seed 7\n"}
     (line,) = dry_run(
-        desk, HOT, ["7b", "512", "64", hosts, "5", "2", "a corpus"], **own, EXTRA_ARGS="--lr 2e-5", TOKENIZER="tok"
+        desk, HOT, ["7b", "512", "64", hosts, "5", "2", "a corpus"], **own, TOKENIZER="tok"
     )
     assert line[: line.index("--nnodes")] == ["torchrun", "--nproc_per_node", "4"]
     assert values(line, "--hot-switch-strategies") == ["1,4,1", "4,1,1"]
@@ -174,7 +174,7 @@ def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:
     assert values(line, "--hot-switch-gpus-per-node") == ["4"]
     assert (values(line, "--train-iters"), values(line, "--global-batch-size")) == (["10"], ["64"])
     assert (values(line, "--data-path"), values(line, "--tokenizer-model")) == (["a corpus"], ["tok"])
-    assert line[-2:] == ["--lr", "2e-5"]
+    assert line[-4:] == ["--lr", "2e-5", "--seed", "7"]
     static = {"ALL_PARALLEL_STRATEGY": "2,1,2"}
     (line,) = dry_run(desk, STATIC, ["13b", "4096", "256", "2", hosts, "5"], **static)
     assert values(line, "--hot-switch-strategies") == ["2,1,2"]

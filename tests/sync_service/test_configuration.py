@@ -110,6 +110,7 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("status_host: 0.0.0.0\nruns: {r: {peers: 2}}", "status_host is '0.0.0.0', and there is no status_port"),
         ("{", "not valid YAML: while parsing a flow node"),
         ("runs: {r: {peers: 2, peers: 3}}", "not valid YAML: the key 'peers' is there twice; drop one of them"),
+        ("runs: {r: {peers: 2024-13-45}}", "not valid YAML: month must be in 1..12; put the value into quotes"),
         ("- 1", "must be a mapping"),
         ("bind: 127.0.0.1:0", "there is no run; name at least one"),
     ],

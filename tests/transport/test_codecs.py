@@ -126,3 +126,9 @@ def test_of_equal_values_topk_keeps_the_first():
     codec = build_codec("topk", 0.01)
     kept = codec.decode(codec.encode(values), 5000).nonzero().view(-1).tolist()
     assert kept == [*range(41), *range(4096, 4105)]
+
+
+def test_topk_keeps_finite_values_finite():
+    largest = torch.full((8,), torch.finfo(torch.float32).max)
+    codec = build_codec("topk", 1.0)
+    assert codec.decode(codec.encode(largest), 8).isfinite().all()

@@ -139,8 +139,8 @@ start_llama() {
     else
         find_python
     fi
-    local extra
-    read -r -a extra <<<"${EXTRA_ARGS:-}"
+    local extra extra_args="${EXTRA_ARGS:-}"
+    read -r -a extra <<<"${extra_args//$'\n'/ }"
     # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
     train_on_hosts "$ROOT/examples/pretrain_gpt.py" \
         "${GPT_MODEL_ARGS[@]}" \
