@@ -139,8 +139,7 @@ fi
 find_python
 
 # Every peer has a launcher of its own: peers know each other through the server alone.
-EXTRA_ARGS="${EXTRA_ARGS:-}"
-read -r -a EXTRA <<<"${EXTRA_ARGS//$'\n'/ }"
+read_extra_args
 torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
     --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" \
     "${MODEL_ARGS[@]}" \

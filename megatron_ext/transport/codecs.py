@@ -57,13 +57,13 @@ class CastCodec:
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers' bytes; those that are too large become the largest one."""
-        return _bytes(self.rounded(values))
+        return _bytes(self._rounded(values))
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the numbers."""
         return _typed(data, self.dtype).float()
 
-    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return the numbers that values of one dimension become; finite ones stay finite."""
         # The cheapest pass tells that none is too large, as they seldom are; a device would have to be waited for.
         if values.device.type == "cpu" and float(values.dot(values)) <= self._surely_fits:
@@ -129,6 +129,7 @@ class TopKCodec:
     def __init__(self, density: float) -> None:
         """Take the fraction of values to keep, in (0, 1]; of every chunk at least one is."""
         self._density = density
+        self._cast = CastCodec(torch.bfloat16)
 
     def nbytes(self, numel: int) -> int:
         """Return 4 per value that is kept."""
@@ -146,7 +147,7 @@ class TopKCodec:
         for rows in _rows(values):
             kept = rows.shape[0] * self._kept(rows.shape[1])
             places = _typed(data[offset : offset + 2 * kept], torch.int16).view(rows.shape[0], -1).long()
-            numbers = _typed(data[offset + 2 * kept : offset + 4 * kept], torch.bfloat16).float()
+            numbers = self._cast.decode(data[offset + 2 * kept : offset + 4 * kept], kept)
             rows.scatter_(1, places, numbers.view(rows.shape[0], -1))
             offset += 4 * kept
         return values
@@ -157,8 +158,8 @@ class TopKCodec:
         # A stable sort, not topk: which of several equal values is chosen must not differ between ranks.
         order = size.sort(dim=1, descending=True, stable=True).indices
         places = order[:, : self._kept(rows.shape[1])].sort(dim=1).values
-        numbers = CastCodec(torch.bfloat16).rounded(rows.gather(1, places).view(-1))
-        return torch.cat([_bytes(places.to(torch.int16).view(-1)), _bytes(numbers)])
+        numbers = self._cast.encode(rows.gather(1, places).view(-1))
+        return torch.cat([_bytes(places.to(torch.int16).view(-1)), numbers])
 
     def _kept(self, numel: int) -> int:
         return max(1, round(self._density * numel))

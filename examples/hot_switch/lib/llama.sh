@@ -139,8 +139,7 @@ start_llama() {
     else
         find_python
     fi
-    local extra extra_args="${EXTRA_ARGS:-}"
-    read -r -a extra <<<"${extra_args//$'\n'/ }"
+    read_extra_args
     # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
     train_on_hosts "$ROOT/examples/pretrain_gpt.py" \
         "${GPT_MODEL_ARGS[@]}" \
@@ -149,5 +148,5 @@ start_llama() {
         "${HOT_SWITCH_ARGS[@]}" \
         "${DATA_ARGS[@]}" \
         "${EVAL_AND_LOGGING_ARGS[@]}" \
-        ${extra[@]+"${extra[@]}"}
+        ${EXTRA[@]+"${EXTRA[@]}"}
 }

@@ -3,6 +3,12 @@
 #
 # What the launch scripts share. Source it after ROOT, the repository's folder, is set.
 
+# Sets EXTRA to the words of EXTRA_ARGS, which may be on several lines.
+read_extra_args() {
+    local words="${EXTRA_ARGS:-}"
+    read -r -a EXTRA <<<"${words//$'\n'/ }"
+}
+
 launch_error() {
     printf '%s: error: %s\n' "$(basename "$0")" "$*" >&2
     exit 1
