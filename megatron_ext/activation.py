@@ -74,7 +74,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
         patches.apply([cpu.compile_helpers_patch()])
         patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
         patches.apply(data.patches())
-    except BaseException:
+    except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
         raise
     hooks.features = (*((CpuFeature(),) if use_cpu else ()), *all_features())

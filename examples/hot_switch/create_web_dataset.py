@@ -56,7 +56,7 @@ def convert(files: Sequence[Path], output: Path, column: str) -> None:
                 for text in _texts(path, column):
                     file.write(json.dumps({column: text}) + "\n")
                     count += 1
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half file stays
         partial.unlink()
         raise
     partial.replace(output)

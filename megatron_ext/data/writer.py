@@ -65,7 +65,7 @@ def open_writer(folder: Path, name: str, dtype: type[np.uint16] | type[np.int32]
     writer = CorpusWriter(folder, name, dtype)
     try:
         yield writer
-    except BaseException:
+    except BaseException:  # Ctrl-C too: no half corpus stays
         writer.abandon()
         raise
     writer.finish()

@@ -68,7 +68,7 @@ class PatchRegistry:
         for count, patch in enumerate(fresh):
             try:
                 self._applied.append(_apply_one(patch, self._globals))
-            except BaseException:
+            except BaseException:  # Ctrl-C too: all patches are there, or none
                 self.revert([done.name for done in fresh[:count]])
                 raise
 

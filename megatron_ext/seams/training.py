@@ -154,7 +154,7 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks.fire("on_train_start", context)
         try:
             result = original(*args, **kwargs)
-        except BaseException as error:
+        except BaseException as error:  # features hear of every end, and it is raised again
             hooks.fire("on_train_left", error)
             raise
         hooks.fire("on_train_end", context)

@@ -264,7 +264,7 @@ class SyncClient:
             if not self.uploaded:
                 self.upload(number, values, report or Report())
             return self.fetch(number, values, frozen)
-        except BaseException:
+        except BaseException:  # Ctrl-C too; raised again
             self._take_ahead(-1)  # nothing is written into the memory any more
             raise
 

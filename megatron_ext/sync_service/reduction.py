@@ -234,7 +234,7 @@ class Reduction:
                 self._merge.run(writer, self._failpoints)
                 sums |= {name: self._sums_of(writer, self._catalog[name]) for name in self._merged}
             writer.sync()
-        except BaseException:
+        except BaseException:  # whatever it is, no half snapshot stays
             writer.abandon()
             raise
         return writer, Made(sums=RoundDigest(sums.values()).sums, outer_scalars=scalars, as_uploaded=as_uploaded)

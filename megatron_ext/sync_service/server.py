@@ -98,7 +98,7 @@ class Server:
             self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
         try:
             self._open_runs(folder / "runs")
-        except BaseException:
+        except BaseException:  # whatever it is, no thread keeps the process alive
             if self._status_page is not None:
                 self._status_page.close()
             raise

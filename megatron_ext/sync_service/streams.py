@@ -56,7 +56,7 @@ class Streams:
         def one(turn: tuple[Connection, _Job]) -> _T:
             try:
                 return work(*turn)
-            except BaseException as error:
+            except BaseException as error:  # Ctrl-C too: no other stream outlives it
                 self._end(error)
                 raise
 

@@ -199,7 +199,7 @@ def compile_with_a_backend_that_fails():
     backend.deactivate(registry)
     try:
         early(torch.ones(()))
-    except Exception as error:
+    except Exception as error:  # torch wraps what the backend raised in a class of its own
         return eager, "compiled" in str(error)
     return eager, False
 

@@ -107,7 +107,7 @@ def run_in_child(job: Callable[[], object]) -> int:
         signal.alarm(60)
         try:
             job()
-        except BaseException:
+        except BaseException:  # a child must never return into pytest
             traceback.print_exc()
             os._exit(1)
         os._exit(0)

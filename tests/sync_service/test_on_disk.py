@@ -22,6 +22,7 @@ from tests.sync_service.stores import CATALOG, VALUES, begin, make_round, snapsh
 
 reused_folder = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
 
+
 def frames_of(values: dict[str, torch.Tensor]) -> list[Frame]:
     found = []
     for spec in CATALOG:

@@ -86,7 +86,7 @@ def _serve() -> None:
             code = 1
             try:
                 code = _child(job)
-            except BaseException:
+            except BaseException:  # a child must never return into its parent's loop
                 traceback.print_exc()
             sys.stdout.flush()
             sys.stderr.flush()

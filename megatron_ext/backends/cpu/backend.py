@@ -73,7 +73,7 @@ class CpuBackend:
         registry.apply(first)
         try:
             registry.apply([*patches(), megatron_gaps.compile_helpers_patch()])
-        except BaseException:
+        except BaseException:  # Ctrl-C too: all patches are there, or none
             registry.revert(patch.name for patch in first)
             raise
         # A stance holds for functions that were decorated before, too, and leaves no trace in them.
