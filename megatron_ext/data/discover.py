@@ -51,6 +51,9 @@ class SourceFile:
     mtime_ns: int
     """Modification time in nanoseconds."""
 
+    ctime_ns: int
+    """When it or what is known of it last changed, in nanoseconds; nobody can set it back."""
+
 
 @dataclass(kw_only=True)
 class Inventory:
@@ -71,15 +74,16 @@ class Inventory:
         return sum(source.size for source in self.files)
 
     def digest(self) -> str:
-        """Return the SHA-256 over every file's name, format, size and modification time, in order.
+        """Return the SHA-256 over every file's name, format, size, modification and change time, in order.
 
-        Contents are not read, so that asking whether a corpus is up to date costs one `stat` per file.
+        Contents are not read, so that asking whether a corpus is up to date costs one `stat` per file. Archives set
+        modification times to what they like; the change time tells such files apart.
         """
         digest = hashlib.sha256()
         for source in self.files:
             name = os.fsencode(source.name)
-            digest.update(b"%d %s %s %d %d\n" % (
-                len(name), name, source.format.encode(), source.size, source.mtime_ns
+            digest.update(b"%d %s %s %d %d %d\n" % (
+                len(name), name, source.format.encode(), source.size, source.mtime_ns, source.ctime_ns
             ))  # fmt: skip
         return digest.hexdigest()
 
@@ -117,8 +121,9 @@ def find_sources(
     """List the files of the corpus.
 
     Folders are walked in full; hidden entries, devices, pipes and sockets are left out. Links are followed,
-    but each real folder is entered once per input, so that a loop of links ends. Files that are named
-    themselves are taken whatever their name and the patterns.
+    but each real folder is entered once per input, so that a loop of links ends, and a file that links give
+    several names is taken once: under the first name that tells its format, else the first. Files that are
+    named themselves are taken whatever their name and the patterns.
 
     Args:
         inputs: Files and folders, in reading order.
@@ -145,6 +150,7 @@ def find_sources(
             inventory.files.append(_source(given, given.name, status, file_format, named=True))
         else:
             raise UserError(f"input {given}: neither a regular file nor a folder")
+    _drop_repeats(inventory)
     return inventory
 
 
@@ -213,6 +219,20 @@ def _walk(
     return sorted(found, key=lambda source: os.fsencode(source.name))
 
 
+def _drop_repeats(inventory: Inventory) -> None:
+    """Leave each real file once, as in a cache that keeps files by their hashes beside links with their names."""
+    by_file: dict[str, list[SourceFile]] = {}
+    for source in inventory.files:
+        by_file.setdefault(os.path.realpath(source.path), []).append(source)
+    kept = {
+        id(min(names, key=lambda source: (not source.named, source.format == "text"))) for names in by_file.values()
+    }
+    repeats = len(inventory.files) - len(kept)
+    if repeats:
+        inventory.files = [source for source in inventory.files if id(source) in kept]
+        inventory.skipped["file already read under another name"] += repeats
+
+
 def _source(
     path: Path,
     name: str,
@@ -228,6 +248,7 @@ def _source(
         named=named,
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
+        ctime_ns=status.st_ctime_ns,
     )
 
 

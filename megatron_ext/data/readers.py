@@ -143,6 +143,10 @@ def _read_parquet(source: SourceFile, path: str, column: str) -> Iterator[Item]:
                 message = f"no column {column!r}; columns are {', '.join(schema.names)} (--parquet-column)"
                 yield Problem(path=path, position="", message=message)
                 return
+            if schema.names.count(column) > 1:
+                message = f"{schema.names.count(column)} columns are named {column!r}; rename one (--parquet-column)"
+                yield Problem(path=path, position="", message=message)
+                return
             if not _is_text(arrow, schema.field(column).type):
                 kind = schema.field(column).type
                 message = f"column {column!r} has type {kind}, not string (--parquet-column)"

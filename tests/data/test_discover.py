@@ -79,8 +79,32 @@ def test_links_to_files_are_followed_and_a_loop_of_folder_links_ends(tmp_path: P
     (tmp_path / "data/other").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data/file").symlink_to(tmp_path / "elsewhere/c")
     inventory = find_sources([tmp_path / "data"])
-    assert [source.name for source in inventory.files] == ["a", "file", "other/c", "sub/b"]
-    assert inventory.skipped == {"folder already read through another link": 2}
+    assert [source.name for source in inventory.files] == ["a", "file", "sub/b"]
+    assert inventory.skipped == {
+        "folder already read through another link": 2,
+        "file already read under another name": 1,
+    }
+
+
+def test_a_file_with_several_names_is_taken_once_under_the_one_that_tells_its_format(tmp_path: Path) -> None:
+    tree(tmp_path, "cache/blobs/1f", "cache/blobs/2e", "more/x.txt")
+    snapshot = tmp_path / "cache/snapshots/main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "a.jsonl").symlink_to(tmp_path / "cache/blobs/1f")
+    (snapshot / "b.parquet").symlink_to("../../blobs/2e")
+    (tmp_path / "more/cache").symlink_to(tmp_path / "cache")
+    (tmp_path / "more/y.txt").symlink_to("x.txt")
+    inventory = find_sources([tmp_path / "cache", tmp_path / "more"])
+    assert [source.name for source in inventory.files] == [
+        "snapshots/main/a.jsonl", "snapshots/main/b.parquet", "x.txt",
+    ]  # fmt: skip
+    assert inventory.skipped == {"file already read under another name": 7}
+
+
+def test_files_of_equal_content_are_all_taken(tmp_path: Path) -> None:
+    tree(tmp_path, "a")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    assert names(tmp_path) == ["a", "b"]
 
 
 def test_a_link_that_leads_nowhere_is_a_problem_unless_it_was_not_wanted(tmp_path: Path) -> None:

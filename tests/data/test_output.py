@@ -4,6 +4,7 @@
 import io
 import json
 import multiprocessing
+import os
 import resource
 import signal
 import stat
@@ -251,6 +252,14 @@ class TestReuse:
         assert read_texts(prefix) == ["one"]
         assert not make(tmp_path / "in", prefix, reuse=True, overwrite=True).reused
         assert read_texts(prefix) == ["one", "two"]
+
+    def test_another_file_of_the_same_name_size_and_time_is_noticed(self, tmp_path: Path, prefix: Path) -> None:
+        path = tmp_path / "in/a.txt"
+        times = path.stat()
+        path.write_text("two")
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(UserError, match="cannot be reused: inputs_digest was"):
+            make(tmp_path / "in", prefix, reuse=True)
 
     def test_other_settings_are_named(self, tmp_path: Path, prefix: Path) -> None:
         with pytest.raises(UserError, match=r"settings.shuffle_seed was None and is now 3"):

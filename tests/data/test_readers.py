@@ -169,6 +169,10 @@ def test_bad_parquet_files_name_the_column_or_the_row(tmp_path: Path) -> None:
     document, problem = read(path, column="body")
     assert isinstance(document, Document)
     assert str(problem) == f"{path} (row 2): no text (null)"
+    pq.write_table(pa.table([["x"], ["y"]], names=["text", "text"]), path)
+    assert [str(item) for item in read(path)] == [
+        f"{path}: 2 columns are named 'text'; rename one (--parquet-column)"
+    ]
 
     broken = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
