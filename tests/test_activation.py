@@ -37,6 +37,7 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
         "arguments/add",
         "arguments/validate",
         "arguments/load",
+        "arguments/yaml",
         "arguments/errors",
         "arguments/empty-split",
         "wheel/compile-helpers",
@@ -193,6 +194,40 @@ def test_help_lists_our_groups_without_gpu_and_without_torchrun(order):
         "--no-outer-optimizer-nesterov",
     ):
         assert part in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys", "named"),
+    [
+        (["--use-local-sgd", "--local-sgd-sync-interval=5"], "", "--local-sgd-sync-interval, --use-local-sgd"),
+        ([], "use_local_sgd: true", "--use-local-sgd"),
+        ([], "", None),
+    ],
+    ids=["flags", "keys", "stock"],
+)
+def test_features_beside_a_yaml_of_arguments_are_refused_by_name(tmp_path, flags, keys, named):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"disable_msc_deprecated: false\nenable_msc: false\n{keys}\n")
+    found = run_ranks(parse, 1, ["--yaml-cfg", str(file), *flags])
+    problem = f"--yaml-cfg {file}: with it Megatron ignores the command line, so {named} would do nothing; "
+    expected = None if named is None else f"{problem}give all arguments as flags, without --yaml-cfg"
+    assert found == [expected]
+
+
+def parse(arguments):
+    """Return the error of Megatron's parser for a command line, or None."""
+    from megatron_ext import patch_megatron
+    from megatron_ext.errors import UserError
+
+    patch_megatron("cpu")
+    from megatron.training.arguments import parse_args
+
+    sys.argv[1:] = arguments
+    try:
+        parse_args()
+    except UserError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.slow

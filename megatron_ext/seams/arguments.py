@@ -35,11 +35,12 @@ def patches(
         registry: where the enabled features' own patches are applied once the arguments are known.
         set_defaults: called with the filled parser, to adapt defaults to the backend; None for none.
     """
+    options: set[str] = set()  # the features', once the parser has them
     return [
         Patch(
             name="arguments/add",
             target="megatron.training.arguments:add_megatron_arguments",
-            wrap=lambda original: _wrap_add(original, set_defaults),
+            wrap=lambda original: _wrap_add(original, set_defaults, options),
             parameters=("parser",),
             reason="add the argument groups of megatron_ext to Megatron's parser",
         ),
@@ -49,6 +50,13 @@ def patches(
             wrap=lambda original: _wrap_validate(original, registry),
             parameters=("args", "defaults"),
             reason="validate the features' arguments and apply the patches of the enabled features only",
+        ),
+        Patch(
+            name="arguments/yaml",
+            target="megatron.training.yaml_arguments:load_yaml",
+            wrap=lambda original: _wrap_yaml(original, options),
+            parameters=("yaml_path",),
+            reason="refuse features beside --yaml-cfg, with which Megatron drops the command line and its validation",
         ),
         Patch(
             name="arguments/load",
@@ -111,14 +119,18 @@ def say(message: str) -> None:
 
 
 def _wrap_add(
-    original: Callable[..., Any], set_defaults: Callable[[argparse.ArgumentParser], None] | None
+    original: Callable[..., Any],
+    set_defaults: Callable[[argparse.ArgumentParser], None] | None,
+    options: set[str],
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         parser = original(parser, *args, **kwargs)
         _mend_help(parser)
+        before = set(parser._option_string_actions)
         for feature in hooks.features:
             feature.add_arguments(parser)
+        options.update(set(parser._option_string_actions) - before)
         if set_defaults is not None:
             set_defaults(parser)
         return parser
@@ -155,6 +167,23 @@ def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Cal
         return original(args, *rest, **kwargs)
 
     return validate_args
+
+
+def _wrap_yaml(original: Callable[..., Any], options: set[str]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_yaml(yaml_path: str) -> Any:
+        values = original(yaml_path)
+        given = {word.split("=")[0] for word in sys.argv[1:]}
+        given |= {f"--{name.replace('_', '-')}" for name in vars(values)}
+        found = sorted(given & options)
+        if found:
+            raise UserError(
+                f"--yaml-cfg {yaml_path}: with it Megatron ignores the command line, so {', '.join(found)} would do "
+                "nothing; give all arguments as flags, without --yaml-cfg"
+            )
+        return values
+
+    return load_yaml
 
 
 def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
