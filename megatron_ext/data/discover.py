@@ -224,12 +224,10 @@ def _drop_repeats(inventory: Inventory) -> None:
     by_file: dict[str, list[SourceFile]] = {}
     for source in inventory.files:
         by_file.setdefault(os.path.realpath(source.path), []).append(source)
-    kept = {
-        id(min(names, key=lambda source: (not source.named, source.format == "text"))) for names in by_file.values()
-    }
+    kept = {min(names, key=lambda source: (not source.named, source.format == "text")) for names in by_file.values()}
     repeats = len(inventory.files) - len(kept)
     if repeats:
-        inventory.files = [source for source in inventory.files if id(source) in kept]
+        inventory.files = [source for source in inventory.files if source in kept]
         inventory.skipped["file already read under another name"] += repeats
 
 
