@@ -12,7 +12,7 @@ from megatron_ext.errors import combine
 if TYPE_CHECKING:
     from megatron_ext.params import GptShape
 
-__all__ = ["add_shape_options", "read_shape"]
+__all__ = ["add_shape_options", "add_topk_option", "read_shape", "topk_problems"]
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
 
@@ -54,6 +54,20 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
         ("--untie-embeddings-and-output-weights", "an output layer of its own"),
     ):
         group.add_argument(name, action="store_true", default=None, help=text)
+
+
+def add_topk_option(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for how many experts a token meets, for commands that tell times."""
+    parser.add_argument("--moe-router-topk", type=int, default=1, metavar="K", help="experts per token (default 1)")
+
+
+def topk_problems(topk: int, shape: GptShape) -> list[str]:
+    """Return why a token of the model cannot meet so many experts."""
+    experts = shape.num_moe_experts
+    if 1 <= topk <= (experts or 1):
+        return []
+    wanted = f"from 1 to the number of experts, {experts}" if experts else "1, because the model has no experts"
+    return [f"--moe-router-topk is {topk}; it must be {wanted}"]
 
 
 def read_shape(options: argparse.Namespace) -> GptShape:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
+from megatron_ext.cli.gpt_shape import add_shape_options, add_topk_option, read_shape, topk_problems
 from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def add_profile(actions: Any) -> None:
         default="documents",
         help="how it is computed, as --hot-switch-attention says (default %(default)s)",
     )
-    parser.add_argument("--moe-router-topk", type=int, default=1, metavar="K", help="experts per token (default 1)")
+    add_topk_option(parser)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="JSON for `suggest --times`")
     parser.set_defaults(func=run_profile)
 
@@ -129,11 +129,7 @@ def _check(options: argparse.Namespace, shape: GptShape) -> None:
         problems.append("--lengths needs three different lengths or more, because three numbers are fitted")
     if options.repeats < 1:
         problems.append(f"--repeats is {options.repeats}; it must be at least 1")
-    if not 1 <= options.moe_router_topk <= (shape.num_moe_experts or 1):
-        problems.append(
-            f"--moe-router-topk is {options.moe_router_topk}; it must be from 1 to the number of experts, "
-            f"{shape.num_moe_experts or 'and there are none'}"
-        )
+    problems += topk_problems(options.moe_router_topk, shape)
     for pp in options.pp:
         if pp > shape.num_layers:
             problems.append(f"--pp {pp} is more than the {shape.num_layers} layers; give another one")

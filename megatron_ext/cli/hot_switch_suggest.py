@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
-from megatron_ext.errors import UserError
+from megatron_ext.cli.gpt_shape import add_shape_options, add_topk_option, read_shape, topk_problems
+from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
     from megatron_ext.hot_switch.step_time import Coefficients
@@ -34,6 +34,9 @@ Example:
 """
 
 _GIB = 2**30
+
+_MOST_GPUS = 16384
+"""Of a job: planning one switch of so many ranks takes seconds already."""
 
 
 def add_suggest(actions: Any) -> None:
@@ -63,7 +66,7 @@ def add_suggest(actions: Any) -> None:
         help="where lengths may be cut (default: the context halved, up to four times)",
     )
     add_shape_options(parser)
-    parser.add_argument("--moe-router-topk", type=int, default=1, metavar="K", help="experts per token (default 1)")
+    add_topk_option(parser)
     machine = parser.add_argument_group("machine")
     machine.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs of the job")
     machine.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default %(default)s")
@@ -104,8 +107,11 @@ def run_suggest(options: argparse.Namespace) -> int:
         gpus_per_node=options.gpus_per_node,
         links=Links(within_node=options.intra_node_bandwidth * 1e9, between_nodes=options.inter_node_bandwidth * 1e9),
     )
+    shape = read_shape(options)
+    if problems := topk_problems(options.moe_router_topk, shape):
+        raise combine(problems, "hot-switch suggest")
     times = ModelledTimes(
-        shape=read_shape(options),
+        shape=shape,
         machine=machine,
         measured={} if options.times is None else _read_times(options.times),
         active_experts=options.moe_router_topk,
@@ -138,7 +144,6 @@ def _check(options: argparse.Namespace) -> None:
         "global_batch_size",
         "gpus",
         "gpus_per_node",
-        "moe_router_topk",
         "memory_gib",
         "tflops",
         "intra_node_bandwidth",
@@ -147,6 +152,8 @@ def _check(options: argparse.Namespace) -> None:
         if not 1e-6 <= getattr(options, name) < math.inf:
             given = getattr(options, name)
             raise UserError(f"--{name.replace('_', '-')} is {given:g}; it must be a finite number above 0")
+    if options.gpus > _MOST_GPUS:
+        raise UserError(f"--gpus is {options.gpus}; lists are compared for up to {_MOST_GPUS}")
     if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
         raise UserError(f"--gpus {options.gpus} do not fill nodes of --gpus-per-node {options.gpus_per_node}")
     for bound in options.bounds or []:

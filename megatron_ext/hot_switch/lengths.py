@@ -24,7 +24,7 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64]:
     Raises:
         UserError: there is no such file, or it holds something else.
     """
-    index = path if path.suffix == ".idx" else path.with_name(path.name + ".idx")
+    index = path if path.suffix == ".idx" or not path.name else path.with_name(path.name + ".idx")
     if index.is_file():
         return _read_index(index)
     try:
@@ -66,8 +66,8 @@ def typical_batch(documents: npt.NDArray[np.int64], *, sequences: int, context: 
     positions = documents[documents > 1] - 1
     if not len(positions):
         raise UserError("no document has two or more tokens, so there is nothing to predict; give other lengths")
-    whole, rest = positions // context, positions % context
-    cut = np.sort(np.concatenate([np.full(int(whole.sum()), context, dtype=np.int64), rest[rest > 0]]))
-    places = (np.arange(sequences) + 0.5) / sequences * len(cut)
-    found: list[int] = cut[places.astype(np.int64)].tolist()
-    return found
+    whole, rest = int((positions // context).sum()), positions % context
+    # In ascending order: what is shorter than the context, then as many of its length as there are.
+    shorter = np.sort(rest[rest > 0])
+    places = ((np.arange(sequences) + 0.5) / sequences * (len(shorter) + whole)).astype(np.int64)
+    return [int(shorter[place]) if place < len(shorter) else context for place in places]

@@ -19,6 +19,7 @@ from typing import Literal
 
 from megatron_ext.hot_switch.figures import Links
 from megatron_ext.hot_switch.packing import StrategyBatch
+from megatron_ext.hot_switch.stages import Stage, stages_of, stages_together
 from megatron_ext.hot_switch.strategy import Strategy
 from megatron_ext.params import GptShape, gpt_parameters
 
@@ -131,7 +132,7 @@ class ModelledTimes:
 
     def largest_stage(self, pp: int) -> float:
         """Return the number of matrix elements that every position meets on the fullest stage."""
-        _, dense, experts = _elements(self.shape)
+        dense, experts = _elements(self.shape)
         layers = dense + experts * self.active_experts / (self.shape.num_moe_experts or 1)
         # The last stage has the output layer, tied or not.
         return layers / self.shape.num_layers * -(-self.shape.num_layers // pp) + self._output_elements
@@ -177,11 +178,12 @@ class StepTimes:
         return slowest + self.gradient_seconds(strategy)
 
     def gradient_seconds(self, strategy: Strategy) -> float:
-        """Return how long a ring all-reduce of fp32 gradients over the data-parallel ranks takes."""
+        """Return how long a ring all-reduce of the fullest stage's fp32 gradients over data parallelism takes."""
         machine = self.times.machine
         spread = strategy.dp * strategy.tp > machine.gpus_per_node
         bandwidth = machine.links.between_nodes if spread else machine.links.within_node
-        return 2 * (strategy.dp - 1) / strategy.dp * 4 * self._parameters(strategy) / bandwidth
+        elements = max(stage.elements for stage in stages_of(self.times.shape, strategy))
+        return 2 * (strategy.dp - 1) / strategy.dp * 4 * elements / bandwidth
 
     def memory(
         self, strategy: Strategy, positions: int, home: Strategy, *, switches: bool = False, receives: bool = False
@@ -195,28 +197,33 @@ class StepTimes:
             switches: whether home has guests, whose gradients it adds up.
             receives: whether another guest's gradients wait at this one.
         """
+        fullest = 0.0
+        for own, of_home in stages_together(self.times.shape, strategy, home):
+            held = of_home.optimizer_elements * _OPTIMIZER_BYTES
+            held += of_home.elements * (_HOME_BYTES + _SUM_BYTES * switches)
+            if strategy != home:
+                held += own.elements * (_GUEST_BYTES + _SUM_BYTES * receives)
+            fullest = max(fullest, held + self._activations(own, strategy.tp, positions))
+        return fullest
+
+    def _activations(self, stage: Stage, tp: int, positions: int) -> float:
+        """Return the bytes that the rows in a stage take until their backward passes, on one of TP ranks."""
         shape = self.times.shape
-        held = self._parameters(home) * (_HOME_BYTES + _SUM_BYTES * switches + _OPTIMIZER_BYTES / home.dp)
-        if strategy != home:
-            held += self._parameters(strategy) * (_GUEST_BYTES + _SUM_BYTES * receives)
-        # The first stage keeps as many micro-batches as there are stages, each with its share of the layers.
-        per_position = shape.num_layers * _OF_ACTIVATIONS * shape.hidden_size / strategy.tp
-        logits = shape.padded_vocab_size / strategy.tp * 8  # bf16, and fp32 with its gradient in turn
+        layers = stage.layers * stage.waiting
+        per_position = layers * _OF_ACTIVATIONS * shape.hidden_size / tp
+        if stage.has_output:
+            per_position += shape.padded_vocab_size / tp * 8  # logits in bf16, and in fp32 with their gradient in turn
         scores = 0.0
         if self.keeps_scores:
             # The softmax of every layer, and the scores that one layer makes it from.
-            scores = (shape.num_layers + 1) * shape.num_attention_heads / strategy.tp * _OF_SCORES * positions**2
-        return held + positions * (per_position + logits) + scores
-
-    def _parameters(self, strategy: Strategy) -> float:
-        total, _, _ = _elements(self.times.shape)
-        return total / strategy.tp / strategy.pp
+            scores = (layers + 1) * shape.num_attention_heads / tp * _OF_SCORES * positions**2
+        return positions * per_position + scores
 
 
 @functools.cache
-def _elements(shape: GptShape) -> tuple[int, int, int]:
-    """Return the elements of all parameters, of those of layers that are no routed experts', and of those that are."""
+def _elements(shape: GptShape) -> tuple[int, int]:
+    """Return the elements of layers' parameters that are no routed experts', and of those that are."""
     tensors = gpt_parameters(shape)
     experts = sum(tensor.numel for tensor in tensors if tensor.is_expert)
     layers = sum(tensor.numel for tensor in tensors if tensor.layer is not None)
-    return sum(tensor.numel for tensor in tensors), layers - experts, experts
+    return layers - experts, experts

@@ -63,7 +63,7 @@ def candidates(times: StepTimes, gpus: int) -> list[Strategy]:
     """
     shape, found = times.times.shape, []
     for tp in (2**power for power in range(gpus.bit_length())):
-        for pp in range(1, gpus // tp + 1):
+        for pp in range(1, shape.num_layers + 1):
             if gpus % (tp * pp) or shape.num_layers % pp:
                 continue
             strategy = Strategy(dp=gpus // (tp * pp), tp=tp, pp=pp, sequence_parallel=tp > 1)
@@ -103,15 +103,16 @@ class Suggester:
         bounds = (self.context, 0)
         found = [self.estimate([strategy], bounds) for strategy in self._strategies if self._fits(strategy, strategy)]
         if not found:
-            if all(strategy.sequence_parallel and self.context % strategy.tp for strategy in self._strategies):
-                raise UserError(
-                    f"rows of {self.context} positions cannot be cut by any tensor-parallel size that the model needs "
-                    f"on {self.gpus} GPUs; change --context to a multiple of 2, better of 64"
-                )
             least = min(self.times.memory(strategy, self.context, strategy) for strategy in self._strategies)
+            available = self.times.times.machine.memory
+            if least <= available:
+                raise UserError(
+                    f"rows of {self.context} positions cannot be cut by any tensor-parallel size with which the model "
+                    f"fits on {self.gpus} GPUs; change --context to a multiple of 2, better of 64"
+                )
             raise UserError(
                 f"sequences of {self.context} positions need {least / 2**30:.1f} GiB per GPU at least, and there are "
-                f"{self.times.times.machine.memory / 2**30:.1f}: use more GPUs, a shorter context, or recompute "
+                f"{available / 2**30:.1f}: use more GPUs, a shorter context, or recompute "
                 "activations (then give --memory-gib what that saves on top)"
             )
         return sorted(found, key=lambda suggestion: suggestion.seconds)

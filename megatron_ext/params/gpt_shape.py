@@ -143,6 +143,12 @@ class GptShape:
         ):
             if getattr(self, field) < 1:
                 raise ParamsError(f"GPT shape: {field} must be at least 1, got {getattr(self, field)}")
+        for field in ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+            size = getattr(self, field)
+            if size is not None and size < 1:
+                raise ParamsError(f"GPT shape: {field} must be at least 1, or None, got {size}")
+        if self.max_sequence_length < 0:
+            raise ParamsError(f"GPT shape: max_sequence_length must be 0 or more, got {self.max_sequence_length}")
         if self.num_attention_heads % self.query_groups:
             raise ParamsError(
                 f"GPT shape: {self.num_attention_heads} attention heads cannot be divided "

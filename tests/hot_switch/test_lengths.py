@@ -48,9 +48,15 @@ def test_other_files_are_refused(tmp_path: Path, name: str, content: bytes, said
         read_lengths(tmp_path / name)
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["/no/such/file", ".", "..", "/", ""])
+def test_what_is_no_file_is_refused(path: str) -> None:
     with pytest.raises(UserError, match="cannot be read as lengths"):
-        read_lengths(tmp_path / "nothing")
+        read_lengths(Path(path))
+
+
+def test_a_batch_of_endless_documents_takes_no_memory_for_them() -> None:
+    found = typical_batch(np.array([10**10 - 1, 101]), sequences=4, context=64)
+    assert found == [64] * 4
 
 
 @given(st.lists(st.integers(2, 500), min_size=1, max_size=30), st.integers(1, 40), st.integers(1, 100))

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The model of times and memory, against the same arithmetic by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_ext.hot_switch import PRESETS, Bucket, Links, Strategy, StrategyList
 from megatron_ext.hot_switch.packing import plan_batch
+from megatron_ext.hot_switch.stages import stages_of, stages_together
 from megatron_ext.hot_switch.step_time import Coefficients, Machine, ModelledTimes, StepTimes
+from megatron_ext.params import Placement
 
 SHAPE = PRESETS["llama-7b"]
 MACHINE = Machine(
@@ -85,3 +89,55 @@ def test_memory_is_parameters_of_home_and_guest_and_the_activations_of_all_layer
     # Sums of gradients in fp32: at home those of its guests, at a guest those of the one before.
     assert times.memory(home, 1000, home, switches=True) - alone == pytest.approx(total / 4 * 4, rel=1e-3)
     assert times.memory(guest, 1000, home, receives=True) - with_guest == pytest.approx(total / 2 * 4, rel=1e-3)
+
+
+def test_memory_of_a_pipeline_is_that_of_its_fullest_stage() -> None:
+    times = StepTimes(times=TIMES)
+    chosen = strategy(2, 1, 4)
+    layer = 4 * 4096**2 + 3 * 4096 * 11008 + 2 * 2 * 4096
+    # The first stage has the embedding and waits for four micro-batches, the last has output layer, norm and logits.
+    first = (8 * layer + 30592 * 4096) * (6 + 12 / 2) + 1000 * 4 * 8 * 34 * 4096
+    last = (8 * layer + 30592 * 4096 + 2 * 4096) * (6 + 12 / 2) + 1000 * (8 * 34 * 4096 + 8 * 30592)
+    assert first > last
+    assert times.memory(chosen, 1000, chosen) == pytest.approx(first)
+    assert times.memory(chosen, 0, chosen) == pytest.approx(last - 1000 * (8 * 34 * 4096 + 8 * 30592))
+
+
+def test_a_tied_embedding_is_on_the_first_and_on_the_last_stage() -> None:
+    tied = ModelledTimes(shape=replace(SHAPE, share_embeddings_and_output_weights=True), machine=MACHINE)
+    apart, chosen = StepTimes(times=TIMES), strategy(1, 1, 4)
+    assert StepTimes(times=tied).memory(chosen, 0, chosen) == apart.memory(chosen, 0, chosen)
+    # On one stage the output layer is the embedding.
+    whole = strategy(4, 1, 1)
+    difference = apart.memory(whole, 0, whole) - StepTimes(times=tied).memory(whole, 0, whole)
+    assert difference == pytest.approx(30592 * 4096 * (6 + 12 / 4))
+
+
+def test_memory_of_home_and_guest_is_that_of_a_rank_which_has_both_stages() -> None:
+    times = StepTimes(times=TIMES)
+    home, guest = strategy(1, 2, 4), strategy(4, 1, 2)
+    # Rank 2 has home's second stage and the guest's first one, with the embedding.
+    of_home, of_guest = stages_of(SHAPE, home), stages_of(SHAPE, guest)
+    pairs = list(stages_together(SHAPE, guest, home))
+    assert pairs == [(of_guest[0], of_home[0]), (of_guest[0], of_home[1]), (of_guest[1], of_home[2]),
+                     (of_guest[1], of_home[3])]  # fmt: skip
+    layout_of_home, layout_of_guest = (one.layout(SHAPE.num_layers) for one in (home, guest))
+    for rank in range(8):
+        together = pairs[rank // 2]
+        assert together[0] == of_guest[layout_of_guest.coordinates(rank).pp]
+        assert together[1] == of_home[layout_of_home.coordinates(rank).pp]
+    held = of_home[3].elements * (6 + 12) + of_guest[1].elements * 6
+    assert times.memory(guest, 0, home) == pytest.approx(held)
+
+
+def test_a_stage_holds_what_the_placement_of_its_ranks_says() -> None:
+    shape = replace(SHAPE, num_layers=4, num_moe_experts=8, moe_ffn_hidden_size=512)
+    chosen = Strategy(dp=4, tp=2, pp=2, ep=4, sequence_parallel=True)
+    placement = Placement(shape, chosen.layout(4))
+    for stage, first in zip(stages_of(shape, chosen), (0, 8), strict=True):
+        for rank in range(first, first + 8):
+            assert stage.elements == sum(placed.slice.numel for placed in placement.on_rank(rank))
+    # Of a dense parameter there are 4 replicas, of an expert 1.
+    (one, _) = stages_of(shape, chosen)
+    experts = 2 * 2 * 3 * 4096 * 512 // 2
+    assert one.optimizer_elements == pytest.approx(experts + (one.elements - experts) / 4)

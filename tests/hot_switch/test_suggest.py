@@ -80,3 +80,12 @@ def test_single_strategies_come_quickest_first_and_fit() -> None:
 def test_a_context_that_fits_nowhere_is_refused_with_what_it_needs() -> None:
     with pytest.raises(UserError, match=r"sequences of 8192 positions need \d+\.\d GiB per GPU at least"):
         suggester(memory_gib=0.5).static()
+
+
+def test_a_context_that_only_fits_uncut_is_refused_for_that() -> None:
+    with pytest.raises(UserError, match=r"rows of 8191 positions cannot be cut by any tensor-parallel size"):
+        suggester(memory_gib=2.6, context=8191).static()
+
+
+def test_candidates_for_many_ranks_are_found_at_once() -> None:
+    assert all(one.pp <= SHAPE.num_layers for one in candidates(suggester().times, 2**40))
