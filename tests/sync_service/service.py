@@ -22,6 +22,7 @@ from megatron_ext.sync_service.client import ClientConfig, SyncClient, Values
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.parts import Part
 from megatron_ext.sync_service.protocol import pb2
+from tests.support.ports import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 60.0
@@ -100,12 +101,13 @@ class Service:
     folder: Path
     runs: dict[str, dict[str, Any]]
     processes: list[Process] = field(default_factory=list)
-    address: str = "127.0.0.1:0"
+    # A server that was started again would often find a port that the kernel chose taken by some connection meanwhile.
+    address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     extra: dict[str, Any] = field(default_factory=dict)
     server: Process | None = None
 
     def start(self, *failpoints: str, file_size: int = 0, clock_jumps: bool = False) -> Process:
-        """Start the server, at the same port as before if there was one."""
+        """Start the server, at the same port every time."""
         config = self.folder / "server.yaml"
         config.write_text(json.dumps({"dir": str(self.state), "bind": self.address, "runs": self.runs, **self.extra}))
         argv = ["server", "start", "--config", str(config)]
@@ -115,8 +117,6 @@ class Service:
         self.server = Process(self.zygote, log, {"argv": argv, "file_size": file_size, "clock_jumps": clock_jumps})
         self.processes.append(self.server)
         until(lambda: "listening at" in self.output or self.server.exit_code is not None, "the server's start")
-        if self.server.exit_code is None:
-            self.address = self.output.split("listening at ")[1].split(",")[0]
         return self.server
 
     @property

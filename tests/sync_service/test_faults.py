@@ -385,7 +385,7 @@ def test_a_run_that_stops_takes_no_other_with_it_and_goes_on_after_a_new_start(m
     assert peer.exit_code is None, peer.output
     service.runs["stopped"] = {**FRAGILE, "outer_optimizer_lr": 0.7}
     service.start()
-    assert peer.wait() == 0, peer.output
+    assert peer.wait() == 0, peer.output + service.output
     assert service.seen("p0").keys() == set(range(ROUNDS + 1))
 
 
