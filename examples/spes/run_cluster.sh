@@ -71,17 +71,17 @@ if [[ -n ${TLS_CA:-} ]]; then
     done
     SERVER_SECURITY=(--token-file "$TOKEN_FILE" --tls-cert "$TLS_CERT" --tls-key "$TLS_KEY")
     STATUS_SECURITY=(--token-file "$TOKEN_FILE" --tls-ca "$TLS_CA")
-    PEER_SECURITY=(--sync-service-token-file "$TOKEN_FILE" --sync-service-tls-ca "$TLS_CA")
+    PEER_SECURITY=(TOKEN_FILE="$TOKEN_FILE" TLS_CA="$TLS_CA")
 elif [[ ${INSECURE:-0} == 1 ]]; then
-    SERVER_SECURITY=(--insecure) STATUS_SECURITY=(--insecure) PEER_SECURITY=(--sync-service-insecure)
+    SERVER_SECURITY=(--insecure) STATUS_SECURITY=(--insecure) PEER_SECURITY=(INSECURE=1)
 else
     launch_error "set TOKEN_FILE, TLS_CA, TLS_CERT and TLS_KEY, or INSECURE=1 where nobody else reaches the server"
 fi
 
 find_python
 # What a launcher of the whole cluster has set is not for the launcher of this node's job.
-node=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u BIND
-    SERVER_ADDR="$MASTER_ADDR:$PORT" EXTRA_ARGS="${EXTRA_ARGS:-} ${PEER_SECURITY[*]}"
+node=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u BIND -u TOKEN_FILE -u TLS_CA -u INSECURE
+    SERVER_ADDR="$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}"
     "$ROOT/examples/spes/run_single_node.sh" "$RANK" "$@")
 if ((RANK > 0)); then
     exec "${node[@]}"
@@ -109,7 +109,7 @@ status=0
 
 # The others may have steps to go: the server ends when they have left, which two answers have to say.
 if ((status != 0)); then
-    again=(env "SERVER_ADDR=$MASTER_ADDR:$PORT" "EXTRA_ARGS=${EXTRA_ARGS:+$EXTRA_ARGS }${PEER_SECURITY[*]}"
+    again=(env "SERVER_ADDR=$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}"
         "$ROOT/examples/spes/run_single_node.sh" "$RANK")
     [[ ! -f "${OUTPUT:-$ROOT/outputs/spes}/node$RANK/latest_checkpointed_iteration.txt" ]] || again+=(--resume)
     printf '%s: this peer has failed (exit code %s); the server goes on for the others, until they have come and left. %s\n' \

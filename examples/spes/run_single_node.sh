@@ -12,7 +12,8 @@
 # (all peers train all experts and meet every 50 steps; run_parameter_server.sh needs MODE=diloco, too) or centralized (this node
 # alone, without a server).
 #
-# Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), GPUS_PER_NODE (8),
+# Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), TOKEN_FILE and TLS_CA (what a
+# server beyond this machine asks for) or INSECURE=1 (where nobody else reaches it), GPUS_PER_NODE (8),
 # OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH with VOCAB_FILE and MERGE_FILE (mock data without), MASTER_PORT,
 # EXTRA_ARGS (further arguments of Megatron, separated by spaces).
 
@@ -48,7 +49,12 @@ SPES_ARGS=(
     --spes-config "${SPES_CONFIG:-$ROOT/configs/spes_peer.yaml}"
     --sync-service-index "$NODE_ID"
     ${SERVER_ADDR:+--sync-service "$SERVER_ADDR"}
+    ${TOKEN_FILE:+--sync-service-token-file "$TOKEN_FILE"}
+    ${TLS_CA:+--sync-service-tls-ca "$TLS_CA"}
 )
+if [[ ${INSECURE:-0} == 1 ]]; then
+    SPES_ARGS+=(--sync-service-insecure)
+fi
 # What is in the repository's file is for four peers and 8 experts, which the toy has, too.
 if [[ -z ${SPES_CONFIG:-} && $BACKEND == gpu ]]; then
     SPES_ARGS+=(--spes-num-train-experts-per-node "$EXPERTS_PER_PEER")

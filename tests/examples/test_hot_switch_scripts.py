@@ -164,7 +164,7 @@ def test_the_small_evaluation_compares_hot_and_static(desk: Desk) -> None:
 
 def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:
     hosts = hostfile(desk, "# two of four", "", "localhost  slots=4 # this one")
-    own = {"BUCKET_SIZES": "512 128 0", "ALL_PARALLEL_STRATEGY": "1,4,1 4,1,1", "EXTRA_ARGS": "--lr 2e-5\n--seed 7\n"}
+    own = {"BUCKET_SIZES": "512 128\n0", "ALL_PARALLEL_STRATEGY": "1,4,1\n4,1,1", "EXTRA_ARGS": "--lr 2e-5\n--seed 7\n"}
     (line,) = dry_run(
         desk, HOT, ["7b", "512", "64", hosts, "5", "2", "a corpus"], **own, TOKENIZER="tok"
     )

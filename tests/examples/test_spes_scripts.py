@@ -177,8 +177,8 @@ def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk)
         launch, training = split_at_script(recorded.read_text().splitlines())
         assert launch["--nproc_per_node"] == "2"
         wanted = ["--sync-service-index", str(rank), "--sync-service", f"127.0.0.1:{port}"]
-        assert wanted == training[training.index("--sync-service-index") :][:4]
-        assert training[-1] == "--sync-service-insecure"
+        wanted.append("--sync-service-insecure")
+        assert wanted == training[training.index("--sync-service-index") :][:5]
         assert (f"listening at 0.0.0.0:{port}" in output) == (rank == 0), output
     for missing, sentence in (
         ("RANK", "RANK is not set"),
@@ -187,6 +187,20 @@ def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk)
     ):
         code, output = desk.run(CLUSTER, **{**environment, "RANK": "1", missing: ""})
         assert code == 1 and sentence in output
+
+
+def test_the_files_that_secure_a_cluster_may_have_spaces_in_their_names(desk: Desk) -> None:
+    recorded = desk.folder / "arguments"
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    files = {name: f"/keys of all/{name}" for name in ("TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")}
+    environment = {"BACKEND": "cpu", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "OUTPUT": str(desk.folder), **files}
+    # What INSECURE allows is not wanted where there is TLS.
+    code, output = desk.run(CLUSTER, RECORDED_ARGUMENTS=str(recorded), INSECURE="1", **environment)
+    assert code == 0, output
+    training = split_at_script(recorded.read_text().splitlines())[1]
+    wanted = ["--sync-service-token-file", files["TOKEN_FILE"], "--sync-service-tls-ca", files["TLS_CA"]]
+    assert training[training.index("--sync-service-token-file") :][:4] == wanted
+    assert "--sync-service-insecure" not in training
 
 
 def test_slurm_says_which_peer_a_node_is_and_where_the_first_one_is(desk: Desk) -> None:
@@ -302,5 +316,5 @@ def test_the_server_of_a_cluster_waits_for_peers_that_come_after_its_own_nodes_h
             other.register()
             other.leave()
         code, output = cluster.finish()
-    again = f"env SERVER_ADDR=127.0.0.1:{port} EXTRA_ARGS=--sync-service-insecure {NODE} 0\n"
+    again = f"env SERVER_ADDR=127.0.0.1:{port} INSECURE=1 {NODE} 0\n"
     assert code == 3 and again in output, output

@@ -67,8 +67,8 @@ choose_strategies() {
     if [[ -n ${BUCKET_SIZES:-}${ALL_PARALLEL_STRATEGY:-} ]]; then
         [[ -n ${BUCKET_SIZES:-} && -n ${ALL_PARALLEL_STRATEGY:-} ]] ||
             launch_error "set both BUCKET_SIZES and ALL_PARALLEL_STRATEGY, or neither"
-        read -r -a BUCKETS <<<"$BUCKET_SIZES"
-        read -r -a STRATEGIES <<<"$ALL_PARALLEL_STRATEGY"
+        split_words BUCKETS "$BUCKET_SIZES"
+        split_words STRATEGIES "$ALL_PARALLEL_STRATEGY"
         check_strategies "$gpus" "$context"
         return
     fi

@@ -3,10 +3,15 @@
 #
 # What the launch scripts share. Source it after ROOT, the repository's folder, is set.
 
-# Sets EXTRA to the words of EXTRA_ARGS, which may be on several lines.
+# Sets the array named $1 to the words of $2, which may be on several lines.
+split_words() {
+    local -n split_into="$1"
+    read -r -a split_into <<<"${2//$'\n'/ }"
+}
+
+# Sets EXTRA to the words of EXTRA_ARGS.
 read_extra_args() {
-    local words="${EXTRA_ARGS:-}"
-    read -r -a EXTRA <<<"${words//$'\n'/ }"
+    split_words EXTRA "${EXTRA_ARGS:-}"
 }
 
 launch_error() {
