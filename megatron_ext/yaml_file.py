@@ -58,7 +58,18 @@ def _load(text: str) -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        def __init__(self, stream: str) -> None:
+            super().__init__(stream)
+            self._checked: set[Any] = set()
+
+        def flatten_mapping(self, node: Any) -> None:
+            # Afterwards a mapping has, beside its own keys, those that `<<` brings. It may come here again by an alias.
+            if node not in self._checked:
+                self._checked.add(node)
+                self._refuse_repetition(node)
+            super().flatten_mapping(node)
+
+        def _refuse_repetition(self, node: Any) -> None:
             seen: list[Any] = []
             for key_node, _ in node.value:
                 if key_node.tag == _MERGE:
@@ -68,8 +79,6 @@ def _load(text: str) -> Any:
                     problem = f"the key {key!r} is there twice; drop one of them"
                     raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
                 seen.append(key)
-            found: dict[Any, Any] = super().construct_mapping(node, deep)
-            return found
 
     # As YAML 1.2 has it: without a point, too.
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("+-.0123456789"))
