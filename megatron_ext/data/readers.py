@@ -17,21 +17,27 @@ from megatron_ext.data.discover import SourceFile
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, Document, Item, Problem, Skipped
 from megatron_ext.data.optional import import_optional
 
-__all__ = ["BINARY_PROBE_BYTES", "read_documents"]
+__all__ = ["BINARY_PROBE_BYTES", "NO_TEXT", "read_documents"]
 
 BINARY_PROBE_BYTES = 8192
 """A text file with a zero byte among this many first bytes is taken for binary data."""
+
+NO_TEXT = "no text (null)"
+"""The message of the `Problem` of a Parquet row without text."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
-def read_documents(source: SourceFile, *, parquet_column: str = "text") -> Iterator[Item]:
+def read_documents(
+    source: SourceFile, *, parquet_column: str = "text", parquet_option: str = "--parquet-column"
+) -> Iterator[Item]:
     """Yield the documents of one file in order.
 
     Args:
         source: The file and how to read it.
         parquet_column: Column that holds the text in Parquet files.
+        parquet_option: What the user chooses it by, for messages.
 
     Raises:
         UserError: The file needs a package that is not installed.
@@ -46,7 +52,7 @@ def read_documents(source: SourceFile, *, parquet_column: str = "text") -> Itera
         elif source.format == "jsonl":
             yield from _read_json_lines(source, path)
         else:
-            yield from _read_parquet(source, path, parquet_column)
+            yield from _read_parquet(source, path, parquet_column, parquet_option)
     except OSError as error:
         yield Problem(path=path, position="", message=f"cannot read: {error.strerror or error}")
 
@@ -132,7 +138,7 @@ def _json_lines(lines: IO[bytes] | gzip.GzipFile, raw: IO[bytes], path: str) -> 
         yield Skipped(reason="empty file", path=path)
 
 
-def _read_parquet(source: SourceFile, path: str, column: str) -> Iterator[Item]:
+def _read_parquet(source: SourceFile, path: str, column: str, option: str) -> Iterator[Item]:
     arrow: Any = import_optional("pyarrow", f"reading {path}")
     parquet: Any = import_optional("pyarrow.parquet", f"reading {path}")
     number = 0
@@ -140,16 +146,16 @@ def _read_parquet(source: SourceFile, path: str, column: str) -> Iterator[Item]:
         with parquet.ParquetFile(source.path) as file:
             schema = file.schema_arrow
             if column not in schema.names:
-                message = f"no column {column!r}; columns are {', '.join(schema.names)} (--parquet-column)"
+                message = f"no column {column!r}; columns are {', '.join(schema.names)} ({option})"
                 yield Problem(path=path, position="", message=message)
                 return
             if schema.names.count(column) > 1:
-                message = f"{schema.names.count(column)} columns are named {column!r}; rename one (--parquet-column)"
+                message = f"{schema.names.count(column)} columns are named {column!r}; rename one ({option})"
                 yield Problem(path=path, position="", message=message)
                 return
             if not _is_text(arrow, schema.field(column).type):
                 kind = schema.field(column).type
-                message = f"column {column!r} has type {kind}, not string (--parquet-column)"
+                message = f"column {column!r} has type {kind}, not string ({option})"
                 yield Problem(path=path, position="", message=message)
                 return
             rows = file.metadata.num_rows
@@ -172,7 +178,7 @@ def _parquet_row(value: Any, path: str, position: str, source_bytes: int) -> Ite
     except UnicodeDecodeError as error:
         return Problem(path=path, position=position, message=f"not valid UTF-8 at byte {error.start}")
     if text is None:
-        return Problem(path=path, position=position, message="no text (null)")
+        return Problem(path=path, position=position, message=NO_TEXT)
     return Document(path=path, position=position, payload=text, is_json=False, source_bytes=source_bytes)
 
 

@@ -317,7 +317,7 @@ def test_web_pages_become_a_corpus_once(desk: Desk) -> None:
     code, output = desk.run(DATASET, arguments)
     assert code == 0 and output.count("up to date, nothing done") == 2, output
     code, output = desk.run(DATASET, arguments, COLUMN="text")
-    assert code == 2 and "web.parquet: has no column 'text'; --column takes one of content, url" in output
+    assert code == 2 and "web.parquet: no column 'text'; columns are content, url (COLUMN, or --column)" in output
     # What failed has cost nothing that was there.
     assert not (desk.folder / "data/web.jsonl.partial").exists()
     code, output = desk.run(DATASET, arguments)
@@ -350,6 +350,30 @@ def test_lines_that_were_damaged_are_made_again(tmp_path: Path, capsys: pytest.C
         assert [json.loads(line)["content"] for line in lines.read_text().splitlines()] == ["a page", "another"]
     convert([tmp_path / "web.parquet"], lines, "content")
     assert "up to date, nothing done" in capsys.readouterr().out
+
+
+def test_pages_that_cannot_be_read_or_written_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
+    from pyarrow import parquet
+
+    main = runpy.run_path(str(REPOSITORY / "examples/hot_switch/create_web_dataset.py"))["main"]
+    web, damaged, bytes_of = tmp_path / "web.parquet", tmp_path / "damaged.parquet", tmp_path / "bytes.parquet"
+    parquet.write_table(pyarrow.table({"content": ["a page"] * 9}), web, compression="none", use_dictionary=False)
+    damaged.write_bytes(web.read_bytes().replace(b"a page", b"\xff page"))
+    bytes_of.write_bytes(web.read_bytes()[:-9])
+    lines = tmp_path / "web.jsonl"
+    for files, output, said in (
+        ([damaged], lines, f"{damaged} (row 1): not valid UTF-8 at byte 0"),
+        ([web, bytes_of], lines, f"{bytes_of}: not a readable Parquet file"),
+        ([web, tmp_path / "none"], lines, f"input {tmp_path / 'none'}: No such file or directory"),
+        ([web, web], lines, f"input {web} is given twice"),
+        ([tmp_path], lines, f"{tmp_path}: is no file"),
+        ([web], web / "web.jsonl", f"{web / 'web.jsonl'}: cannot be written: File exists"),
+        ([web], tmp_path, f"{tmp_path}: cannot be written: Is a directory"),
+    ):
+        assert main([*map(str, files), "--output", str(output)]) == 2
+        assert f"create_web_dataset: error: {said}" in capsys.readouterr().err
+        assert not lines.exists() and not list(tmp_path.glob("*.partial"))
 
 
 def test_an_evaluation_for_eight_gpus_begins_nothing_on_others(desk: Desk) -> None:
