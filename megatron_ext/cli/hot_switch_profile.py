@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +20,7 @@ from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import FrameType
 
     from megatron_ext.params import GptShape
 
@@ -76,12 +80,25 @@ def run_profile(options: argparse.Namespace) -> int:
     Raises:
         UserError: an option cannot be as it was given, or a stage could not be run.
     """
-    from megatron_ext.hot_switch.fit import fit_coefficients
-
     shape = read_shape(options)
     _check(options, shape)
+    is_new = not options.output.exists()
     _write(options.output, "")
     found: dict[str, list[float]] = {}
+    with _ended_by_sigterm():
+        try:
+            _measure_all(shape, options, found)
+        finally:
+            if is_new and not found:
+                options.output.unlink(missing_ok=True)
+    print(f"\nwritten to {options.output}: use it with `megatron-ext hot-switch suggest --times {options.output}`")
+    return 0
+
+
+def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
+    """Add the coefficients of every (TP, PP) to what is found, and print and write them."""
+    from megatron_ext.hot_switch.fit import fit_coefficients
+
     print(
         f"{'tp,pp':>7}  " + "".join(f"{f'{length} ms':>12}" for length in options.lengths) + "   largest error of fit"
     )
@@ -97,8 +114,20 @@ def run_profile(options: argparse.Namespace) -> int:
             )
             times = "".join(f"{1000 * time:>12.2f}" for time in seconds)
             print(f"{f'{tp},{pp}':>7}  {times}   {error:.1%}", flush=True)
-    print(f"\nwritten to {options.output}: use it with `megatron-ext hot-switch suggest --times {options.output}`")
-    return 0
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM end the program as an exception does, which leaves no process and no temporary file behind."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _write(file: Path, text: str) -> None:
@@ -153,15 +182,22 @@ def _measure(stage: GptShape, tp: int, options: argparse.Namespace) -> Sequence[
     with tempfile.TemporaryDirectory(prefix="profile-") as folder:
         output = Path(folder) / "seconds.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
+        command += ["--log-dir", folder]
         command += ["-m", "megatron_ext.hot_switch.stage_timing", "--shape", stage_arguments(stage)]
         command += ["--lengths", *map(str, options.lengths), "--repeats", str(options.repeats)]
         command += ["--recompute", options.recompute, "--attention", options.attention]
         command += ["--moe-router-topk", str(options.moe_router_topk), "--output", str(output)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode or not output.exists():
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as torchrun:
+            try:
+                _, said = torchrun.communicate()
+            except BaseException:
+                # Killed, it would leave its processes to themselves.
+                torchrun.terminate()
+                raise
+        if torchrun.returncode or not output.exists():
             raise UserError(
                 f"the stage with TP {tp} and {stage.num_layers} layers failed; shorter --lengths need less memory. It "
-                f"ended with:\n{done.stderr[-3000:]}"
+                f"ended with:\n{said[-3000:]}"
             )
         seconds: list[float] = json.loads(output.read_text(encoding="utf-8"))
     return seconds

@@ -2,6 +2,11 @@
 """`megatron-ext hot-switch profile`: stages are really run, and bad input is named."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +18,8 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import PRESETS
 from megatron_ext.params import GptShape
-from tests.support.distributed import run_ranks
+from tests.support.distributed import REPOSITORY, run_ranks
+from tests.sync_service.service import until
 
 STAGE = replace(
     PRESETS["llama-3b"],
@@ -93,6 +99,33 @@ def test_a_file_that_cannot_be_written_is_named_and_keeps_what_it_has(tmp_path: 
     for file, problem in ((Path("/dev/full"), "No space left on device"), (tmp_path / "no" / "file", "No such file")):
         with pytest.raises(UserError, match=f"--output {file}: cannot be written: {problem}"):
             _write(file, "{}")
+
+
+def test_a_measurement_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
+    shape = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--padded-vocab-size", "128"]
+    endless = ["--lengths", "16", "128", "512", "--repeats", "1000000", "--output", str(tmp_path / "times.json")]
+    command = [sys.executable, "-m", "megatron_ext.cli.main", "hot-switch", "profile", *shape, *endless]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    profile = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
+    try:
+        until(lambda: len(processes_about(temporary)) > 1, "torchrun and its process")
+        profile.terminate()
+        assert profile.wait(60) == 128 + signal.SIGTERM
+    finally:
+        profile.kill()
+    assert processes_about(tmp_path) == []
+    assert list(tmp_path.iterdir()) == [temporary] and list(temporary.iterdir()) == []
+
+
+def processes_about(folder: Path) -> list[str]:
+    """Return the command lines that name a folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended meanwhile
+            found.append(file.read_text().replace("\0", " "))
+    return [line for line in found if str(folder) in line]
 
 
 def test_measured_times_are_written_for_suggest(tmp_path: Any, capsys: Any) -> None:
