@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,6 +41,8 @@ class QkvRows:
     """The group's value head."""
 
 
+# Whoever compares layouts asks for the same model again and again.
+@functools.lru_cache(maxsize=16)
 def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
     """Every parameter and persistent buffer of a GPT.
 
