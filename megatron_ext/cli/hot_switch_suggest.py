@@ -114,12 +114,13 @@ def run_suggest(options: argparse.Namespace) -> int:
         shape=shape,
         machine=machine,
         measured={} if options.times is None else _read_times(options.times),
+        # Megatron's attention over rows is unfused.
+        unfused_attention=options.attention == "rows",
         active_experts=options.moe_router_topk,
     )
     lengths = typical_batch(read_lengths(options.lengths), sequences=options.global_batch_size, context=options.context)
     suggester = Suggester(
-        # Megatron's attention over rows is unfused.
-        StepTimes(times=times, attention=options.attention, keeps_scores=options.attention == "rows"),
+        StepTimes(times=times, attention=options.attention),
         gpus=options.gpus,
         lengths=lengths,
         context=options.context,

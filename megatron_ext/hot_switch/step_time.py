@@ -103,6 +103,10 @@ class ModelledTimes:
     measured: Mapping[tuple[int, int], Coefficients] = field(default_factory=dict)
     """By (TP, PP)."""
 
+    unfused_attention: bool = False
+    """Whether attention makes whole score matrices, also what is masked, and keeps its weights for the backward
+    pass, as Megatron's unfused one does, and not a fused kernel."""
+
     active_experts: int = 1
     """Routed experts that a position meets in a layer (`--moe-router-topk`)."""
 
@@ -114,8 +118,8 @@ class ModelledTimes:
     def _modelled(self, strategy: Strategy) -> Coefficients:
         shape, machine = self.shape, self.machine
         layers = -(-shape.num_layers // strategy.pp)
-        # Causal attention: scores and their use, 2 * 2 s^2 h operations, one half of which is masked and left out.
-        attention = shape.num_attention_heads * shape.score_size
+        # Scores and their use, 2 * 2 s^2 h operations; causal attention masks one half, which fused kernels leave out.
+        attention = shape.num_attention_heads * shape.score_size * (2 if self.unfused_attention else 1)
         squared = _BACKWARD * attention * layers / strategy.tp / machine.operations
         weights = self.largest_stage(strategy.pp)
         compute = _BACKWARD * 2 * weights / strategy.tp / machine.operations
@@ -148,10 +152,6 @@ class StepTimes:
     attention: Literal["documents", "rows"] = "documents"
     """Over what attention is computed: each document of a row, or the whole row, the scores of other documents being
     masked afterwards, as Megatron's local implementation does."""
-
-    keeps_scores: bool = False
-    """Whether attention keeps its weights for the backward pass, as Megatron's unfused attention does, and not a fused
-    kernel."""
 
     def seconds(self, strategy: Strategy, batch: StrategyBatch, lengths: Sequence[int]) -> float:
         """Return how long a strategy computes, and adds up its gradients over the data-parallel ranks.
@@ -214,7 +214,7 @@ class StepTimes:
         if stage.has_output:
             per_position += shape.padded_vocab_size / tp * 8  # logits in bf16, and in fp32 with their gradient in turn
         scores = 0.0
-        if self.keeps_scores:
+        if self.times.unfused_attention:
             # The softmax of every layer, and the scores that one layer makes it from.
             scores = (layers + 1) * shape.num_attention_heads / tp * _OF_SCORES * positions**2
         return positions * per_position + scores

@@ -69,10 +69,20 @@ def test_attention_over_whole_rows_counts_their_length_instead_of_the_documents(
     assert difference == pytest.approx(TIMES.of(chosen).squared * (100**2 - 60**2 - 30**2 - 10**2))
 
 
+UNFUSED = replace(TIMES, unfused_attention=True)
+
+
+def test_unfused_attention_computes_what_is_masked_too() -> None:
+    fused, unfused = TIMES.of(strategy(1, 1, 1)), UNFUSED.of(strategy(1, 1, 1))
+    assert unfused == replace(fused, squared=2 * fused.squared)
+    measured = replace(UNFUSED, measured={(1, 1): fused})
+    assert measured.of(strategy(1, 1, 1)) == fused
+
+
 def test_unfused_attention_keeps_its_weights_in_every_layer() -> None:
     chosen = strategy(2, 4, 1)
     fused = StepTimes(times=TIMES, attention="rows").memory(chosen, 16384, chosen)
-    unfused = StepTimes(times=TIMES, attention="rows", keeps_scores=True).memory(chosen, 16384, chosen)
+    unfused = StepTimes(times=UNFUSED, attention="rows").memory(chosen, 16384, chosen)
     # 8 of the 32 heads are on a rank, 512 MiB each, in 32 layers; one more is what the last of them is made from.
     assert unfused - fused == pytest.approx(33 * 8 * 512 * 2**20)
 
