@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for bad input."""
+    """Run the command and return its exit code: 2 for bad input, 130 after Ctrl-C."""
     parser = argparse.ArgumentParser(prog="megatron-ext", description="Tools of megatron_ext.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except BrokenPipeError:
         return 1
+    except KeyboardInterrupt:
+        print("megatron-ext: interrupted", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
