@@ -128,7 +128,7 @@ def find_sources(
     Args:
         inputs: Files and folders, in reading order.
         globs: File-name patterns; without a `/` they are matched against the name, with one against the path
-            relative to the input folder, where `*` crosses `/`. Empty means every file.
+            relative to the input folder, where `*` crosses `/` and `**/` may be nothing. Empty means every file.
         excludes: Patterns of files and folders to leave out, matched in the same way.
         file_format: `auto` goes by the file's suffix and reads what it does not know as text.
         own_outputs: Resolved paths that this command writes, never read back as input.
@@ -257,4 +257,7 @@ def _format_of(name: str) -> FileFormat:
 
 
 def _matches(base: str, name: str, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(name if "/" in pattern else base, pattern)
+    if "/" not in pattern:
+        return fnmatch.fnmatchcase(base, pattern)
+    # As in shells and .gitignore, `**/` is any number of folders, or none.
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

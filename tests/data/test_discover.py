@@ -61,6 +61,8 @@ def test_globs_choose_by_name_or_by_path_and_excludes_cut_whole_folders(tmp_path
     assert names(tmp_path, globs=["*.py"]) == ["a.py", "pkg/c.py", "pkg/gen/f.py", "vendor/e.py"]
     assert names(tmp_path, globs=["*.md", "b.*"]) == ["b.txt", "pkg/d.md"]
     assert names(tmp_path, globs=["pkg/*.py"]) == ["pkg/c.py", "pkg/gen/f.py"]
+    assert names(tmp_path, globs=["**/*.py"]) == ["a.py", "pkg/c.py", "pkg/gen/f.py", "vendor/e.py"]
+    assert names(tmp_path, globs=["pkg/**/[cf].py"]) == ["pkg/c.py", "pkg/gen/f.py"]
     inventory = find_sources([tmp_path], globs=["*.py"], excludes=["vendor", "pkg/gen"])
     assert [source.name for source in inventory.files] == ["a.py", "pkg/c.py"]
     assert inventory.skipped == {"excluded": 2, "not matching --glob": 2}
