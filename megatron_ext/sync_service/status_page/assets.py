@@ -76,9 +76,13 @@ td.when { white-space: nowrap; color: #5b6875; }
 SCRIPT = """
 "use strict";
 let answered = Date.now();
+let asking = false;
 async function refresh() {
+  if (asking) return;
+  asking = true;
   try {
-    const reply = await fetch(location.pathname, { cache: "no-store" });
+    // A server that hangs, or whose machine is gone, refuses nothing.
+    const reply = await fetch(location.pathname, { cache: "no-store", signal: AbortSignal.timeout(5000) });
     if (!reply.ok) throw new Error(reply.status);
     const page = new DOMParser().parseFromString(await reply.text(), "text/html");
     for (const part of ["main", "#made"]) document.querySelector(part).replaceWith(page.querySelector(part));
@@ -89,6 +93,8 @@ async function refresh() {
     document.body.classList.add("away");
     const seconds = Math.round((Date.now() - answered) / 1000);
     document.querySelector("#away").textContent = `The server has not answered for ${seconds} s: what is below is old.`;
+  } finally {
+    asking = false;
   }
 }
 setInterval(refresh, 3000);

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from megatron_ext.sync_service.status_page.text import escape
@@ -64,6 +64,9 @@ def line_chart(lines: Sequence[Line], said: Callable[[float], str], *, bridged: 
         said: puts a value into words.
         bridged: whether lines go on over rounds in which they have no value, else they are broken there.
     """
+    lines = [
+        replace(line, values={number: _drawable(value) for number, value in line.values.items()}) for line in lines
+    ]
     rounds = sorted({number for line in lines for number in line.values})
     values = [value for line in lines for value in line.values.values()]
     if not values:
@@ -130,10 +133,10 @@ class _Frame:
 
     def svg(self, content: str) -> str:
         drawn = []
-        for tick in self._ticks:
+        for tick, label in zip(self._ticks, _labels(self._ticks, self._said), strict=True):
             y = self.y(tick)
             drawn.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(self._said(tick))}</text>')
+            drawn.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(label)}</text>')
         for number in self._numbers():
             x = self.x(number)
             drawn.append(f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{number}</text>')
@@ -143,6 +146,21 @@ class _Frame:
         """Return the rounds under which their number stands."""
         step = max(1, math.ceil(_nice((self._last - self._first) / 8)))
         return [number for number in range(self._first, self._last + 1) if number % step == 0]
+
+
+def _labels(ticks: Sequence[float], said: Callable[[float], str]) -> list[str]:
+    """Return words for ticks, or with as many digits as it takes to tell them apart."""
+    labels = [said(tick) for tick in ticks]
+    for digits in range(5, 18):
+        if len(set(labels)) == len(labels):
+            break
+        labels = [f"{tick:.{digits}g}" for tick in ticks]
+    return labels
+
+
+def _drawable(value: float) -> float:
+    """Return a finite value, without what is too large or too small to be reckoned with."""
+    return 0.0 if abs(value) < 1e-300 else max(-1e300, min(value, 1e300))
 
 
 def _nothing() -> str:

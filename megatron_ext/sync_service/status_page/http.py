@@ -8,8 +8,11 @@ import hashlib
 import json
 import logging
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any
@@ -78,6 +81,10 @@ class StatusPage:
         self._server.server_close()
 
 
+_MOST_CALLERS = 32
+"""At a time. Each has a thread and a file descriptor, which the rounds must not run out of."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     # A browser asks again soon enough; the peers' calls have the processor's time.
@@ -88,12 +95,56 @@ class _Server(ThreadingHTTPServer):
         self.is_local = is_loopback(host)
         if ":" in host:
             self.address_family = socket.AF_INET6
+        self._free = threading.BoundedSemaphore(_MOST_CALLERS)
         super().__init__((host, port), _Handler)
 
     def server_bind(self) -> None:
         """Listen, without asking the network what this machine is called."""
         TCPServer.server_bind(self)
         self.server_port = int(self.server_address[1])
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Take the next caller."""
+        try:
+            return super().get_request()
+        except OSError:
+            # Without a free descriptor the caller stays where it is, and this would be tried again at once.
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in another thread, or hang up where there are too many."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # there is no thread that would
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer within the time that a caller has."""
+        deadline = threading.Timer(_SECONDS, _hang_up, [request])
+        deadline.daemon = True
+        deadline.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            deadline.cancel()
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Keep the log for what is wrong here: callers come and go as they like."""
+        if isinstance(sys.exception(), OSError):
+            log.debug("status page: %s has gone", client_address, exc_info=True)
+        else:
+            log.exception("status page: cannot answer %s", client_address)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):

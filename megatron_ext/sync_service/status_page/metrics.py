@@ -69,7 +69,8 @@ def _newest(runs: Sequence[Mapping[str, Any]], key: str) -> list[_Sample]:
 
 
 def _by_peer(runs: Sequence[Mapping[str, Any]], key: str) -> list[_Sample]:
-    rounds = [(run["run"], run["rounds"][-1]) for run in runs if run["rounds"]]
+    # Round 0 is the start, whose norms are those of the values.
+    rounds = [(run["run"], run["rounds"][-1]) for run in runs if run["rounds"] and run["rounds"][-1]["round"] > 0]
     return [({"run": name, "peer": peer}, value) for name, entry in rounds for peer, value in entry[key].items()]
 
 

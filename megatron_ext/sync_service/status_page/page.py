@@ -71,13 +71,19 @@ def _run(run: Mapping[str, Any]) -> str:
 
 def _facts(run: Mapping[str, Any]) -> str:
     newest = run["rounds"][-1] if run["rounds"] else None
-    latest = _newest_by_peer(run, "losses")
-    losses = [latest[peer["peer"]] for peer in run["peers"] if peer["peer"] in latest]
+    if run["asynchronous"]:
+        # A round is one contribution.
+        latest = _newest_losses(run)
+        losses = [latest[peer["peer"]] for peer in run["peers"] if peer["peer"] in latest]
+        whose = "Mean of the latest losses"
+    else:
+        losses = list(newest["losses"].values()) if newest else []
+        whose = "Mean loss in it"
     facts = [
         ("Open round", str(run["open_round"]), ""),
         ("Peers", f"{len(run['peers'])}/{run['places']}", "" if run["asynchronous"] else f"quorum {run['quorum']}"),
         ("Newest round", _ago(run, newest["time"]) if newest else "none", ""),
-        ("Mean loss in it", figure_text(sum(losses) / len(losses)) if losses else "&ndash;", ""),
+        (whose, figure_text(sum(losses) / len(losses)) if losses else "&ndash;", ""),
         ("Uploaded for that", bytes_text(newest["bytes"]) if newest else "&ndash;", ""),
         ("Model", bytes_text(run["model_bytes"]), "in fp32"),
     ]
@@ -86,7 +92,7 @@ def _facts(run: Mapping[str, Any]) -> str:
 
 
 def _peers(run: Mapping[str, Any]) -> str:
-    latest = {key: _newest_by_peer(run, key) for key in ("losses", "steps")}
+    latest = {"losses": _newest_losses(run), "steps": _newest_steps(run)}
     latest["counted"] = {name: entry["round"] for entry in run["rounds"] for name in entry["contributors"]}
     rows = [_peer(run, peer, latest, *_state(run, peer), "") for peer in run["peers"]]
     here = {peer["peer"] for peer in run["peers"]}
@@ -201,8 +207,14 @@ def _incidents(run: Mapping[str, Any]) -> str:
     )
 
 
-def _newest_by_peer(run: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for entry in run["rounds"] for name, value in entry[key].items()}
+def _newest_steps(run: Mapping[str, Any]) -> dict[str, int]:
+    return {name: steps for entry in run["rounds"] for name, steps in entry["steps"].items()}
+
+
+def _newest_losses(run: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss of every peer in the newest round that it took part in, where it is finite and was given."""
+    newest = {name: entry for entry in run["rounds"] for name in (*entry["contributors"], *entry["rejected"])}
+    return {name: entry["losses"][name] for name, entry in newest.items() if name in entry["losses"]}
 
 
 def _colour(index: int) -> str:

@@ -56,6 +56,19 @@ def test_many_peers_become_what_they_range_over():
     assert spread(lines[:4]) == lines[:4]
 
 
+@pytest.mark.parametrize("values", [(2.3451, 2.3453), (123456.0, 123460.0), (1.0, 1.0 + 1e-9)])
+def test_the_labels_of_an_axis_differ(values: tuple[float, float]):
+    svg = line_chart([Line(label="p", colour="red", values=dict(enumerate(values)))], figure_text)
+    labels = re.findall(r'text-anchor="end">([^<]+)<', svg)
+    assert len(labels) > 2 and len(set(labels)) == len(labels)
+
+
+@pytest.mark.parametrize("values", [(1e308, -1e308), (5e-324, 2e-323), (0.0, 1e-310)])
+def test_values_at_the_ends_of_what_numbers_can_be_are_drawn(values: tuple[float, float]):
+    svg = line_chart([Line(label="p", colour="red", values=dict(enumerate(values)))], figure_text)
+    assert "<polyline" in svg and "nan" not in svg and "inf" not in svg
+
+
 def test_without_values_the_chart_says_so():
     assert "nothing yet" in line_chart([], figure_text) and "nothing yet" in bar_chart({}, [], bytes_text)
 

@@ -4,11 +4,15 @@
 import http.client
 import json
 import re
+import socket
+import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -16,6 +20,7 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.history import History
+from megatron_ext.sync_service.status_page import http as status_http
 from megatron_ext.sync_service.status_page.http import StatusPage
 from megatron_ext.sync_service.status_page.metrics import metrics_text
 from megatron_ext.sync_service.status_page.page import page
@@ -164,6 +169,80 @@ def test_the_page_only_answers_questions_from_this_machine():
         connection.request("GET", "/", headers={"Host": "localhost:8080"})
         assert connection.getresponse().status == 200
         connection.close()
+
+
+def test_callers_that_take_their_time_are_few_and_are_left(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(status_http, "_SECONDS", 2.0)
+    with served(lambda: []) as address:
+        place = ("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
+        before = threading.active_count()
+        with ExitStack() as stack:
+            slow = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
+            # Whoever comes when all threads are taken is told so at once.
+            until(lambda: is_left(slow[-1]), "the end of a connection")
+            assert threading.active_count() - before <= 2 * status_http._MOST_CALLERS
+            begin = time.monotonic()
+            while not is_left(slow[0]):
+                with suppress(ConnectionError):  # it is left meanwhile
+                    slow[0].sendall(b"x")
+                time.sleep(0.1)
+                assert time.monotonic() - begin < 30
+        assert "<main" in read(address)
+
+
+def is_left(connection: socket.socket) -> bool:
+    """Return whether the other side has hung up."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionError:
+        return True
+    finally:
+        connection.setblocking(True)
+
+
+def test_callers_that_vanish_leave_no_trace_in_the_log(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+):
+    with served(lambda: []) as address:
+        place = ("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
+        for sent in (b"", b"GET / HTTP/1.0\r\n\r\n"):
+            caller = socket.create_connection(place)
+            caller.sendall(sent)
+            # Closed so, a connection is reset.
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            caller.close()
+        read(address)
+        assert "Traceback" not in capfd.readouterr().err and not caplog.records
+    with served(lambda: 1 // 0) as address, pytest.raises((URLError, http.client.HTTPException)):
+        read(address)
+    until(lambda: "ZeroDivisionError" in caplog.text, "what is wrong here is in the log")
+
+
+def test_losses_are_those_of_the_newest_round():
+    history = History()
+    for index, name in enumerate("abc"):
+        history.apply({"event": "joined", "peer": name, "index": index, "time": 90.0})
+    for number, losses in enumerate(({"a": 2.0, "b": 4.0, "c": 6.0}, {"a": 1.0, "b": None})):
+        for name, loss in losses.items():
+            said = {"round": number, "peer": name, "bytes": 40, "loss": loss, "time": 95.0 + number}
+            history.apply({"event": "uploaded", **said})
+        made = {"contributors": list(losses), "rejected": {}, "norms": dict.fromkeys(losses, 1.5), "bytes": 80}
+        history.apply({"event": "committed", "round": number, "time": 100.0 + number, "seconds": 0.5, **made})
+        if number == 0:
+            # The norms of the start are those of the values.
+            assert "peer_norm{" not in metrics_text([hostile_run(rounds=list(history.rounds))])
+    peer = {"uploaded": False, "bytes_uploaded": 0, "awaited": True, "missed": 0, "last_seen": 99.0}
+    peers = [{**peer, "peer": name, "index": index} for index, name in enumerate("abc")]
+    run = hostile_run(rounds=list(history.rounds), peers=peers, indices=history.indices)
+    html = page([run])
+    assert "<span>Mean loss in it</span><b>1</b>" in html
+    rows = re.findall(r"</svg>([abc])</td>.*?<td class=\"number\">(\S+)</td><td class=\"number\">(\S+)</td>", html)
+    assert rows == [("a", "1", "1"), ("b", "1", "&ndash;"), ("c", "0", "6")]
+    assert "<span>Mean of the latest losses</span><b>3.5</b>" in page([{**run, "asynchronous": True}])
+    assert 'megatron_ext_sync_peer_norm{run="demo",peer="a"} 1.5' in metrics_text([{**run, "run": "demo"}])
 
 
 def test_a_port_that_is_taken_is_refused_by_name():
