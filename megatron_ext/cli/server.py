@@ -129,7 +129,8 @@ def run_start(args: argparse.Namespace) -> int:
         if given.get("runs"):
             flag = next(iter(run), "run").replace("_", "-")
             raise UserError(f"--{flag}: {args.config} names runs already; change the file, or drop the flag")
-        given["runs"] = {args.run or "default": run_config(run, f"run {args.run or 'default'} (--peers N ...)")}
+        name = "default" if args.run is None else args.run
+        given["runs"] = {name: run_config(run, f"run {name} (--peers N ...)")}
     if "dir" not in given:
         raise UserError(
             "dir is missing: where shall the server keep its state? Give --dir DIR, or dir in --config FILE"
@@ -188,6 +189,12 @@ def run_evict(args: argparse.Namespace) -> int:
     Raises:
         UserError: the server refuses.
     """
+    for name in ("peer", "run", "reason"):
+        try:
+            (getattr(args, name) or "").encode()
+        except UnicodeEncodeError:
+            flag = name.upper() if name == "peer" else f"--{name}"
+            raise UserError(f"{flag} is {getattr(args, name)!r}, which is not text in UTF-8; write it so") from None
     run = args.run
     if run is None:
         names = [entry["run"] for entry in json.loads(_call(args, "Status", {}).json)["runs"]]

@@ -139,14 +139,18 @@ class ServerConfig:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the fields of `ServerConfig` that a YAML file gives, relative paths being relative to the file.
+    """Return the fields of `ServerConfig` that a YAML file gives, paths of token and certificates relative to the file.
 
     Raises:
         UserError: the file cannot be read, or a field is unknown or of the wrong type.
     """
     given = _checked(read_yaml(path, "spes"), ServerConfig, str(path))
-    if not isinstance(given.get("shards", []), list):
-        raise UserError(f"{path}: shards must be a list of addresses, such as [host0:50051, host1:50051]")
+    shards = given.get("shards", [])
+    if not isinstance(shards, list) or not all(isinstance(address, str) for address in shards):
+        raise UserError(
+            f"{path}: shards is {shards!r}; it must be a list of addresses, such as [host0:50051, host1:50051], "
+            "without a blank after the colon"
+        )
     for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca"):
         if given.get(name) == "":
             raise UserError(f"{path}: {name} is empty; name the file, or drop {name}")
@@ -158,6 +162,8 @@ def read_config(path: Path) -> dict[str, Any]:
     for name in runs:
         if isinstance(name, bool) or not isinstance(name, str | int):
             raise UserError(f"{path}: {name!r} cannot be the name of a run; put it in quotes if it is meant")
+    if len({str(name) for name in runs}) < len(runs):
+        raise UserError(f"{path}: runs has names that are the same as text, {', '.join(map(repr, runs))}; change one")
     given["runs"] = {str(name): run_config(run, f"{path}: run {name}") for name, run in runs.items()}
     return given
 

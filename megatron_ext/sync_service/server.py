@@ -97,14 +97,22 @@ class Server:
         if config.status_port is not None and config.shard == 0:
             self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
         try:
-            self._open_runs(folder / "runs")
-        except BaseException:  # whatever it is, no thread keeps the process alive
+            self._open(folder)
+        except BaseException as error:  # whatever it is, no thread keeps the process alive
+            self._grpc.stop(None)
             if self._status_page is not None:
                 self._status_page.close()
+            if isinstance(error, OSError):
+                what = "it" if error.filename is None else error.filename
+                raise UserError(f"dir {folder}: {what} cannot be used: {error.strerror}") from error
             raise
+
+    def _open(self, folder: Path) -> None:
+        """Go on with the runs that are there, and let peers call."""
+        self._open_runs(folder / "runs")
         servicer: ValuesServicer = Servicer(self._runs, self._drain)
         if self._shard_runs:
-            servicer = ShardServicer(self._shard_runs, config.shard, config.shards[0])
+            servicer = ShardServicer(self._shard_runs, self._config.shard, self._config.shards[0])
         wire.serve(servicer, self._grpc)
         self._health.add_to(self._grpc)
         self._grpc.start()
@@ -219,6 +227,8 @@ def _try_out(host: str, port: int) -> None:
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
         found, problem = [], error
+    except UnicodeError:
+        raise UserError(f"bind {host}:{port}: no machine can be called {host}; give a name or an address") from None
     for family, _, _, _, address in found:
         try:
             with socket.socket(family, socket.SOCK_STREAM) as trial:

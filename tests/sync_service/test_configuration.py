@@ -112,6 +112,8 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("runs: {r: {peers: 2, peers: 3}}", "not valid YAML: the key 'peers' is there twice; drop one of them"),
         ("runs: {r: {peers: 2024-13-45}}", "not valid YAML: month must be in 1..12; put the value into quotes"),
         ("- 1", "must be a mapping"),
+        ("shards: [host0: 50051, host1: 50051]\nruns: {r: {peers: 2}}", "shards is .*without a blank after the colon"),
+        ("runs: {5: {peers: 2}, '5': {peers: 3}}", "runs has names that are the same as text, 5, '5'; change one"),
         ("bind: 127.0.0.1:0", "there is no run; name at least one"),
     ],
 )
@@ -134,6 +136,8 @@ def test_a_bad_file_is_refused_with_the_field(
         (["--dir", "d", "--peers", "0"], "run default: peers is 0"),
         (["--dir", "d", "--peers", "1", "--bind", "10.0.0.1:1"], "which others reach"),
         (["--dir", "d", "--peers", "1", "--failpoint", "lunch"], "--failpoint 'lunch' is not one"),
+        (["--dir", "d", "--run", "", "--peers", "1"], "'' cannot be the name of a run"),
+        (["--dir", "d", "--peers", "1", "--bind", "a..b:1", "--insecure"], "bind a..b:1: no machine can be called"),
         (["--config", "missing.yaml"], "missing.yaml: cannot be read"),
     ],
 )
@@ -143,6 +147,27 @@ def test_bad_flags_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["server", "start", *flags]) == 2
     assert re.search(problem, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("path", ["state/runs", "state/runs/default/journal.jsonl", "state/address"])
+def test_a_folder_with_something_else_in_it_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str
+):
+    if path == "state/runs":
+        (tmp_path / "state").mkdir()
+        (tmp_path / path).write_text("")
+    else:
+        (tmp_path / path).mkdir(parents=True)
+    flags = ["--dir", str(tmp_path / "state"), "--peers", "1", "--bind", "127.0.0.1:0"]
+    assert main(["server", "start", *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"dir {tmp_path / 'state'}: {tmp_path / path}" in said and "cannot be used" in said, said
+
+
+def test_arguments_that_are_no_text_are_refused(capsys: pytest.CaptureFixture[str]):
+    for flags, said in ((["p\udcff"], "PEER is"), (["p", "--reason", "hei\udcdf"], "--reason is")):
+        assert main(["server", "evict", "--server", "127.0.0.1:1", *flags]) == 2
+        assert f"{said} '{flags[-1]}'".encode("ascii", "backslashreplace").decode() in capsys.readouterr().err
 
 
 def test_flags_for_a_run_that_the_file_names_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
