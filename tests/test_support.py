@@ -112,6 +112,7 @@ DOUBTFUL = [
     "--qk-clip",
     "--mtp-num-layers 1",
     "--iterations-to-skip 3",
+    "--result-rejected-tracker-filename rejected.txt",
     "--moe-router-enable-expert-bias",
     "--moe-router-load-balancing-type quantile_balancing",
     "--perform-rl-step",

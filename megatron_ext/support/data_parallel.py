@@ -86,7 +86,13 @@ DATA_PARALLEL = (
         local_sgd=refused("Megatron 0.19 reads it and ignores it"),
         hot_switch=refused("Megatron 0.19 reads it and ignores it"),
     ),
-    option("--step-batch-size-schedule", cpu=_GROWS, local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
+    option(
+        "--step-batch-size-schedule",
+        cpu=_GROWS,
+        local_sgd=UNTRIED,
+        sync_service=refused("it counts the samples of the whole job, of which a peer makes a part"),
+        hot_switch=UNTRIED_HOT,
+    ),
     option("--decrease-batch-size-if-needed", local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
     option(
         "--num-distributed-optimizer-instances above 1",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.support.row import option, refused, says, tested
+from megatron_ext.support.row import asks_for, option, refused, says, tested
 from megatron_ext.support.verdicts import BACKENDS, NEEDS_TE, STRATEGIES, UNTRIED, UNTRIED_HOT, UNTRIED_ON_CPU, WORKERS
 
 __all__ = ["OPTIMIZERS"]
@@ -90,6 +90,12 @@ OPTIMIZERS = (
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_skipped_iterations_train_nothing"),
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
+    ),
+    option(
+        "--result-rejected-tracker-filename",
+        asks_for("result_rejected_tracker_filename"),
+        local_sgd=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
+        hot_switch=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
     ),
     option(
         "--perform-rl-step",
