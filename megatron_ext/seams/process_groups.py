@@ -12,6 +12,7 @@ Further layouts (`seams.strategies`) lie inside a worker from the start: while o
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -257,6 +258,8 @@ class WorkerParallelState:
 
 
 def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         global _groups
@@ -264,10 +267,13 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
         workers = hooks.worker_count(get_args())
         result = original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
         _groups = _build(
             workers,
-            gloo=bool(kwargs.get("create_gloo_process_groups", True)),
-            timeout=timedelta(minutes=kwargs.get("distributed_timeout_minutes", 30)),
+            gloo=bool(given["create_gloo_process_groups"]),
+            timeout=timedelta(minutes=given["distributed_timeout_minutes"]),
         )
         hooks.fire("on_groups_built", _groups)
         return result
