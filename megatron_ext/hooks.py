@@ -282,8 +282,8 @@ class Feature:
     def after_step(self, context: StepContext) -> None:
         """A training step ended: the inner optimizer and the scheduler have stepped."""
 
-    def before_weights_shared(self, context: StepContext) -> None:
-        """Another feature takes the weights of one worker after this step for those of all."""
+    def before_weights_shared(self, iteration: int) -> None:
+        """Another feature takes the weights that one worker has after this iteration for those of all."""
 
     def on_weights_replaced(self) -> None:
         """Another feature has given all ranks that train one model new weights, the same to all workers."""

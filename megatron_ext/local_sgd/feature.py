@@ -51,6 +51,7 @@ class LocalSGDFeature(Feature):
         self._reset()
 
     def _reset(self) -> None:
+        gradients.forget_synchronous_warmup()
         self._groups: WorkerGroups | None = None
         self._values: InnerValues | None = None
         self._engine: LocalSGD | None = None
@@ -206,16 +207,16 @@ class LocalSGDFeature(Feature):
             self._will_wait = bool(ready)
         return self._will_wait
 
-    def before_weights_shared(self, context: StepContext) -> None:
+    def before_weights_shared(self, iteration: int) -> None:
         """Let workers that stand apart meet before their time: after a resume their rounds may have moved."""
-        engine = self._require_engine()
-        if engine.synced:
+        engine = self._engine
+        if engine is None or engine.synced:  # without an engine nothing was restored that could stand apart
             return
         into = plural(engine.steps_since_sync, "step")
         progress = engine.finish()
         self._require_values().refresh()
         self._share_biases()
-        self._account(progress, context.iteration)
+        self._account(progress, iteration)
         say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
 
     def on_weights_replaced(self) -> None:

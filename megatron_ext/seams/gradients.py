@@ -15,7 +15,7 @@ from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
 
-__all__ = ["install_synchronous_warmup", "patches", "reduced_gradients"]
+__all__ = ["forget_synchronous_warmup", "install_synchronous_warmup", "patches", "reduced_gradients"]
 
 _one_norm: Callable[[Any], Any] | None = None
 """Makes the norm that a worker has worked out that of all of them."""
@@ -68,6 +68,12 @@ def install_synchronous_warmup(config: Any, groups: WorkerGroups, in_warmup: Cal
 
     global _one_norm
     _one_norm = functools.partial(_of_first_worker, groups, in_warmup)
+
+
+def forget_synchronous_warmup() -> None:
+    """Let go of the groups and the model of a former run in this process."""
+    global _one_norm
+    _one_norm = None
 
 
 @torch.no_grad()

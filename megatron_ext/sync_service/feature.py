@@ -50,6 +50,9 @@ class SyncServiceFeature(Feature):
     name = "sync-service"
 
     def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
         self._groups: WorkerGroups | None = None
         self._peer: Peer | None = None
         self._saved: dict[str, Any] | None = None
@@ -69,6 +72,7 @@ class SyncServiceFeature(Feature):
 
     def validate(self, args: Any) -> list[str]:
         """Check the options by themselves, and against the support table."""
+        self._reset()  # whatever a former run of this process was
         return argument_problems(args, self.name)
 
     def adjust_arguments(self, args: Any) -> list[str]:
@@ -107,6 +111,10 @@ class SyncServiceFeature(Feature):
             self._ended = checkpoint.Place.of(self._saved, self._residuals)
             return
         self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
+        if self._saved is None and self._groups is not None:
+            # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
+            hooks.fire("before_weights_shared", context.args.iteration)
+            peer.values.refresh(now=True)
         adopted = peer.client.start(peer.slices.read()) if self._saved is None else self._resume(peer, self._saved)
         if adopted is not None:
             peer.slices.write(adopted)
@@ -121,7 +129,7 @@ class SyncServiceFeature(Feature):
 
     def _resume(self, peer: Peer, saved: dict[str, Any]) -> Any:
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
-        peer.client.residuals = self._residuals
+        peer.client.residuals, self._residuals = self._residuals, {}
         adopted = peer.client.resume(saved["round"], saved["digest"])
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
@@ -140,7 +148,7 @@ class SyncServiceFeature(Feature):
         if peer.on_its_way is not None and peer.interval.steps == peer.delay:
             self._arrive(peer)
         if is_over:
-            hooks.fire("before_weights_shared", context)
+            hooks.fire("before_weights_shared", context.iteration)
         if is_over and peer.delay:
             self._set_out(peer)
         elif is_over:

@@ -72,6 +72,21 @@ def test_a_killed_peer_with_workers_resumes_in_mid_interval_without_a_changed_bi
     assert "it was saved with --sync-service-codec int4, now it is int8" in said
 
 
+def test_workers_that_stand_apart_meet_before_a_job_becomes_a_peer(make_service: MakeService, tmp_path):
+    service = make_service({"demo": {"peers": 1, **SERVER}})
+    service.start()
+    options = {**WORKERS, "save": os.fspath(tmp_path), "save_interval": 5}
+    # Its last checkpoint is in the middle of an interval.
+    alone = run_job(service, "a", ("single", "fp32", 2), **{**options, **ALONE, "exit_interval": 5})
+    assert len({ranks.losses[-1] for ranks in alone}) == 2  # they have trained apart
+    joined = run_job(service, "a", ("single", "fp32", 2), load=os.fspath(tmp_path), **options)
+    met = "the workers meet 1 step into their interval, for the job's round with its peers"
+    assert met in joined[0].stdout and "0 steps after round 0" in joined[0].stdout
+    assert joined[0].stdout.index(met) < joined[0].stdout.index("0 steps after round 0")
+    # To meet is to take the mean of all, no round.
+    assert "local SGD: resumed after round 2, 0 steps into the interval" in joined[0].stdout
+
+
 def test_workers_that_stand_apart_meet_for_the_peers_round(make_service: MakeService, tmp_path):
     service = make_service({"demo": {"peers": 1, **SERVER}})
     service.start()
