@@ -149,6 +149,22 @@ class SpesFeature(Feature):
                 "or take the weights alone with --no-load-optim"
             )
 
+    def check_load(self, context: LoadContext) -> None:
+        """Refuse the optimizer of a part of the experts to a run that trains all of them.
+
+        Raises:
+            UserError: with the way out.
+        """
+        saved, args = context.state.get(_STATE), context.args
+        if saved is None or args.no_load_optim or args.finetune or args.skip_train:
+            return
+        if saved["trained"] != list(range(args.num_experts or 0)):
+            raise UserError(
+                f"--load {context.directory}: a SPES peer saved it, whose optimizer trained the experts "
+                f"{_listed(saved['trained'])} alone; take its weights with --no-load-optim, or go on as that peer with "
+                "--using-spes and its --sync-service options"
+            )
+
     def on_train_start(self, context: TrainContext) -> None:
         """Keep what the steps need: by now Megatron knows how long the training is."""
         self._args = context.args

@@ -16,7 +16,16 @@ from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.arguments import SyncServiceConfig
 from megatron_ext.sync_service.parts import Part
 
-__all__ = ["Place", "assemble", "check_residuals", "parts_of_samples", "request", "take_residuals", "take_state"]
+__all__ = [
+    "Place",
+    "assemble",
+    "check_residuals",
+    "parts_of_samples",
+    "request",
+    "samples_notice",
+    "take_residuals",
+    "take_state",
+]
 
 _FORMAT = 4
 _STATE = "sync_service"
@@ -95,6 +104,18 @@ def parts_of_samples(context: LoadContext) -> int | None:
     if saved is None:
         return 1
     return None if saved["run"] == context.args.sync_service_run else saved.get("peers")
+
+
+def samples_notice(context: LoadContext) -> str | None:
+    """Return what a job that is no peer should know of a peer's checkpoint that it reads; None if nothing."""
+    saved = context.state.get(_STATE)
+    if saved is None or context.args.finetune or (saved.get("peers") or 1) == 1:
+        return None
+    return (
+        f"sync service: --load {context.directory} was saved by peer {saved['peer']!r}, part {saved['index']} of "
+        f"{saved['peers']} of run {saved['run']!r}, and has counted the samples of its part alone; this job has no "
+        "part, and reads some of all peers' samples again"
+    )
 
 
 def take_state(context: LoadContext) -> dict[str, Any] | None:

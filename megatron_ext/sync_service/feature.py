@@ -291,6 +291,12 @@ class SyncServiceFeature(Feature):
             if self._sample_parts == 1:
                 count_schedule_in_own_samples(context)
 
+    def check_load(self, context: LoadContext) -> None:
+        """Say of what a peer's checkpoint has counted the samples."""
+        line = checkpoint.samples_notice(context)
+        if line is not None:
+            say(line)
+
     def _place(self, peer: Peer) -> checkpoint.Place:
         return checkpoint.Place(
             index=peer.client.index,

@@ -297,6 +297,11 @@ def test_the_optimizer_of_another_peers_experts_is_refused(make_service: Callabl
     said = failing_job(service, "b", kind, **options, **SPES)
     assert "its optimizer trained the experts 0, 2, and this peer trains 1, 3" in said
     run_job(service, "b", kind, no_load_optim=True, **options, **SPES)
+    alone = {**MODEL, **ALONE, "load": str(tmp_path / "a"), "train_iters": 8}
+    said = failing_job(service, "c", kind, **alone)
+    assert "a SPES peer saved it, whose optimizer trained the experts 0, 2 alone; take its weights with --no-l" in said
+    said = run_job(service, "c", kind, no_load_optim=True, **alone)[0].stdout
+    assert "was saved by peer 'a', part 0 of 2 of run 'demo', and has counted the samples of its part alone" in said
 
 
 def test_own_experts_look_less_loaded_in_the_first_fifth_of_the_training():

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.checkpoint import check_residuals, take_state
+from megatron_ext.sync_service.checkpoint import check_residuals, samples_notice, take_state
 from megatron_ext.sync_service.parts import whole_parts
 
 ARGS = {
@@ -64,6 +64,15 @@ def test_the_same_peer_goes_on_where_it_was():
 @pytest.mark.parametrize("change", [{"sync_service_run": "other"}, {"finetune": True}, {"no_load_optim": True}])
 def test_weights_alone_begin_something_new(change: dict[str, Any]):
     assert take_state(context(**change)) is None
+
+
+def test_a_job_that_is_no_peer_is_told_whose_samples_were_counted():
+    read = context()
+    assert samples_notice(read) is None  # by a release that did not say among how many peers
+    read.state["sync_service"]["peers"] = 4
+    assert "saved by peer 'a', part 1 of 4 of run 'demo', and has counted the samples" in str(samples_notice(read))
+    read.args.finetune = True  # Megatron begins to count
+    assert samples_notice(read) is None
 
 
 @pytest.mark.parametrize(
