@@ -96,7 +96,18 @@ TWO_OWNERS = SpesMethod(
     started=True,
     goal=1.03,
 )
-METHODS = (CENTRALIZED, FEDAVG, SPES, STARTED, TWO_OWNERS)
+THREE_OWNERS = SpesMethod(
+    name="spes_h50_three_owners",
+    title="SPES after a centralized start, three owners per expert",
+    options={
+        **SPES.options,
+        "spes_expert_owners": [three for three in ("0,1,2", "1,2,3", "0,2,3", "0,1,3") for _ in range(4)],
+    },
+    server=STARTED.server,
+    started=True,
+    goal=1.03,
+)
+METHODS = (CENTRALIZED, FEDAVG, SPES, STARTED, TWO_OWNERS, THREE_OWNERS)
 """All of them; another one is one more entry."""
 
 
