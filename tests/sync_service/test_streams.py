@@ -18,6 +18,7 @@ from megatron_ext.sync_service.parts import whole_parts
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 from megatron_ext.sync_service.streams import Streams
+from megatron_ext.sync_service.wire import Upload
 from tests.sync_service.links import MIB, VALUES, Link
 from tests.sync_service.service import Service, until
 
@@ -60,7 +61,8 @@ def test_streams_that_wait_for_an_answer_or_to_try_again_end_with_the_first_that
         if job == "refused":
             until(lambda: {"stuck", "away"} <= set(begun), "the other streams")
             raise UserError("this is why")
-        connection.send("Upload", never() if job == "stuck" else iter([pb2.UploadRequest()]), streams)
+        message = Upload(caller=pb2.Caller(), round=1, frames=[])
+        connection.send("Upload", never() if job == "stuck" else iter([message]), streams)
 
     def never() -> Iterator[Any]:
         until(lambda: False, "nothing", 3600.0)
