@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.convergence.settings import VOCABULARY, Method, Noise, Run, Study
@@ -88,25 +88,21 @@ STARTED = SpesMethod(
     started=True,
     goal=1.03,
 )
-TWO_OWNERS = SpesMethod(
-    name="spes_h50_two_owners",
-    title="SPES after a centralized start, two owners per expert",
-    options={**SPES.options, "spes_expert_owners": [pair for pair in ("0,1", "1,2", "2,3", "0,3") for _ in range(4)]},
-    server=STARTED.server,
-    started=True,
-    goal=1.03,
-)
-THREE_OWNERS = SpesMethod(
-    name="spes_h50_three_owners",
-    title="SPES after a centralized start, three owners per expert",
-    options={
-        **SPES.options,
-        "spes_expert_owners": [three for three in ("0,1,2", "1,2,3", "0,2,3", "0,1,3") for _ in range(4)],
-    },
-    server=STARTED.server,
-    started=True,
-    goal=1.03,
-)
+
+
+def _with_owners(count: str, *owners: str) -> SpesMethod:
+    """Return a method in which several peers own each expert: every group of owners as many experts as the others."""
+    per_group = int(str(MODEL["num_experts"])) // len(owners)
+    return replace(
+        STARTED,
+        name=f"spes_h50_{count}_owners",
+        title=f"{STARTED.title}, {count} owners per expert",
+        options={**STARTED.options, "spes_expert_owners": [group for group in owners for _ in range(per_group)]},
+    )
+
+
+TWO_OWNERS = _with_owners("two", "0,1", "1,2", "2,3", "0,3")
+THREE_OWNERS = _with_owners("three", "0,1,2", "1,2,3", "0,2,3", "0,1,3")
 METHODS = (CENTRALIZED, FEDAVG, SPES, STARTED, TWO_OWNERS, THREE_OWNERS)
 """All of them; another one is one more entry."""
 

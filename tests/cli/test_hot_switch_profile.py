@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import PRESETS
 from megatron_ext.params import GptShape
 from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.processes import marked_processes
 from tests.sync_service.service import until
 
 STAGE = replace(
@@ -110,22 +110,14 @@ def test_a_measurement_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> No
     environment = {**os.environ, "TMPDIR": str(temporary)}
     profile = subprocess.Popen(command, cwd=REPOSITORY, env=environment)
     try:
-        until(lambda: len(processes_about(temporary)) > 1, "torchrun and its process")
+        # This command is the first of them.
+        until(lambda: len(marked_processes("TMPDIR", str(temporary))) > 2, "torchrun and its process")
         profile.terminate()
         assert profile.wait(60) == 128 + signal.SIGTERM
     finally:
         profile.kill()
-    assert processes_about(tmp_path) == []
+    assert marked_processes("TMPDIR", str(temporary)) == []
     assert list(tmp_path.iterdir()) == [temporary] and list(temporary.iterdir()) == []
-
-
-def processes_about(folder: Path) -> list[str]:
-    """Return the command lines that name a folder."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):  # it has ended meanwhile
-            found.append(file.read_text().replace("\0", " "))
-    return [line for line in found if str(folder) in line]
 
 
 def test_measured_times_are_written_for_suggest(tmp_path: Any, capsys: Any) -> None:

@@ -129,8 +129,7 @@ def test_memory_of_home_and_guest_is_that_of_a_rank_which_has_both_stages() -> N
     # Rank 2 has home's second stage and the guest's first one, with the embedding.
     of_home, of_guest = stages_of(SHAPE, home), stages_of(SHAPE, guest)
     pairs = list(stages_together(SHAPE, guest, home))
-    assert pairs == [(of_guest[0], of_home[0]), (of_guest[0], of_home[1]), (of_guest[1], of_home[2]),
-                     (of_guest[1], of_home[3])]  # fmt: skip
+    assert pairs == [(of_guest[guest_stage], of_home[stage]) for stage, guest_stage in enumerate((0, 0, 1, 1))]
     layout_of_home, layout_of_guest = (one.layout(SHAPE.num_layers) for one in (home, guest))
     for rank in range(8):
         together = pairs[rank // 2]

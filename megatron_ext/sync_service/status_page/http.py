@@ -149,7 +149,6 @@ def _hang_up(connection: socket.socket) -> None:
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = _SECONDS
     server_version = f"megatron_ext/{__version__}"
     sys_version = ""
 

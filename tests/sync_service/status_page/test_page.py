@@ -73,6 +73,11 @@ def served(runs: Callable[[], list[dict[str, Any]]]) -> Iterator[str]:
     found.close()
 
 
+def port_of(address: str) -> int:
+    """Return the port of a page's address."""
+    return int(address.rstrip("/").rpartition(":")[2])
+
+
 def read(address: str) -> str:
     with urlopen(address, timeout=20) as reply:
         content: str = reply.read().decode()
@@ -174,7 +179,7 @@ def test_the_page_only_answers_questions_from_this_machine():
 def test_callers_that_take_their_time_are_few_and_are_left(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(status_http, "_SECONDS", 2.0)
     with served(lambda: []) as address:
-        place = ("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
+        place = ("127.0.0.1", port_of(address))
         before = threading.active_count()
         with ExitStack() as stack:
             slow = [stack.enter_context(socket.create_connection(place)) for _ in range(100)]
@@ -207,7 +212,7 @@ def test_callers_that_vanish_leave_no_trace_in_the_log(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ):
     with served(lambda: []) as address:
-        place = ("127.0.0.1", int(address.rstrip("/").rpartition(":")[2]))
+        place = ("127.0.0.1", port_of(address))
         for sent in (b"", b"GET / HTTP/1.0\r\n\r\n"):
             caller = socket.create_connection(place)
             caller.sendall(sent)
@@ -247,7 +252,7 @@ def test_losses_are_those_of_the_newest_round():
 
 def test_a_port_that_is_taken_is_refused_by_name():
     with served(lambda: []) as address:
-        port = int(address.rstrip("/").rpartition(":")[2])
+        port = port_of(address)
         with pytest.raises(UserError, match=f"status_port {port}: cannot listen at 127.0.0.1: Address already in use"):
             StatusPage("127.0.0.1", port, lambda: [])
 
