@@ -19,7 +19,7 @@ from megatron_ext.hot_switch import PRESETS
 from megatron_ext.params import GptShape
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.processes import marked_processes
-from tests.sync_service.service import until
+from tests.support.waiting import until
 
 STAGE = replace(
     PRESETS["llama-3b"],

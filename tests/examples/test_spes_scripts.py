@@ -17,7 +17,7 @@ from megatron_ext.sync_service.connection import ConnectionConfig
 from tests.examples.desk import RECORD_ARGUMENTS, Desk, split_at_script, validated
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.ports import free_port
-from tests.sync_service.service import until
+from tests.support.waiting import until
 
 FOLDER = REPOSITORY / "examples/spes"
 SERVER = FOLDER / "run_parameter_server.sh"

@@ -15,6 +15,7 @@ from megatron_ext.spes.feature import SpesFeature
 from tests.spes.test_arguments import FILE, FLAGS, completed
 from tests.support.presets import MOE
 from tests.support.pretrain import run_pretrain
+from tests.support.waiting import until
 from tests.sync_service.jobs import (
     ALONE,
     SINGLE,
@@ -28,7 +29,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote, until
+from tests.sync_service.service import Service, Zygote
 
 RUN = {
     "peers": 2,

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.spes.test_feature import MODEL, expert_of
+from tests.support.waiting import until
 from tests.sync_service.jobs import SINGLE, has_joined, model_of, same_bits, start_job
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 OWNERS = ["0", "0,1", "1", "0,1"]
 SPES = {**MODEL, "using_spes": True, "spes_expert_owners": OWNERS, "train_iters": 4}

@@ -18,6 +18,7 @@ from tests.spes.test_arguments import FLAGS, completed
 from tests.spes.test_feature import MODEL, RUN, expert_of, watch_steps
 from tests.support.presets import Options
 from tests.support.pretrain import RankOutcome, run_failing_pretrain
+from tests.support.waiting import until
 from tests.sync_service.jobs import (
     die_in_step,
     has_joined,
@@ -28,7 +29,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote, until
+from tests.sync_service.service import Service, Zygote
 
 # With two expert parallel ranks one of them has no expert of the peer's to train.
 STRATEGIES = {

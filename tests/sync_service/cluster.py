@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.support.ports import free_ports
-from tests.sync_service.service import Process, Service, until
+from tests.support.waiting import until
+from tests.sync_service.service import Process, Service
 
 
 class Cluster:

@@ -7,8 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,10 +22,9 @@ from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.parts import Part
 from megatron_ext.sync_service.protocol import pb2
 from tests.support.ports import free_port
+from tests.support.waiting import PATIENCE, until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE = 60.0
-"""Seconds that a busy machine may take for anything here."""
 
 
 class Zygote:
@@ -196,11 +194,3 @@ def kill_process(pid: int) -> None:
     """Kill a process that the zygote has forked, and wait for its end: a busy machine lets it answer for a while."""
     os.kill(pid, signal.SIGKILL)
     until(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")
-
-
-def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
-    """Wait for something."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, f"waited {seconds} s for {what}"
-        time.sleep(0.02)

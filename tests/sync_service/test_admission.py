@@ -20,8 +20,9 @@ from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.server import _try_out
 from megatron_ext.sync_service.streams import Streams
+from tests.support.waiting import until
 from tests.sync_service.peer import digest, start_values, trained
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 START = start_values(1)

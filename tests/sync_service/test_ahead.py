@@ -18,7 +18,8 @@ from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.frames import Box, Frame, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
-from tests.sync_service.service import Service, until
+from tests.support.waiting import until
+from tests.sync_service.service import Service
 from tests.sync_service.watching import Received, watch
 
 MakeService = Callable[..., Service]

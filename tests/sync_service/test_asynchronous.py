@@ -20,9 +20,10 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import Report, SyncClient
 from megatron_ext.sync_service.members import Policy
 from megatron_ext.sync_service.refusal import Refusal
+from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 ASYNC = {"rounds": "asynchronous"}

@@ -14,8 +14,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.protocol import grpc, pb2
 from megatron_ext.sync_service.proxy import proxy_variable
+from tests.support.waiting import until
 from tests.sync_service.links import Link
-from tests.sync_service.service import Service, refusal, until
+from tests.sync_service.service import Service, refusal
 
 HOST = "sync.example.org"
 ELSEWHERE = f"{HOST}:50051"

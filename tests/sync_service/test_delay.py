@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from megatron_ext.sync_service.snapshot import snapshot_name
 from tests.spes.test_feature import RUN, SPES, expert_of
 from tests.support.pretrain import RankOutcome
+from tests.support.waiting import until
 from tests.sync_service.jobs import (
     SINGLE,
     Kind,
@@ -28,7 +29,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote, kill_process, until
+from tests.sync_service.service import Service, Zygote, kill_process
 from tests.sync_service.test_switching_peers import SWITCHED
 
 MakeService = Callable[..., Service]

@@ -22,8 +22,9 @@ from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.parts import Part, whole_parts
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.streams import Streams
+from tests.support.waiting import until
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 DILOCO = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7}

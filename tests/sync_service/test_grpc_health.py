@@ -8,7 +8,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.sync_service.service import Service, until
+from tests.support.waiting import until
+from tests.sync_service.service import Service
 from tests.sync_service.test_faults import FRAGILE, LARGE
 
 MakeService = Callable[..., Service]

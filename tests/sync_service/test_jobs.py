@@ -13,6 +13,7 @@ import pytest
 
 from megatron_ext.sync_service.joining import agreed
 from tests.support.pretrain import run_pretrain
+from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.jobs import (
     ALONE,
@@ -29,7 +30,7 @@ from tests.sync_service.jobs import (
     start_job,
     values_held,
 )
-from tests.sync_service.service import Service, Zygote, until
+from tests.sync_service.service import Service, Zygote
 
 MakeService = Callable[..., Service]
 SGD = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7, "outer_optimizer_momentum": 0.9}

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.support.presets import MOE
+from tests.support.waiting import until
 from tests.sync_service.jobs import Kind, has_joined, model_of, run_job, same_bits, start_job
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 SGD = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7, "outer_optimizer_momentum": 0.9}

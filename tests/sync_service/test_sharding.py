@@ -31,9 +31,10 @@ from megatron_ext.sync_service.shard_messages import decision_to_json, job_to_js
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.sharding import assign
 from megatron_ext.sync_service.store import RunStore
+from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.peer import digest, start_values, trained
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 ROUNDS = 3

@@ -19,8 +19,9 @@ from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.route import Route
 from megatron_ext.sync_service.streams import Streams
 from megatron_ext.sync_service.wire import Upload
+from tests.support.waiting import until
 from tests.sync_service.links import MIB, VALUES, Link
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 

@@ -11,8 +11,9 @@ from megatron_ext.hot_switch.documents import MockDocuments
 from megatron_ext.hot_switch.sequences import SequenceOrder
 from tests.support.presets import Options
 from tests.support.pretrain import RankOutcome
+from tests.support.waiting import until
 from tests.sync_service.jobs import has_joined, model_of, same_bits, samples_of, start_job
-from tests.sync_service.service import Service, Zygote, until
+from tests.sync_service.service import Service, Zygote
 
 RUN = {"demo": {"peers": 2, "outer_optimizer": "sgd", "outer_optimizer_lr": 0.7, "outer_optimizer_momentum": 0.9}}
 

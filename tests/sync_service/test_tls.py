@@ -11,8 +11,9 @@ import trustme
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.tls import client_credentials, server_credentials, validity_problem
+from tests.support.waiting import PATIENCE
 from tests.sync_service.peer import digest, start_values
-from tests.sync_service.service import PATIENCE, Service, refusal
+from tests.sync_service.service import Service, refusal
 
 MakeService = Callable[..., Service]
 START = start_values(1)

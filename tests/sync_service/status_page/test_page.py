@@ -25,8 +25,9 @@ from megatron_ext.sync_service.status_page.http import StatusPage
 from megatron_ext.sync_service.status_page.metrics import metrics_text
 from megatron_ext.sync_service.status_page.page import page
 from tests.support.browser import needs_chromium, rendered
+from tests.support.waiting import until
 from tests.sync_service.peer import start_values
-from tests.sync_service.service import Service, until
+from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
 

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Waiting for something that another process or thread does."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["PATIENCE", "until"]
+
+PATIENCE = 60.0
+"""Seconds that a busy machine may take for anything that tests wait for."""
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:
+    """Wait for something."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"waited {seconds} s for {what}"
+        time.sleep(0.02)
