@@ -105,7 +105,7 @@ choose_backend
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
-torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
+exec torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \

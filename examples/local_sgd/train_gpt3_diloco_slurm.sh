@@ -123,7 +123,7 @@ find_python
 # One task per node, which starts one process per GPU. SLURM_NODEID is known inside of the task only.
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
 # shellcheck disable=SC2016 # the task expands it
-"${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$@"' torchrun \
+exec "${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$@"' torchrun \
     "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

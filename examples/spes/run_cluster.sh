@@ -10,12 +10,18 @@
 #
 # Environment: RANK (0 ...: which peer this node is), MASTER_ADDR (where rank 0 is), NPROC_PER_NODE (GPUS_PER_NODE of
 # run_single_node.sh), PORT (50051). What others reach needs TOKEN_FILE, TLS_CA, TLS_CERT and TLS_KEY (files on every node), or
-# INSECURE=1 in a network where nobody else is. All variables of run_parameter_server.sh and run_single_node.sh apply.
+# INSECURE=1 in a network where nobody else is. All variables of run_parameter_server.sh and run_single_node.sh apply, but
+# MERGE_ALPHA_START is 0.05 and MERGE_DECAY_STEPS 20000, as in the paper's 9B run, and MASTER_PORT, which launchers of a whole
+# cluster set, is called PEER_MASTER_PORT. The server ends when the last peer has left, or when its own node's peer is done and
+# nothing was heard of another for WAIT_SECONDS (14400).
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+# What of the environment run_single_node.sh takes as it is.
+OF_A_NODE=(BACKEND DATA_PATH EXTRA_ARGS MERGE_FILE MODE MODEL OUTPUT SPES_CONFIG SYNC_STEPS TRAIN_ITERS VOCAB_FILE)
 
 if [[ ${1:-} == --hosts ]]; then
     # shellcheck source=scripts/lib/hosts.sh
@@ -26,9 +32,8 @@ if [[ ${1:-} == --hosts ]]; then
     ((${#HOSTS[@]} == ${TOTAL_PEERS:-4})) ||
         launch_error "there are ${#HOSTS[@]} hosts for ${TOTAL_PEERS:-4} peers; set TOTAL_PEERS, and num_peers in SPES_CONFIG"
     # shellcheck disable=SC2034 # over_ssh reads it
-    PASSED_ON=(BACKEND BIND DATA_PATH EXTRA_ARGS INSECURE MASTER_PORT MERGE_ALPHA_START MERGE_DECAY_STEPS MERGE_FILE
-        MERGE_INTERVAL MODE MODEL OUTPUT PORT RUN SPES_CONFIG STATE_DIR SYNC_STEPS TLS_CA TLS_CERT TLS_KEY TOKEN_FILE
-        TOTAL_PEERS TRAIN_ITERS VOCAB_FILE)
+    PASSED_ON=("${OF_A_NODE[@]}" BIND INSECURE MERGE_ALPHA_START MERGE_DECAY_STEPS MERGE_INTERVAL PEER_MASTER_PORT PORT RUN
+        STATE_DIR TLS_CA TLS_CERT TLS_KEY TOKEN_FILE TOTAL_PEERS WAIT_SECONDS)
     pids=()
     for rank in "${!HOSTS[@]}"; do
         JOB=(env RANK="$rank" MASTER_ADDR="${HOSTS[0]#*@}" NPROC_PER_NODE="$SLOTS" "$ROOT/examples/spes/run_cluster.sh" "$@")
@@ -50,8 +55,10 @@ fi
 if [[ -z ${RANK:-} && -n ${SLURM_PROCID:-} ]]; then
     ((${SLURM_LOCALID:-0} == 0)) || launch_error "a peer needs a node of its own; use srun --ntasks-per-node=1"
     RANK="$SLURM_PROCID"
-    mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-    MASTER_ADDR="${MASTER_ADDR:-${NODES[0]}}"
+    if [[ -z ${MASTER_ADDR:-} ]]; then
+        mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+        MASTER_ADDR="${NODES[0]:-}"
+    fi
 fi
 is_number "${RANK:-}" || launch_error "RANK is ${RANK:-not set}; set it to 0, 1, ..., another number on every node"
 [[ -n ${MASTER_ADDR:-} ]] || launch_error "MASTER_ADDR is not set; set it to the address of the node of RANK 0"
@@ -59,7 +66,7 @@ if [[ ${MODE:-} == centralized ]]; then
     launch_error "MODE=centralized needs no server: one node trains alone (run_single_node.sh 0)"
 fi
 PORT="${PORT:-50051}"
-is_number "$PORT" || launch_error "PORT is '$PORT'; give a whole number, 1 or more"
+check_counts PORT WAIT_SECONDS PEER_MASTER_PORT
 if [[ -n ${NPROC_PER_NODE:-} ]]; then
     export GPUS_PER_NODE="$NPROC_PER_NODE"
 fi
@@ -81,7 +88,7 @@ fi
 find_python
 # What a launcher of the whole cluster has set is not for the launcher of this node's job.
 node=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u BIND -u TOKEN_FILE -u TLS_CA -u INSECURE
-    SERVER_ADDR="$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}"
+    SERVER_ADDR="$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}" ${PEER_MASTER_PORT:+MASTER_PORT="$PEER_MASTER_PORT"}
     "$ROOT/examples/spes/run_single_node.sh" "$RANK" "$@")
 if ((RANK > 0)); then
     exec "${node[@]}"
@@ -96,43 +103,76 @@ joined() {
     grep -s '"event": *"joined"' "$STATE_DIR/runs/${RUN:-spes}/journal.jsonl" | grep -vc "\"peer\": *\"node$RANK\"" || true
 }
 joined_before="$(joined)"
-PORT="$PORT" BIND="${BIND:-0.0.0.0}" "$ROOT/examples/spes/run_parameter_server.sh" "${SERVER_SECURITY[@]}" &
-server=$!
-trap 'kill "$server" 2>/dev/null || true' EXIT
+env PORT="$PORT" BIND="${BIND:-0.0.0.0}" MERGE_ALPHA_START="${MERGE_ALPHA_START:-0.05}" \
+    MERGE_DECAY_STEPS="${MERGE_DECAY_STEPS:-20000}" "$ROOT/examples/spes/run_parameter_server.sh" "${SERVER_SECURITY[@]}" &
+server=$! peer=
+# shellcheck disable=SC2086 # no word where the peer is not there
+trap 'kill $server $peer 2>/dev/null || true; wait' EXIT
 # Without a server of its own the peer might meet whoever listens at that port.
 while [[ "$(listening)" == "$before" ]]; do
     kill -0 "$server" 2>/dev/null || launch_error "the server has not started (see above), so this node's peer is not either"
     sleep 0.2
 done
 status=0
-"${node[@]}" || status=$?
+# Not in the foreground: this shell would end without it.
+"${node[@]}" &
+peer=$!
+wait "$peer" || status=$?
+peer=
 
 # The others may have steps to go: the server ends when they have left, which two answers have to say.
 if ((status != 0)); then
-    again=(env "SERVER_ADDR=$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}"
-        "$ROOT/examples/spes/run_single_node.sh" "$RANK")
+    again=(env "SERVER_ADDR=$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}" ${PEER_MASTER_PORT:+MASTER_PORT="$PEER_MASTER_PORT"})
+    for name in GPUS_PER_NODE "${OF_A_NODE[@]}"; do
+        [[ -z ${!name:-} ]] || again+=("$name=${!name}")
+    done
+    again+=("$ROOT/examples/spes/run_single_node.sh" "$RANK")
     [[ ! -f "${OUTPUT:-$ROOT/outputs/spes}/node$RANK/latest_checkpointed_iteration.txt" ]] || again+=(--resume)
     printf '%s: this peer has failed (exit code %s); the server goes on for the others, until they have come and left. %s\n' \
         "$(basename "$0")" "$status" "To start it again on this node:$(printf ' %q' "${again[@]}")" >&2
 fi
-COUNT='import json, sys
-peers = [peer["peer"] for run in json.load(sys.stdin)["runs"] for peer in run["peers"]]
-print(len([peer for peer in peers if peer != sys.argv[1]]))'
+# The other peers of the server: how many, for how many seconds nothing was heard of any, and their names.
+COUNT='import json, sys, time
+own, begin = sys.argv[1], float(sys.argv[2])
+peers = [peer for run in json.load(sys.stdin)["runs"] for peer in run["peers"] if peer["peer"] != own]
+heard = max([begin, *(peer["last_seen"] or 0 for peer in peers)])
+print(len(peers), max(0, int(time.time() - heard)), ", ".join(peer["peer"] for peer in peers))'
+begin="$(date +%s)"
 others() {
-    python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}" |
-        python -c "$COUNT" "$1"
+    local answer
+    answer="$(python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}")" &&
+        python -c "$COUNT" "$1" "$begin" <<<"$answer"
 }
 # While a peer that has failed is gone, the others may not have come yet.
 has_met() { ((status == 0 || ${TOTAL_PEERS:-4} == 1 || $(joined) > joined_before)); }
-alone=0
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+alone=0 awaited=""
 while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
     # A server too busy to answer has not said that nobody is there.
-    left="$(others "$( ((status == 0)) || echo "node$RANK")")" || left=unknown
+    read -r left silent names <<<"$(others "$( ((status == 0)) || echo "node$RANK")" || echo unknown 0)"
     if [[ $left == 0 ]] && has_met; then
         alone=$((alone + 1))
     else
         alone=0
     fi
+    if [[ $left != unknown && ${names:-} != "$awaited" ]]; then
+        awaited="${names:-}"
+        [[ -z $awaited ]] || say "the server goes on until $awaited are done; \`server evict\` removes one that will not come back"
+    fi
+    if ((silent >= ${WAIT_SECONDS:-14400})); then
+        say "nothing was heard of ${awaited:-any other peer} for $silent s (WAIT_SECONDS): ending the server, whose state stays in" \
+            "$STATE_DIR"
+        exit $((status ? status : 1))
+    fi
     ((alone == 2)) || sleep 2
 done
+if ((alone < 2)); then
+    ended=0
+    wait "$server" || ended=$?
+    server=
+    # One that is drained ends by itself.
+    ((ended == 0)) || say "the server has ended with exit code $ended; its state stays in $STATE_DIR: start this script again with" \
+        "--resume, here and where a peer has ended"
+    exit $((status ? status : ended))
+fi
 exit "$status"

@@ -38,6 +38,7 @@ BACKEND="${BACKEND:-gpu}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/spes}"
 CHECKPOINT_PATH="$OUTPUT/node$NODE_ID"
 DATA_PATH="${DATA_PATH:-}" VOCAB_FILE="${VOCAB_FILE:-}" MERGE_FILE="${MERGE_FILE:-}"
+check_data_files
 if [[ -z $RESUME && -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
     launch_error "$CHECKPOINT_PATH has a checkpoint already; add --resume to go on from it, or remove the folder"
 fi
@@ -146,7 +147,7 @@ find_python
 
 # Every peer has a launcher of its own: peers know each other through the server alone.
 read_extra_args
-torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
+exec torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
     --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" \
     "${MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

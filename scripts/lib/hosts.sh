@@ -71,22 +71,35 @@ job_on_host() {
         --master_port "${MASTER_PORT:-29500}"
         "$@"
     )
-    is_this_machine "$host" || over_ssh "$host" "${JOB[@]}"
+    if ! is_this_machine "$host"; then
+        over_ssh "$host" "${JOB[@]}"
+    elif [[ $DRY_RUN == 1 ]]; then
+        # What is exported here is not where the line is read.
+        read_variables
+        JOB=(env "${VARIABLES[@]}" "${JOB[@]}")
+    fi
 }
 
 # Sets JOB to a command on host $1, over ssh in the same folder with what the environment says about communication and in
 # the variables named in PASSED_ON.
 over_ssh() {
-    local host="$1" name variables=("PATH=$PATH" "PYTHONPATH=${PYTHONPATH:-}")
+    local host="$1"
     shift
+    read_variables
+    # The terminal (-tt) hangs up when this end goes away, which ends training there as well.
+    JOB=(ssh -tt -o BatchMode=yes "$host" "cd $(quoted "$PWD") && exec env $(quoted "${VARIABLES[@]}" "$@")")
+}
+
+# Sets VARIABLES to what a job takes from this environment, as NAME=VALUE.
+read_variables() {
+    local name
+    VARIABLES=("PATH=$PATH" "PYTHONPATH=${PYTHONPATH:-}")
     for name in $(compgen -e); do
         case $name in
-            CUDA_* | NCCL_* | GLOO_* | UCX_* | TORCH_* | PYTORCH_* | OMP_NUM_THREADS) variables+=("$name=${!name}") ;;
-            *) [[ " ${PASSED_ON[*]-} " != *" $name "* ]] || variables+=("$name=${!name}") ;;
+            CUDA_* | NCCL_* | GLOO_* | UCX_* | TORCH_* | PYTORCH_* | OMP_NUM_THREADS) VARIABLES+=("$name=${!name}") ;;
+            *) [[ " ${PASSED_ON[*]-} " != *" $name "* ]] || VARIABLES+=("$name=${!name}") ;;
         esac
     done
-    # The terminal (-tt) hangs up when this end goes away, which ends training there as well.
-    JOB=(ssh -tt -o BatchMode=yes "$host" "cd $(quoted "$PWD") && exec env $(quoted "${variables[@]}" "$@")")
 }
 
 # Prints words so that a shell reads them back.

@@ -13,7 +13,7 @@
 PYTHON_ENV_EXTRAS="tests,plots,data,spes"
 PYTHON_ENV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 PYTHON_ENV_DIR="$PYTHON_ENV_ROOT/.venv"
-# Written first: says that the folder is ours, so that it may be removed when it is broken.
+# Written first: says that the folder is ours, so that it may be removed when it is broken. No other one is, but an empty one.
 PYTHON_ENV_MARKER="$PYTHON_ENV_DIR/.made-by-megatron-ext"
 # Written last: says that the installation finished, and from which inputs. No stamp = half-made.
 PYTHON_ENV_STAMP="$PYTHON_ENV_DIR/.megatron-ext-stamp"
@@ -213,7 +213,7 @@ _env_make_or_reuse() {
             return 0
         fi
         _env_say "setup.py or constraints.txt changed: updating .venv"
-    elif [[ -e $PYTHON_ENV_DIR/pyvenv.cfg && ! -e $PYTHON_ENV_MARKER ]]; then
+    elif [[ ! -e $PYTHON_ENV_MARKER && -n "$(ls -A "$PYTHON_ENV_DIR" 2>/dev/null)" ]]; then
         _env_fail "$PYTHON_ENV_DIR was made by something else, so it is left alone;" \
             "move or remove it and run the command again"
         return 1

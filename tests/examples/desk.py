@@ -9,16 +9,27 @@ import tempfile
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from tests.support.distributed import REPOSITORY
 from tests.support.processes import marked_processes
+from tests.support.waiting import until
 
 JOB_MARK = "MEGATRON_EXT_TEST_JOB"
 """In the environment of everything that a script starts: finds ranks, which have sessions of their own."""
 RECORD_ARGUMENTS = """printf '%s\\n' "$@" >"$RECORDED_ARGUMENTS"; echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}" """
+
+TRAIN_UNTIL_TOLD = """exec python - <<'END'
+import signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))
+print("training", flush=True)
+signal.pause()
+END
+"""
+"""A stand-in for torchrun: says that it trains, and that it was told to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +43,18 @@ class Started:
     def finish(self, timeout: float = 280.0) -> tuple[int, str]:
         """Wait for the end; return the exit code and everything that was written."""
         return finish_together([self], timeout)[0]
+
+    def end_alone(self) -> tuple[int, str]:
+        """Wait until it trains, end the script and nothing else by SIGTERM, and wait for all that it has started.
+
+        Returns:
+            The exit code, negative for a signal, and everything that was written.
+        """
+        until(lambda: "training" in self.output.read_text() or self.process.poll() is not None, "training")
+        self.process.terminate()
+        code, _ = self.finish(30.0)
+        until(lambda: not marked_processes(JOB_MARK, self.job), "the end of all that the script has started", 20.0)
+        return code, self.output.read_text()
 
     def dump_stacks(self) -> None:
         """Let every Python process of the job write its threads' stacks to the output; it ends by that."""
@@ -49,7 +72,8 @@ class Started:
             try:
                 self.process.wait(30)
             finally:
-                os.killpg(self.process.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # all have ended
+                    os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def finish_together(scripts: Sequence[Started], timeout: float = 280.0) -> list[tuple[int, str]]:

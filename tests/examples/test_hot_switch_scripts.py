@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from tests.examples.desk import Desk, validated
+from tests.examples.desk import RECORD_ARGUMENTS, TRAIN_UNTIL_TOLD, Desk, validated
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.parsers import full_parser
 from tests.support.ports import free_port
 
 FOLDER = REPOSITORY / "examples/hot_switch"
 HOT = FOLDER / "llama_hot_switch.sh"
+PAPER_HOT = FOLDER / "exprs_for_paper/llama_hot_switch.sh"
 STATIC = FOLDER / "llama_static_parallel.sh"
 A100 = FOLDER / "exprs_for_A100_40G.sh"
 DATASET = FOLDER / "create_web_dataset.sh"
@@ -74,13 +75,18 @@ def values(words: list[str], option: str) -> list[str]:
     return rest[:end]
 
 
+def launched(words: list[str]) -> list[str]:
+    """Return what comes after the variables."""
+    return words[words.index("torchrun") :]
+
+
 def training_arguments(words: list[str]) -> list[str]:
     return words[words.index(str(REPOSITORY / "examples/pretrain_gpt.py")) + 1 :]
 
 
 def test_bash_can_read_and_run_every_script() -> None:
     scripts = set(FOLDER.rglob("*.sh"))
-    assert {paper_script(*case) for case in CASES} | {HOT, STATIC, A100, DATASET} <= scripts
+    assert {paper_script(*case) for case in CASES} | {HOT, STATIC, A100, DATASET, PAPER_HOT} <= scripts
     for script in scripts:
         subprocess.run(["bash", "-n", str(script)], check=True)
         assert script.parent.name == "lib" or os.access(script, os.X_OK), script
@@ -168,18 +174,30 @@ def test_arguments_and_environment_reach_the_command_line(desk: Desk) -> None:
     (line,) = dry_run(
         desk, HOT, ["7b", "512", "64", hosts, "5", "2", "a corpus"], **own, TOKENIZER="tok"
     )
-    assert line[: line.index("--nnodes")] == ["torchrun", "--nproc_per_node", "4"]
+    assert launched(line)[:4] == ["torchrun", "--nproc_per_node", "4", "--nnodes"]
+    assert {"CUDA_DEVICE_MAX_CONNECTIONS=1", "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"} < set(line)
     assert values(line, "--hot-switch-strategies") == ["1,4,1", "4,1,1"]
     assert values(line, "--hot-switch-bucket-sizes") == ["512", "128", "0"]
     assert values(line, "--hot-switch-gpus-per-node") == ["4"]
     assert (values(line, "--train-iters"), values(line, "--global-batch-size")) == (["10"], ["64"])
     assert (values(line, "--data-path"), values(line, "--tokenizer-model")) == (["a corpus"], ["tok"])
     assert line[-4:] == ["--lr", "2e-5", "--seed", "7"]
+    assert dry_run(desk, PAPER_HOT, ["7b", "512", "64", hosts, "5", "2", "a corpus"], **own, TOKENIZER="tok") == [line]
     static = {"ALL_PARALLEL_STRATEGY": "2,1,2"}
     (line,) = dry_run(desk, STATIC, ["13b", "4096", "256", "2", hosts, "5"], **static)
     assert values(line, "--hot-switch-strategies") == ["2,1,2"]
     assert values(line, "--hot-switch-bucket-sizes") == ["4096", "0"]
     assert (values(line, "--micro-batch-size"), values(line, "--num-layers")) == (["2"], ["40"])
+
+
+def test_a_line_of_a_dry_run_starts_the_job_wherever_it_is_pasted(desk: Desk) -> None:
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    (line,) = dry_run(desk, HOT, [])
+    recorded = desk.folder / "arguments"
+    bare = {"PATH": "/usr/bin:/bin", "RECORDED_ARGUMENTS": str(recorded)}
+    output = subprocess.run(line, env=bare, capture_output=True, text=True, check=True).stdout
+    assert output == "1\n"  # connections
+    assert recorded.read_text().splitlines() == launched(line)[1:]
 
 
 # Several hosts -----------------------------------------------------------------------------------
@@ -270,6 +288,8 @@ def own(buckets: str, strategies: str) -> dict[str, str]:
         (STATIC, ["7b", "4096", "512", "0"], {}, "MICRO_BATCH is '0'"),
         (STATIC, [], {"ALL_PARALLEL_STRATEGY": "1,4,4"}, "1,4,4, which is for 16 GPUs, but there are 8"),
         (A100, ["nope"], {}, "nope"),
+        (A100, [], {"BUCKET_SIZES": "32768 0"}, "BUCKET_SIZES is for llama_hot_switch.sh; unset it"),
+        (paper_script("github", "7b", 8), [], own("4096 0", "8,1,1"), "BUCKET_SIZES is for llama_hot_switch.sh"),
         (paper_script("github", "7b", 16), [], {}, "this experiment needs 16 GPUs, and"),
         (DATASET, ["corpus"], {}, "takes PREFIX PARQUET..."),
     ],
@@ -384,12 +404,18 @@ def test_an_evaluation_for_eight_gpus_begins_nothing_on_others(desk: Desk) -> No
 
 
 def test_toy_runs_have_as_many_strategies_as_the_real_ones(desk: Desk) -> None:
-    lines = dry_run(desk, paper_script("github", "32b", 32), [], BACKEND="cpu")
+    lines = [launched(line) for line in dry_run(desk, paper_script("github", "32b", 32), [], BACKEND="cpu")]
     runs = [training_arguments(line) for line in lines]
     assert [len(values(run, "--hot-switch-strategies")) for run in runs] == [1, 2, 2, 2, 3, 3, 4]
     assert all(line[:3] == ["torchrun", "--nproc_per_node", "4"] for line in lines)
     static = training_arguments(dry_run(desk, STATIC, [], BACKEND="cpu")[0])
     assert values(static, "--hot-switch-strategies") == ["1,2,2"]
+    mine = own("32768 16384 8192 4096 2048 1024 0", "1,4,2 8,1,1 2,2,2 4,2,1 2,4,1 1,8,1")
+    six = training_arguments(dry_run(desk, HOT, [], BACKEND="cpu", **mine)[0])
+    assert values(six, "--hot-switch-bucket-sizes") == ["128", "64", "32", "16", "8", "4", "0"]
+    mine = own("32768 16384 8192 4096 2048 1024 512 0", "1,4,2 8,1,1 2,2,2 4,2,1 2,4,1 1,8,1 4,1,2")
+    code, output = desk.run(HOT, [], BACKEND="cpu", **mine)
+    assert code == 1 and "7 strategies are more than the 6 of a toy run (BACKEND=cpu); give fewer" in output
 
 
 LOG = """
@@ -408,6 +434,20 @@ def test_experiments_are_compared_by_what_their_logs_say(desk: Desk) -> None:
     assert len(rows) == 7
     assert rows[1] == ("8192_hot", "200.0", "15.0", "1500")  # without the first two iterations
     assert (desk.folder / "A100_40G/32768_static.log").exists()
+
+
+def test_an_experiment_ends_with_the_script_that_started_it(desk: Desk) -> None:
+    desk.command("torchrun", TRAIN_UNTIL_TOLD)
+    with desk.start(A100, BACKEND="cpu", OUTPUT=str(desk.folder)) as started:
+        code, output = started.end_alone()
+    assert code != 0 and output.splitlines().count("training") == 1, output
+    assert "told to end" in (desk.folder / "A100_40G/4096_static.log").read_text()
+
+
+def test_an_experiment_that_fails_is_the_last_one(desk: Desk) -> None:
+    desk.command("torchrun", "echo the reason; exit 7")
+    code, output = desk.run(paper_script("github", "7b", 8), BACKEND="cpu", OUTPUT=str(desk.folder))
+    assert code == 7 and output.splitlines().count("the reason") == 1, output
 
 
 @pytest.mark.slow

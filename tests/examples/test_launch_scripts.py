@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.examples.desk import RECORD_ARGUMENTS, Desk, finish_together, split_at_script, validated
+from tests.examples.desk import RECORD_ARGUMENTS, TRAIN_UNTIL_TOLD, Desk, finish_together, split_at_script, validated
 from tests.support.corpus import make
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.ports import free_port
@@ -162,6 +162,20 @@ def test_bad_input_is_refused_with_the_way_out(
     assert code == 1
     assert message in output
     assert len(output.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "environment"),
+    [(SINGLE_NODE, {}), (MULTI_NODE, {"NUM_NODES": "1"}), (SLURM, {})],
+    ids=["single node", "multi node", "slurm"],
+)
+def test_training_ends_with_the_script_that_started_it(
+    desk: Desk, script: Path, environment: Mapping[str, str]
+) -> None:
+    desk.command("torchrun", TRAIN_UNTIL_TOLD)
+    with desk.start(script, desk.outputs(), BACKEND="cpu", **environment) as started:
+        code, output = started.end_alone()
+    assert code != 0 and "told to end" in output, output
 
 
 def test_without_torch_the_scripts_say_how_to_get_it(desk: Desk) -> None:

@@ -2,9 +2,12 @@
 """The SPES scripts: what they start, and what they refuse."""
 
 import os
+import re
 import shlex
+import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,15 +17,18 @@ import torch
 
 from megatron_ext.sync_service.client import ClientConfig, SyncClient
 from megatron_ext.sync_service.connection import ConnectionConfig
-from tests.examples.desk import RECORD_ARGUMENTS, Desk, split_at_script, validated
+from tests.examples.desk import JOB_MARK, RECORD_ARGUMENTS, TRAIN_UNTIL_TOLD, Desk, split_at_script, validated
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.ports import free_port
+from tests.support.processes import marked_processes
 from tests.support.waiting import until
 
 FOLDER = REPOSITORY / "examples/spes"
 SERVER = FOLDER / "run_parameter_server.sh"
 NODE = FOLDER / "run_single_node.sh"
 CLUSTER = FOLDER / "run_cluster.sh"
+LISTENING = 'until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done'
+"""Goes on when the server is there."""
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.rglob("*.sh")), ids=lambda path: path.name)
@@ -109,6 +115,9 @@ def test_the_papers_runs_and_baselines_are_what_megatron_gets(desk: Desk) -> Non
         (["1"], {"MODE": "fedavg"}, "MODE=fedavg is unknown; use spes, diloco or centralized"),
         (["1"], {"MODE": "centralized"}, "MODE=centralized trains on one node; NODE_ID is 1, give 0"),
         (["1", "--resume"], {"BACKEND": "cpu"}, "--resume: there is no checkpoint in"),
+        (["1"], {"BACKEND": "cpu", "DATA_PATH": "no/such"}, "DATA_PATH: there is no no/such.idx; give the prefix that"),
+        (["1"], {"BACKEND": "cpu", "VOCAB_FILE": "v.json"}, "VOCAB_FILE is 'v.json' and MERGE_FILE ''; set both, or"),
+        (["1"], {"BACKEND": "cpu", "VOCAB_FILE": "v", "MERGE_FILE": "m"}, "VOCAB_FILE is for the data of a DATA_PATH"),
     ],
 )
 def test_bad_input_of_a_node_is_refused_with_the_way_out(
@@ -157,7 +166,7 @@ def test_numbers_that_shells_misread_are_refused(desk: Desk, number: str) -> Non
 def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk) -> None:
     state, port = desk.folder / "state", free_port()
     # Training takes until the server is there.
-    waits = 'if [[ -n ${WAITS:-} ]]; then until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done; fi'
+    waits = f"if [[ -n ${{WAITS:-}} ]]; then {LISTENING}; fi"
     desk.command("torchrun", f"{RECORD_ARGUMENTS}\n{waits}")
     environment = {
         "BACKEND": "cpu",
@@ -217,6 +226,10 @@ def test_slurm_says_which_peer_a_node_is_and_where_the_first_one_is(desk: Desk) 
     assert training[training.index("--sync-service-index") :][:4] == wanted
     code, output = desk.run(CLUSTER, **{**environment, "SLURM_LOCALID": "1"})
     assert code == 1 and "a peer needs a node of its own; use srun --ntasks-per-node=1" in output
+    # As in a container, which has no SLURM inside.
+    desk.command("scontrol", "exit 127")
+    code, output = desk.run(CLUSTER, **environment)
+    assert code == 1 and "MASTER_ADDR is not set; set it to the address of the node of RANK 0" in output
 
 
 def test_a_cluster_is_started_over_ssh_and_a_peer_that_fails_ends_no_other(desk: Desk) -> None:
@@ -243,30 +256,32 @@ def test_a_cluster_is_started_over_ssh_and_a_peer_that_fails_ends_no_other(desk:
         assert code == 1 and said in output
 
 
+def first_node(desk: Desk) -> tuple[dict[str, str], int]:
+    """Return the environment of a cluster's first node, and the server's port."""
+    port = free_port()
+    environment = {"BACKEND": "cpu", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1", "PORT": str(port)}
+    environment |= {"STATE_DIR": str(desk.folder / "state"), "OUTPUT": str(desk.folder), "MERGE_INTERVAL": "0"}
+    return environment, port
+
+
+def node1(port: int) -> SyncClient:
+    """Return a client that is another node's peer."""
+    config = ClientConfig(
+        connection=ConnectionConfig(server=f"127.0.0.1:{port}"),
+        run="spes",
+        peer="node1",
+        agreed={"--sync-service-interval": "100"},
+    )
+    return SyncClient(config, {"w": torch.zeros(4)})
+
+
 def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None:
-    state, port = desk.folder / "state", free_port()
-    desk.command("torchrun", 'until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done; exit 3')
-    environment = {
-        "BACKEND": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "PORT": str(port),
-        "INSECURE": "1",
-        "STATE_DIR": str(state),
-        "OUTPUT": str(desk.folder),
-        "RANK": "0",
-        "TOTAL_PEERS": "1",
-        "MERGE_INTERVAL": "0",
-    }
+    desk.command("torchrun", f"{LISTENING}; exit 3")
+    environment, port = first_node(desk)
     values = {"w": torch.zeros(4)}
-    with desk.start(CLUSTER, **environment) as cluster:
+    with desk.start(CLUSTER, **environment, TOTAL_PEERS="1") as cluster:
         until(lambda: "listening at" in cluster.output.read_text(), "the server")
-        config = ClientConfig(
-            connection=ConnectionConfig(server=f"127.0.0.1:{port}"),
-            run="spes",
-            peer="node1",
-            agreed={"--sync-service-interval": "100"},
-        )
-        with SyncClient(config, values) as other:
+        with node1(port) as other:
             other.start(values)
             until(lambda: "the server goes on for the others" in cluster.output.read_text(), "the peer's end")
             for _ in range(3):
@@ -274,6 +289,62 @@ def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None
             other.leave()
         code, output = cluster.finish()
     assert code == 3 and "this peer has failed (exit code 3)" in output
+
+
+def test_the_server_of_a_cluster_does_not_wait_for_ever_for_a_peer_that_is_gone(desk: Desk) -> None:
+    desk.command("torchrun", f"{LISTENING}; sleep 3")
+    environment, port = first_node(desk)
+    with desk.start(CLUSTER, **environment, WAIT_SECONDS="6") as cluster:
+        until(lambda: "listening at" in cluster.output.read_text(), "the server")
+        with node1(port) as other:
+            other.register()
+        code, output = cluster.finish(60.0)
+    # Its own peer has trained to the end.
+    assert code == 1 and "the server goes on until node1 are done; `server evict` removes one" in output, output
+    assert re.search(r"nothing was heard of node1 for \d s \(WAIT_SECONDS\): ending the server, whose state", output)
+
+
+def test_a_server_that_dies_while_others_train_is_a_failure(desk: Desk) -> None:
+    desk.command("torchrun", LISTENING)
+    environment, port = first_node(desk)
+    with desk.start(CLUSTER, **environment) as cluster:
+        until(lambda: "listening at" in cluster.output.read_text(), "the server")
+        with node1(port) as other:
+            other.register()
+            until(lambda: "until node1 are done" in cluster.output.read_text(), "the end of the node's own peer")
+            (server,) = [
+                found.pid for found in marked_processes(JOB_MARK, cluster.job) if "server start" in found.command
+            ]
+            os.kill(server, signal.SIGKILL)
+            code, output = cluster.finish(60.0)
+    assert code == 137, output
+    assert "the server has ended with exit code 137; its state stays in" in output and "again with --resume" in output
+
+
+def test_all_of_a_node_ends_with_the_script_that_started_it(desk: Desk) -> None:
+    desk.command("torchrun", TRAIN_UNTIL_TOLD)
+    environment, _ = first_node(desk)
+    (desk.folder / "hosts").write_text("localhost slots=1\n")
+    for script, arguments in ((NODE, ["0"]), (CLUSTER, []), (CLUSTER, ["--hosts", "hosts"])):
+        with desk.start(script, arguments, **environment, TOTAL_PEERS="1") as started:
+            code, output = started.end_alone()
+        assert code != 0 and output.splitlines().count("told to end") == 1, output
+
+
+def test_a_clusters_server_merges_as_the_papers_9b_run_does(desk: Desk) -> None:
+    recorded = desk.folder / "arguments"
+    desk.command("torchrun", "exit 0")
+    environment, _ = first_node(desk)
+    # The server's command line, and then its end.
+    python = f'if [[ $* == *"server start"* ]]; then {RECORD_ARGUMENTS}; exit 1; fi; exec {sys.executable} "$@"'
+    desk.command("python", python)
+    for given, wanted in (({}, ("0.05", "20000")), ({"MERGE_ALPHA_START": "0.1"}, ("0.1", "20000"))):
+        own = {**environment, "MERGE_INTERVAL": "500", **given}
+        code, output = desk.run(CLUSTER, RECORDED_ARGUMENTS=str(recorded), **own)
+        assert code == 1 and "the server has not started" in output, output
+        words = recorded.read_text().splitlines()
+        found = [words[words.index(f"--merge-{name}") + 1] for name in ("alpha-start", "decay-steps")]
+        assert tuple(found) == wanted
 
 
 def test_numbers_of_the_server_that_are_none_are_refused(desk: Desk) -> None:
@@ -298,23 +369,26 @@ def test_a_node_whose_server_does_not_start_has_no_peer_that_meets_another_one(d
 
 def test_the_server_of_a_cluster_waits_for_peers_that_come_after_its_own_nodes_has_failed(desk: Desk) -> None:
     desk.command("torchrun", "exit 3")
-    port = free_port()
-    environment = {"BACKEND": "cpu", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1", "PORT": str(port)}
-    environment |= {"STATE_DIR": str(desk.folder / "state"), "OUTPUT": str(desk.folder), "MERGE_INTERVAL": "0"}
-    with desk.start(CLUSTER, **environment) as cluster:
+    environment, port = first_node(desk)
+    own = {"TRAIN_ITERS": "777", "EXTRA_ARGS": "--seed 7", "NPROC_PER_NODE": "3", "PEER_MASTER_PORT": "31111"}
+    with desk.start(CLUSTER, **environment, **own, MASTER_PORT="9") as cluster:
         until(lambda: "the server goes on for the others" in cluster.output.read_text(), "the peer's end")
         # Longer than two answers take.
         time.sleep(12)
         assert cluster.process.poll() is None
-        config = ClientConfig(
-            connection=ConnectionConfig(server=f"127.0.0.1:{port}"),
-            run="spes",
-            peer="node1",
-            agreed={"--sync-service-interval": "100"},
-        )
-        with SyncClient(config, {"w": torch.zeros(4)}) as other:
+        with node1(port) as other:
             other.register()
             other.leave()
         code, output = cluster.finish()
-    again = f"env SERVER_ADDR=127.0.0.1:{port} INSECURE=1 {NODE} 0\n"
-    assert code == 3 and again in output, output
+    assert code == 3, output
+    # What was set is set again, and starts the same training.
+    (again,) = [line.partition("again on this node: ")[2] for line in output.splitlines() if "again on this" in line]
+    recorded = desk.folder / "arguments"
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    path = f"{desk.folder / 'bin'}:{Path(sys.executable).parent}:/usr/bin:/bin"
+    bare = {"PATH": path, "RECORDED_ARGUMENTS": str(recorded)}
+    subprocess.run(again, shell=True, env=bare, check=True)
+    launch, training = split_at_script(recorded.read_text().splitlines())
+    assert launch["--nproc_per_node"] == "3" and launch["--master_port"] == "31111"
+    assert training[training.index("--train-iters") + 1] == "777" and training[-2:] == ["--seed", "7"]
+    assert training[training.index("--save") + 1] == str(desk.folder / "node0")

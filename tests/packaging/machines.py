@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the scripts use besides bash. Everything else, Python above all, is absent from a stand-in machine.
-COMMANDS = ["bash", "cat", "cksum", "dirname", "flock", "grep", "mkdir", "mv", "rm", "tail"]
+COMMANDS = ["bash", "cat", "cksum", "dirname", "flock", "grep", "ls", "mkdir", "mv", "rm", "tail"]
 
 
 @dataclass

@@ -117,17 +117,19 @@ def test_a_failed_installation_shows_why_and_leaves_no_stamp(
     assert not (root / ".venv" / ".megatron-ext-stamp").exists()
 
 
+@pytest.mark.parametrize("file", ["pyvenv.cfg", "conda-meta/history", "notes.txt"])
 def test_an_environment_that_someone_else_made_is_left_alone(
-    machine: Machine, make_repository: MakeRepository
+    machine: Machine, make_repository: MakeRepository, file: str
 ) -> None:
     root = make_repository("repo")
-    (root / ".venv").mkdir()
-    (root / ".venv" / "pyvenv.cfg").write_text("home = /usr/bin\n")
+    theirs = root / ".venv" / file
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("precious\n")
     done = machine.bash(use(root))
     assert done.returncode == 1
     assert f"error: {root}/.venv was made by something else" in done.stderr
     assert "move or remove it" in done.stderr
-    assert (root / ".venv" / "pyvenv.cfg").read_text() == "home = /usr/bin\n"
+    assert theirs.read_text() == "precious\n"
 
 
 def test_a_wrong_override_does_not_cost_the_environment(

@@ -8,6 +8,20 @@ source "$ROOT/examples/hot_switch/lib/llama.sh"
 
 CONTEXTS=(4096 8192 16384 32768)
 
+# Every experiment has strategies of its own.
+for name in BUCKET_SIZES ALL_PARALLEL_STRATEGY; do
+    [[ -z ${!name:-} ]] || launch_error "$name is for llama_hot_switch.sh; unset it, or change configs/hot_switch_strategies.txt"
+done
+
+EXPERIMENT="" TOY_HOSTS=""
+end_experiments() {
+    # shellcheck disable=SC2086 # no word where there is none
+    kill $EXPERIMENT 2>/dev/null || true
+    wait
+    [[ -z $TOY_HOSTS ]] || rm -f "$TOY_HOSTS"
+}
+trap end_experiments EXIT
+
 # Refuses hosts in $1 that have not $2 GPUs together, before the first experiment has begun.
 require_gpus() {
     read_hostfile "$1"
@@ -26,7 +40,12 @@ run_experiment() {
     fi
     mkdir -p "$OUTPUT"
     echo "== $name; log in $OUTPUT/$name.log"
-    "$script" "$@" |& tee "$OUTPUT/$name.log"
+    # Not in the foreground: this shell would end without it.
+    "$script" "$@" &>"$OUTPUT/$name.log" &
+    EXPERIMENT=$!
+    tail --lines=+1 --follow --pid="$EXPERIMENT" --sleep-interval=0.2 "$OUTPUT/$name.log"
+    wait "$EXPERIMENT"
+    EXPERIMENT=""
     SUMMARY+=("$(summary_of "$name")")
 }
 
@@ -77,9 +96,8 @@ run_paper_case() {
     SUMMARY=()
     if [[ $BACKEND == cpu ]]; then
         # The hosts are not used, but tell which strategies the real run has.
-        hosts="$(mktemp)"
-        # shellcheck disable=SC2064 # this file
-        trap "rm -f '$hosts'" EXIT
+        TOY_HOSTS="$(mktemp)"
+        hosts="$TOY_HOSTS"
         echo "localhost slots=$gpus" >"$hosts"
     else
         DATA_PATH="${DATA_PATH:-$ROOT/outputs/data/$dataset}"

@@ -134,7 +134,8 @@ start_llama() {
             ;;
         cpu) export CUDA_VISIBLE_DEVICES= ;;
     esac
-    if [[ $DRY_RUN == 1 ]]; then
+    if [[ $DRY_RUN == 1 ]] && ! (find_python) &>/dev/null; then
+        # The command line can be had without a Python that could run it.
         export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     else
         find_python

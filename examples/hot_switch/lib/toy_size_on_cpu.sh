@@ -7,7 +7,9 @@
 HOSTS=(localhost) SLOTS=4
 CONTEXT=128
 
-TOY_STRATEGIES=("1,2,2" "4,1,1" "2,2,1" "2,1,2") # home, then from the shortest bucket on
+TOY_STRATEGIES=("1,2,2" "4,1,1" "2,2,1" "2,1,2" "1,4,1" "1,1,4") # home, then from the shortest bucket on
+((${#STRATEGIES[@]} <= ${#TOY_STRATEGIES[@]})) ||
+    launch_error "${#STRATEGIES[@]} strategies are more than the ${#TOY_STRATEGIES[@]} of a toy run (BACKEND=cpu); give fewer"
 STRATEGIES=("${TOY_STRATEGIES[@]:0:${#STRATEGIES[@]}}")
 BUCKETS=()
 for ((number = 0; number < ${#STRATEGIES[@]}; number++)); do

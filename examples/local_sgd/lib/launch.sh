@@ -37,9 +37,20 @@ read_paths() {
     elif (($# == 5)); then
         VOCAB_FILE="$3" MERGE_FILE="$4" DATA_PATH="$5"
     fi
+    check_data_files
+}
+
+# Refuses a DATA_PATH without files, and one half of a vocabulary.
+check_data_files() {
     if [[ -n $DATA_PATH && ! -f $DATA_PATH.idx ]]; then
         launch_error "DATA_PATH: there is no $DATA_PATH.idx; give the prefix that \`megatron-ext data prepare\`" \
             "or Megatron's preprocess_data.py wrote, without .bin and .idx"
+    fi
+    if [[ -n $VOCAB_FILE && -z $MERGE_FILE ]] || [[ -z $VOCAB_FILE && -n $MERGE_FILE ]]; then
+        launch_error "VOCAB_FILE is '$VOCAB_FILE' and MERGE_FILE '$MERGE_FILE'; set both, or neither"
+    fi
+    if [[ -n $VOCAB_FILE && -z $DATA_PATH ]]; then
+        launch_error "VOCAB_FILE is for the data of a DATA_PATH, which is not set; mock data are bytes"
     fi
 }
 
