@@ -53,7 +53,7 @@ HOT = Method(
         "micro_batch_size": 1,
         "global_batch_size": 25,  # documents, or pieces of CONTEXT tokens of longer ones
         "eval_global_batch_size": 24,
-        "eval_iters": 6,  # both validate on 144 rows
+        "eval_iters": 6,  # on 144 rows, as the other side
         "calculate_per_token_loss": True,
         "hot_switch_strategies": ["1,2,2", "4,1,1", "2,2,1"],
         "hot_switch_bucket_sizes": [CONTEXT, 256, 128, 0],
@@ -76,6 +76,8 @@ class HotSwitchStudy(Study):
 
     iterations: int = 200
     evaluation: int = 50
+    """Steps of hot switching between evaluations."""
+
     methods: tuple[Method, ...] = (STOCK, HOT)
 
     @property
@@ -85,10 +87,13 @@ class HotSwitchStudy(Study):
 
     def arguments(self, run: Run) -> list[str]:
         """Return the command line of examples/pretrain_gpt.py."""
+        is_stock = run.method is STOCK
+        # Megatron takes other rows for every evaluation, and shuffles them by how many there are in all: both sides
+        # have the same only where their evaluations are as many.
         when: Options = {
             "seed": run.seed,
-            "train_iters": self.iterations if run.method is STOCK else round(_HOT_STEPS * self.iterations),
-            "eval_interval": self.evaluation,
+            "train_iters": self.iterations if is_stock else round(_HOT_STEPS * self.iterations),
+            "eval_interval": round(self.evaluation / _HOT_STEPS) if is_stock else self.evaluation,
             "log_interval": 1,
         }
         rows: Options = {
@@ -161,7 +166,8 @@ def report_on(study: HotSwitchStudy, wanted: Sequence[Run], seeds: Sequence[int]
         curve = [f"{measured.validation[at]:.3f}" for at in sorted(measured.validation)]
         predicted = statistics.mean(tokens) * max(measured.validation)
         rows.append((run.method.title, str(run.seed), f"{predicted:,.0f}", *curve))
-    points = sorted(next(iter(results.values())).validation)[:-1] if results else []
+    steps = {run.method: sorted(measured.validation)[:-1] for run, measured in results.items()}
+    points = [" / ".join(map(str, at)) for at in zip(*steps.values(), strict=True)]
     print()
     print_table(("method", "seed", "tokens", *(f"after {at}" for at in points), "at the end"), rows)
     print()

@@ -12,7 +12,7 @@ from benchmarks.hot_switch_convergence import HOT, STOCK, HotSwitchStudy
 from tests.benchmarks.reports import read_cases
 from tests.support.corpus import make
 
-TOY = {"num_layers": 2, "hidden_size": 16, "lr_warmup_iters": 0, "eval_iters": 1}
+TOY = {"num_layers": 2, "hidden_size": 16, "lr_warmup_iters": 0, "eval_iters": 1, "eval_global_batch_size": 48}
 
 
 def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -27,6 +27,9 @@ def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys:
     study_main.make_missing_of(study, runs, study_main.make)
     stock, hot = (json.loads(study.result(run).read_text()) for run in runs)
     assert stock["validation"].keys() == hot["validation"].keys() == {"1", "2"}
+    # Of Megatron's index files, which are named after all that decides which rows there are.
+    rows = [file.read_text() for file in (study.output / "index-cache").rglob("*description.txt")]
+    assert sum('"index_split": "valid"' in text for text in rows) == 1, rows
     assert stock["rounds"] == [] and len(hot["rounds"]) == len(hot["training"][0]) == 2
     study_main.report_on(study, runs, [7], tmp_path / "report.json")
     (case,) = read_cases(tmp_path / "report.json").values()
@@ -35,12 +38,14 @@ def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys:
     assert "at the end" in capsys.readouterr().out
 
 
-def test_both_sides_keep_documents_apart_and_validate_on_as_many_rows(tmp_path: Path):
+def test_both_sides_keep_documents_apart_and_validate_on_the_same_rows(tmp_path: Path):
     study = HotSwitchStudy(output=tmp_path)
     for method in study.methods:
         words = study.arguments(Run(method=method, seed=1))
         assert {"--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"} <= set(words)
         assert method.options["eval_iters"] * rows_of_validation(method.options) == 144
+        evaluations = int(arguments_after(words, "--train-iters")) // int(arguments_after(words, "--eval-interval"))
+        assert evaluations == 3  # and one at the end
 
 
 def rows_of_validation(options):
