@@ -77,10 +77,13 @@ class DocumentMasks:
         if number >= len(self._batches):
             return None
         segments = self._batches[number].segments
-        # Lengths stay where they can be read without waiting for the device.
-        mask = document_lengths(segments) if self._by_document else document_mask(segments.to(self._device))
+        if self._by_document:
+            # Lengths stay where they can be read without waiting for the device.
+            mask = document_lengths(segments)
+        else:
+            mask = document_mask(segments.to(self._device, non_blocking=True))
         if self._tells_padding:
-            kwargs = {**kwargs, "padding_mask": _padding_mask(module, segments.to(self._device))}
+            kwargs = {**kwargs, "padding_mask": _padding_mask(module, segments.to(self._device, non_blocking=True))}
         if len(args) > _PLACE:
             return (*args[:_PLACE], mask, *args[_PLACE + 1 :]), kwargs
         return args, {**kwargs, "attention_mask": mask}

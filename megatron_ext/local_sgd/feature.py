@@ -129,11 +129,14 @@ class LocalSGDFeature(Feature):
             )
         if not self._restored:
             self._make_equal()
+        else:
+            # NCCL wants the first operation of a group to have all ranks, which pairs of workers are not.
+            dist.all_reduce(torch.zeros((), device=engine.device), group=self._require_groups().across)
         if config.sync_in_forward:
             self._arrivals = Arrivals(engine, self._require_values())
             forward.wait_before_use(context.model, self._arrivals.require)
             self._model = context.model
-        if config.sync_in_forward or engine.streaming.in_background:
+        if config.sync_in_forward or engine.streaming.in_background or engine.streaming.eager:
             # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
             # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
             context.config.batch_p2p_sync = False

@@ -29,6 +29,8 @@ from megatron_ext.seams.process_groups import let_layout_span_workers, spans_wor
 
 __all__ = ["ParallelState", "keeping_random_state", "parallel_states", "patches", "seed_device"]
 
+_BUFFER = "_GLOBAL_MEMORY_BUFFER"
+
 
 class ParallelState:
     """The module globals of `parallel_state` for one layout."""
@@ -51,6 +53,13 @@ class ParallelState:
         for name, value in self._values.items():
             setattr(parallel_state, name, value)
         let_layout_span_workers(self._spans_workers)
+
+    def share_buffers(self, other: ParallelState) -> None:
+        """Take the memory that Megatron keeps for gathered activations from another layout, instead of as much again.
+
+        Turns follow one another, and nothing stays in it from one to the next.
+        """
+        self._values[_BUFFER] = other._values[_BUFFER]
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -164,6 +173,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
                 with _making.inside_worker():
                     original(**{**given, **_sizes(layout), "local_world_size": layout.world_size})
                 made.append(ParallelState(spans_workers=False))
+                made[-1].share_buffers(made[0])
         finally:
             _making = None
         made[0].install()

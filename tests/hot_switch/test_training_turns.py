@@ -250,3 +250,38 @@ def test_guests_have_no_memory_outside_their_turns(strategies, says_so):
                 else:
                     assert (parameters, gradients) == (0, 0), (label, guest)
         assert of_sums == 0 and sums > 10
+
+
+_waits: list = []
+
+
+def watch_stages():
+    """Note whether the stages of whoever trains wait for all of the device when they exchange activations."""
+    from megatron_ext.hot_switch import step
+
+    train = step._forward_backward
+
+    def watched(guest, *arguments):
+        _waits.append(guest.chunks[0].config.batch_p2p_sync)
+        return train(guest, *arguments)
+
+    step._forward_backward = watched
+
+
+def waits_and_buffers(model, optimizer, args):
+    """What was noted, and how many memories for gathered activations the strategies have."""
+    from megatron.core import parallel_state
+
+    from megatron_ext.seams.strategies import parallel_states
+
+    buffers = []
+    for state in parallel_states():
+        with state.installed():
+            buffers.append(parallel_state.get_global_memory_buffer())
+    return _waits, len(buffers), len(set(map(id, buffers)))
+
+
+def test_guests_wait_for_no_parameters_that_come_later_and_share_homes_buffers():
+    command = arguments(["2,1,1", "1,1,2", "1,2,1"], [32, 16, 8, 0], train_iters=1)
+    for rank in run_pretrain(command, 2, before=watch_stages, probe=waits_and_buffers):
+        assert rank.probe == ([False, False], 3, 1)

@@ -94,3 +94,63 @@ def test_timers_with_barriers_stay_inside_the_worker():
     )
     ranks = run_pretrain(run, 4, before=install_meter, probe=crossing_calls)
     assert all(not any(rank.probe[1:]) for rank in ranks)
+
+
+def waits_for_the_device(model, optimizer, args):
+    """Probe: whether pipeline stages wait for all of the device, a round's messages included, in every exchange."""
+    return model[0].config.batch_p2p_sync
+
+
+@pytest.mark.parametrize(
+    ("options", "waits"),
+    [
+        ({}, True),
+        ({"sync_in_forward": True}, False),
+        ({"fragments": 2, "fragment_sync_delay": 1}, False),
+        ({"eager_updates": True, "evaluation": "workers"}, False),
+    ],
+    ids=["plain", "in forward", "delayed", "eager"],
+)
+def test_pipeline_stages_do_not_wait_for_messages_that_nobody_awaits_yet(options, waits):
+    own = {f"local_sgd_{name}": value for name, value in options.items()}
+    run = arguments("pp2", "bf16", workers=2, train_iters=4, local_sgd_sync_interval=4, **own)
+    assert [rank.probe for rank in run_pretrain(run, 4, probe=waits_for_the_device)] == [waits] * 4
+
+
+_operations: list = []
+
+
+def watch_operations():
+    """Note the process group of every all-reduce and of every batch of messages."""
+    import torch.distributed as dist
+
+    reduce, exchange = dist.all_reduce, dist.batch_isend_irecv
+
+    def watched_reduce(*args, group=None, **kwargs):
+        _operations.append(("all_reduce", group))
+        return reduce(*args, group=group, **kwargs)
+
+    def watched_exchange(operations):
+        _operations.append(("messages", operations[0].group))
+        return exchange(operations)
+
+    dist.all_reduce, dist.batch_isend_irecv = watched_reduce, watched_exchange
+
+
+def first_across(model, optimizer, args):
+    """Probe: the first operation among the workers, and whether there were messages."""
+    from megatron_ext.hooks import hooks
+
+    (feature,) = hooks.active[-1:]
+    across = [name for name, group in _operations if group is feature._groups.across]
+    return across[0], "messages" in across
+
+
+def test_a_resumed_run_of_pairs_begins_with_what_all_workers_take_part_in(tmp_path):
+    own = {"local_sgd_pseudo_grad_reducer": "pairwise", "local_sgd_evaluation": "workers", "log_interval": 100}
+    common = {"workers": 3, "train_iters": 4, "local_sgd_sync_interval": 1, "global_batch_size": 6, **own}
+    run_pretrain(arguments("single", "fp32", save=str(tmp_path), save_interval=2, **common), 3)
+    resumed = arguments("single", "fp32", load=str(tmp_path), ckpt_step=2, **common)
+    ranks = run_pretrain(resumed, 3, before=watch_operations, probe=first_across)
+    assert [rank.probe[0] for rank in ranks] == ["all_reduce"] * 3
+    assert any(rank.probe[1] for rank in ranks)
