@@ -24,10 +24,10 @@ from types import ModuleType
 from benchmarks.common import add_report_option, print_table, report
 from benchmarks.convergence.results import compare
 from benchmarks.convergence.runs import (
-    TIMEOUT_SECONDS,
     VALIDATION,
     Measured,
     count_parameters,
+    digest_of,
     finished_runs,
     keep,
     make_missing_of,
@@ -140,10 +140,11 @@ def make(study: HotSwitchStudy, run: Run) -> Measured:
     """Train, and write down what was measured once all is known."""
     begin = time.monotonic()
     arguments = study.arguments(run)
-    outcomes = run_pretrain(arguments, RANKS, probe=count_parameters, timeout=TIMEOUT_SECONDS)
+    outcomes = run_pretrain(arguments, RANKS, probe=count_parameters, timeout=study.timeout)
     log = outcomes[-1].stdout  # Megatron prints on the last rank
     measured = Measured(
         arguments=arguments,
+        corpus=digest_of(study.corpus),
         # Of the largest part on one rank, where home splits the model.
         parameters=max(outcome.record.probe for outcome in outcomes),
         seconds=time.monotonic() - begin,

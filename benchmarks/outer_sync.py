@@ -4,7 +4,7 @@ the bytes of compressed rounds against those of a ring all-reduce; a step with r
 
     python benchmarks/outer_sync.py [--json FILE]
 
-README.md tells how the runs are paired and what the figures do not say.
+Both sides run in the same processes, pair by pair; README.md has figures.
 """
 
 from __future__ import annotations

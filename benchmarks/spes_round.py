@@ -36,6 +36,9 @@ MERGE_EXPERTS = 32
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for and report."""
     options = parser().parse_args(arguments)
+    for peers in options.peers:
+        if options.experts % peers:
+            parser().error(f"--peers {peers}: {options.experts} experts cannot be shared out evenly; give --experts")
     shapes = spes_peers.model(1e6 * options.millions, options.layers, options.hidden, options.experts)
     size = f"{numel(shapes) / 1e6:.1f} M parameters ({4 * numel(shapes) / 2**20:.0f} MiB in fp32)"
     print(f"{options.experts} experts, {size}, {100 * shared(shapes):.0f} % shared; {options.rounds} rounds\n")

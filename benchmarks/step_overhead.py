@@ -3,8 +3,8 @@
 
     python benchmarks/step_overhead.py [--json FILE] [MEGATRON OPTIONS]
 
-Options that are not listed below go to Megatron, on both sides. README.md tells how the sides take turns and what
-the figures do not say.
+Options that are not listed below go to Megatron, on both sides. Both sides live at the same time and take turns, block
+by block, in the order ABBA; README.md has figures.
 """
 
 from __future__ import annotations

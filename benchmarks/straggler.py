@@ -59,6 +59,11 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every method at every slowness, and report."""
     options = parser().parse_args(arguments)
+    longest = options.step_ms * max(options.slow_by) / 1e3
+    if not 0 < longest <= options.seconds:
+        parser().error(
+            f"--seconds {options.seconds:g}: a step of the slow worker takes {longest:g} s; train for longer"
+        )
     rows, cases = [], []
     for slow_by in options.slow_by:
         plan = Plan(
@@ -68,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             numel=options.numel,
             slow_by=slow_by,
         )
-        outcomes = run_ranks(measured, WORKERS, plan, timeout=600)
+        outcomes = run_ranks(measured, WORKERS, plan, timeout=300 + 2 * len(METHODS) * plan.seconds)
         ideal = SAMPLES / plan.step_seconds * (WORKERS - 1 + 1 / slow_by)
         rates = {}
         for method in METHODS:

@@ -27,6 +27,7 @@ from benchmarks.common import Case, add_report_option, at_least, bootstrap_inter
 from benchmarks.switch_bytes import bytes_beside_the_plans
 from benchmarks.switch_checkpoint import rank_seconds as checkpoint_seconds
 from benchmarks.switch_checkpoint import restart_seconds
+from megatron_ext.errors import UserError
 from tests.support.distributed import run_ranks
 
 RANKS = 4
@@ -87,6 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all switches and report."""
     options = parser().parse_args(arguments)
     setting = setting_of(options)
+    try:
+        plans_of(setting)
+    except UserError as error:
+        parser().error(f"--layers, --hidden, --vocab: {error}")
     print(f"{numel(setting) / 1e6:.1f} M parameters in bf16, {RANKS} processes, {options.pairs} pairs\n")
     cases, rows = [], []
     for name, (source, target) in SWITCHES.items():
@@ -200,6 +205,19 @@ def start() -> None:
     torch.set_num_threads(1)
     CpuBackend().activate(PatchRegistry())  # megatron-core's sides ask for CUDA streams
     dist.init_process_group("gloo")
+
+
+def plans_of(setting: Setting) -> list[Any]:
+    """Return the plans of all switches.
+
+    Raises:
+        UserError: the model does not fit a layout.
+    """
+    from megatron_ext.hot_switch import plan_switch
+    from megatron_ext.params import Layout
+
+    shape, layouts = setting.shape(), [[Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in two] for two in SWITCHES.values()]
+    return [plan_switch(shape, source, target) for source, target in layouts]
 
 
 def executor_of(setting: Setting, source: Any, target: Any) -> Any:

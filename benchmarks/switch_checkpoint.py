@@ -159,20 +159,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from megatron.core import dist_checkpointing
 
     from benchmarks.switch import Setting, held, start
-    from megatron_ext.params import Layout
+    from megatron_ext.params import Layout, Placement
 
     start()
     layers, hidden, vocab = options.sizes
     shape = Setting(layers=layers, hidden=hidden, vocab=vocab, pairs=1, warmup=0).shape()
     dp, tp, pp = map(int, options.layout.split(","))
     layout, rank = Layout(dp=dp, tp=tp, pp=pp), dist.get_rank()
-    expected = held(shape, layout, rank)
-    results = {name: torch.zeros_like(value) for name, value in expected.items()}
+    placed = Placement(shape, layout).on_rank(rank)
+    results = {each.name: torch.zeros(each.slice.local_shape, dtype=shape.dtype) for each in placed}
     loaded = dist_checkpointing.load(sharded_state(shape, layout, rank, results), options.folder)
     dist.barrier()
     if rank == 0:
         print(LOADED, flush=True)
-    require_loaded(loaded, sharded_state(shape, layout, rank, expected))
+    require_loaded(loaded, sharded_state(shape, layout, rank, held(shape, layout, rank)))
     return 0
 
 

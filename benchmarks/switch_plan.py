@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import ALGORITHMS, PRESETS, StrategyList, measure_plan, plan_switch, read_strategies
 from megatron_ext.params import GptShape
 
@@ -40,7 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ranks in options.ranks:
         slowest = 0.0
         for texts in CHAINS[ranks]:
-            chosen = read_strategies(texts, shape=shape)
+            try:
+                chosen = read_strategies(texts, shape=shape)
+            except UserError as error:
+                parser().error(f"--model {options.model}, --ranks {ranks}: {error}")
             seconds = [_seconds(shape, chosen, options.algorithm) for _ in range(options.repeats)]
             median = statistics.median(seconds)
             slowest = max(slowest, median)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
 from benchmarks.switch import RANKS, measure_by_turns, slowest
+from megatron_ext.hot_switch.messages import DEFAULT_SIZES
 from tests.support.distributed import run_ranks
 
 SIZES = [1 << power for power in (10, 12, 14, 15, 16, 17, 18, 20)]
@@ -101,11 +102,20 @@ def _exchange_packed(incoming: _Parts, outgoing: _Parts) -> None:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    chunk = DEFAULT_SIZES["gloo"].chunk_bytes
     found.add_argument("--pairs", type=at_least(1), default=15, help="measured pairs (15)")
-    found.add_argument("--total-bytes", type=at_least(SIZES[-1]), default=8 << 20, help="for each peer (8 MiB)")
-    found.add_argument("--chunk-bytes", type=at_least(SIZES[-1]), default=1 << 20, help="of packed messages (1 MiB)")
+    found.add_argument("--total-bytes", type=_bytes, default=8 << 20, help="for each peer (8 MiB)")
+    packed = f"of packed messages ({chunk >> 20} MiB, as in a switch)"
+    found.add_argument("--chunk-bytes", type=_bytes, default=chunk, help=packed)
     add_report_option(found)
     return found
+
+
+def _bytes(text: str) -> int:
+    """Return a number of bytes that parts of every size add up to."""
+    if not text.isdecimal() or int(text) == 0 or int(text) % SIZES[-1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a multiple of {SIZES[-1]}")
+    return int(text)
 
 
 if __name__ == "__main__":

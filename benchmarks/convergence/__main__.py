@@ -30,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     study = Study(
         output=options.output.resolve(), iterations=options.iterations, evaluation=options.evaluation_interval
     )
+    if options.noise_seeds and study.noise_problem is not None:
+        parser().error(f"{study.noise_problem}; make no runs with noise (--noise-seeds without a number)")
     prepare_corpus(study)
     make_missing(study, options.methods, options.seeds, options.noise_seeds)
     report_on(study, options.seeds, options.noise_seeds, options.json)
@@ -57,8 +59,8 @@ def report_on(study: Study, seeds: Sequence[int], noise_seeds: Sequence[int], js
     """Print the tables, write results.json and the pictures, from the runs that are finished."""
     results = finished_runs(study, all_runs(study, seeds, noise_seeds))
     print()
-    cases = compare(study, results, seeds) + noise_cases(study, results, noise_seeds)
     write(study, results, study.output / "results.json")
+    cases = compare(study, results, seeds) + noise_cases(study, results, noise_seeds)
     draw_convergence(study, results, seeds, study.output / "convergence.png")
     for seed in noise_seeds:
         pairs = {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.settings import VOCABULARY, WORKERS, Noise, Run, Study
@@ -18,18 +20,16 @@ from megatron_ext.local_sgd.round_log import read_rounds
 from tests.support.pretrain import run_pretrain
 
 __all__ = [
-    "TIMEOUT_SECONDS",
     "VALIDATION",
     "Measured",
     "count_parameters",
+    "digest_of",
     "finished",
     "finished_runs",
     "keep",
     "make",
     "make_missing_of",
 ]
-
-TIMEOUT_SECONDS = 3600.0
 
 VALIDATION = re.compile(r"validation loss at iteration (\d+).*lm loss value: ([\d.E+-]+)")
 
@@ -40,6 +40,9 @@ class Measured:
 
     arguments: list[str]
     """The command line of examples/pretrain_gpt.py; a run that would have another one is made again."""
+
+    corpus: str = ""
+    """Of the corpus, see `digest_of`; likewise."""
 
     noise: list[int] = field(default_factory=list)
     """`Noise.what` of a noisy run; likewise."""
@@ -73,8 +76,16 @@ def finished(study: Study, run: Run) -> Measured | None:
     content = json.loads(file.read_text(encoding="utf-8"))
     content["validation"] = {int(at): loss for at, loss in content["validation"].items()}
     measured = Measured(**content)
-    same = measured.arguments == study.arguments(run) and measured.noise == _noise(study, run)
-    return measured if same else None
+    wanted = study.arguments(run), digest_of(study.corpus), _noise(study, run)
+    return measured if (measured.arguments, measured.corpus, measured.noise) == wanted else None
+
+
+def digest_of(corpus: Path) -> str:
+    """Return the SHA-256 of a tokenized corpus, which is made anew where Python's sources have changed; "" for none."""
+    if not corpus.with_suffix(".bin").exists():
+        return ""
+    with corpus.with_suffix(".bin").open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def finished_runs(study: Study, runs: Sequence[Run]) -> dict[Run, Measured]:
@@ -103,10 +114,11 @@ def make(study: Study, run: Run) -> Measured:
         WORKERS,
         probe=count_parameters,
         before=[partial(feed_noise, study.noise)] if run.noisy else [],
-        timeout=TIMEOUT_SECONDS,
+        timeout=study.timeout,
     )
     measured = Measured(
         arguments=arguments,
+        corpus=digest_of(study.corpus),
         noise=_noise(study, run),
         parameters=outcomes[0].record.probe,
         seconds=time.monotonic() - begin,

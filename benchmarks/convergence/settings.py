@@ -196,6 +196,24 @@ class Study:
         return self.iterations // 4
 
     @property
+    def timeout(self) -> float:
+        """Seconds after which a run is taken to hang."""
+        return max(3600.0, 7.0 * self.iterations)
+
+    @property
+    def noise_problem(self) -> str | None:
+        """Why noise says nothing in runs of this length; None when it does."""
+        noise = self.noise
+        settled = self.warmup + int(str(EDIT.options["local_sgd_ewma_warmup_steps"])) * noise.interval
+        if settled > noise.first:
+            return f"there is noise after {noise.first} iterations, but detectors have settled after {settled} only"
+        if noise.recovered > self.iterations:
+            return f"workers have to recover from the noise until iteration {noise.recovered}, after the end"
+        if noise.end // self.evaluation * self.evaluation <= noise.first:
+            return f"there is no evaluation while there is noise, in iterations {noise.first + 1} to {noise.end}"
+        return None
+
+    @property
     def corpus(self) -> Path:
         """Prefix of the tokenized corpus."""
         return self.output / "corpus" / "stdlib"

@@ -4,8 +4,9 @@
     python -m benchmarks.spes_convergence [--json FILE]
 
 Trains a mixture of 16 experts (1.4 M parameters) on the source code of Python's standard library with
-examples/pretrain_gpt.py: as one job, and as four peers that own four experts each and meet at a sync server. A run that
-is finished is not made again, so the study can be interrupted, and made seed by seed. docs/spes.md tells what came out.
+examples/pretrain_gpt.py: as one job, and as four peers that meet at a sync server and own four experts each, or more,
+or all, from the beginning or after a centralized start (`--methods`). A run that is finished is not made again, so the
+study can be interrupted, and made seed by seed. docs/spes.md tells what came out.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from benchmarks.convergence.results import compare, write
 from benchmarks.convergence.runs import finished_runs, make_missing_of
 from benchmarks.convergence.settings import Run
 from benchmarks.spes_convergence.runs import make
-from benchmarks.spes_convergence.settings import METHODS, SpesStudy
+from benchmarks.spes_convergence.settings import INTERVAL, METHODS, SpesStudy
 from tests.support.distributed import REPOSITORY
+
+_STEP = 10 * INTERVAL
+"""Iterations of which three tenths, a centralized start, are a whole number of intervals."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,9 +94,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _iterations(text: str) -> int:
-    """Return a number of iterations with which the last interval ends, and an evaluation comes."""
-    if not text.isdecimal() or int(text) == 0 or int(text) % SpesStudy.evaluation:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a multiple of {SpesStudy.evaluation}, such as 2000")
+    """Return a number of iterations with which an interval ends, as with three tenths of it, and an evaluation comes.
+
+    Peers have the same weights only where an interval has ended.
+    """
+    if not text.isdecimal() or int(text) == 0 or int(text) % _STEP:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a multiple of {_STEP}, such as 2000")
     return int(text)
 
 

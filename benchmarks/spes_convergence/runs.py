@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.convergence.runs import TIMEOUT_SECONDS, VALIDATION, Measured, count_parameters, keep
+from benchmarks.convergence.runs import VALIDATION, Measured, count_parameters, digest_of, keep
 from benchmarks.convergence.settings import Run
 from benchmarks.spes_convergence.settings import RANKS, SpesStudy
 from benchmarks.spes_peers import server_of
@@ -32,6 +32,7 @@ def make(study: SpesStudy, run: Run) -> Measured:
         raise RuntimeError(f"{run.name}: the peers' validation losses differ: {found}")
     measured = Measured(
         arguments=study.arguments(run),
+        corpus=digest_of(study.corpus),
         parameters=jobs[0][0].record.probe,
         seconds=time.monotonic() - begin,
         training=[job[0].losses for job in jobs],
@@ -46,7 +47,7 @@ def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
     """Return the ranks of every job of a run."""
     settings = study.server(run.method)
     if settings is None:
-        return [run_pretrain(study.command(run), RANKS, probe=count_parameters, timeout=TIMEOUT_SECONDS)]
+        return [run_pretrain(study.command(run), RANKS, probe=count_parameters, timeout=study.timeout)]
     with (
         tempfile.TemporaryDirectory() as folder,
         _started(study, run) as start,
@@ -59,7 +60,7 @@ def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
                 study.command(run, peer, server.address, start),
                 1,
                 probe=count_parameters,
-                timeout=TIMEOUT_SECONDS,
+                timeout=study.timeout,
             )
             for peer in range(study.peers)
         ]
@@ -71,7 +72,7 @@ def _started(study: SpesStudy, run: Run) -> Iterator[str]:
     """Give the folder of a centralized start's checkpoint, where the run has one."""
     with tempfile.TemporaryDirectory() as folder:
         if study.is_started(run.method):
-            run_pretrain(study.start_command(run, folder), RANKS, timeout=TIMEOUT_SECONDS)
+            run_pretrain(study.start_command(run, folder), RANKS, timeout=study.timeout)
         yield folder
 
 

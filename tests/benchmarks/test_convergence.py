@@ -81,6 +81,11 @@ def test_a_finished_run_is_not_made_again_unless_its_settings_changed(study, cap
     assert {file: file.stat().st_mtime_ns for file in (study.output / "runs").iterdir()} == before
     other = dataclasses.replace(study, overrides={**TOY, "lr": 1e-2})
     assert finished(other, Run(method=GUARDED, seed=7)) is None
+    # As Python's own sources do that are the corpus.
+    study.corpus.parent.mkdir()
+    study.corpus.with_suffix(".bin").write_bytes(b"changed")
+    assert finished(study, Run(method=GUARDED, seed=7)) is None
+    study.corpus.with_suffix(".bin").unlink()
     other = dataclasses.replace(study, noise=dataclasses.replace(NOISE, steps=4))
     assert finished(other, Run(method=GUARDED, seed=7)) is not None
     assert finished(other, Run(method=GUARDED, seed=7, noisy=True)) is None
@@ -158,6 +163,22 @@ def test_a_length_at_which_intervals_do_not_end_is_refused(number, capsys):
         study_main.main(["--iterations", number])
     assert f"argument --iterations: {number!r}: give a multiple of 256" in capsys.readouterr().err
     assert study_main.parser().parse_args(["--iterations", "2048"]).iterations == 2048
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--iterations", "256"], "workers have to recover from the noise until iteration 368, after the end"),
+        (["--iterations", "1024"], "noise after 302 iterations, but detectors have settled after 416 only"),
+        (["--evaluation-interval", "368"], "no evaluation while there is noise, in iterations 303 to 352"),
+    ],
+)
+def test_noise_of_which_nothing_could_be_said_is_refused_before_any_run(options, problem, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        study_main.main([*options, "--output", str(tmp_path / "study")])
+    said = capsys.readouterr().err
+    assert problem in said and "make no runs with noise (--noise-seeds without a number)" in said
+    assert not (tmp_path / "study").exists()
 
 
 @pytest.mark.parametrize("number", ["0", "15", "-16", "often"])

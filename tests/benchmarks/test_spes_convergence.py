@@ -81,3 +81,10 @@ def test_every_method_sees_the_same_tokens_and_ends_with_a_round(tmp_path: Path,
             first = study.start if method.started else 0
             assert (study.iterations - first) % interval == (study.evaluation - first) % interval == 0
     assert len(tokens) == len(validated) == 1
+
+
+@pytest.mark.parametrize("number", ["0", "600", "-500", "many"])
+def test_a_length_at_which_peers_differ_is_refused(number: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        study_main.main(["--iterations", number])
+    assert f"argument --iterations: {number!r}: give a multiple of 500" in capsys.readouterr().err
