@@ -13,7 +13,7 @@
 # INSECURE=1 in a network where nobody else is. All variables of run_parameter_server.sh and run_single_node.sh apply, but
 # MERGE_ALPHA_START is 0.05 and MERGE_DECAY_STEPS 20000, as in the paper's 9B run, and MASTER_PORT, which launchers of a whole
 # cluster set, is called PEER_MASTER_PORT. The server ends when the last peer has left, or when its own node's peer is done and
-# nothing was heard of another for WAIT_SECONDS (14400).
+# nothing was heard of another for WAIT_SECONDS (86400), which is to be longer than their rounds are apart.
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
@@ -137,7 +137,7 @@ own, begin = sys.argv[1], float(sys.argv[2])
 peers = [peer for run in json.load(sys.stdin)["runs"] for peer in run["peers"] if peer["peer"] != own]
 heard = max([begin, *(peer["last_seen"] or 0 for peer in peers)])
 print(len(peers), max(0, int(time.time() - heard)), ", ".join(peer["peer"] for peer in peers))'
-begin="$(date +%s)"
+begin="$(date +%s)" answered="$(date +%s)"
 others() {
     local answer
     answer="$(python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}")" &&
@@ -149,7 +149,9 @@ say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 alone=0 awaited=""
 while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
     # A server too busy to answer has not said that nobody is there.
-    read -r left silent names <<<"$(others "$( ((status == 0)) || echo "node$RANK")" || echo unknown 0)"
+    now="$(date +%s)"
+    read -r left silent names <<<"$(others "$( ((status == 0)) || echo "node$RANK")" || echo unknown $((now - answered)))"
+    [[ $left == unknown ]] || answered="$now"
     if [[ $left == 0 ]] && has_met; then
         alone=$((alone + 1))
     else
@@ -159,7 +161,7 @@ while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
         awaited="${names:-}"
         [[ -z $awaited ]] || say "the server goes on until $awaited are done; \`server evict\` removes one that will not come back"
     fi
-    if ((silent >= ${WAIT_SECONDS:-14400})); then
+    if ((silent >= ${WAIT_SECONDS:-86400})); then
         say "nothing was heard of ${awaited:-any other peer} for $silent s (WAIT_SECONDS): ending the server, whose state stays in" \
             "$STATE_DIR"
         exit $((status ? status : 1))
