@@ -5,7 +5,8 @@
 
 Trains a GPT of 1.0 M parameters on the functions and classes of Python's standard library, four processes each. Both
 sides keep documents apart in attention and positions; which documents meet in a step, and how long ones are cut,
-differs. A run that is finished is not made again. docs/hot-switch.md tells what came out.
+differs. Both are validated by both: on packed rows, which begin anywhere in a document, and on documents that begin at
+their beginning. A run that is finished is not made again. docs/hot-switch.md tells what came out.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import importlib.util
 import re
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.common import add_report_option, print_table, report
+from benchmarks.common import Case, add_report_option, print_table, report
 from benchmarks.convergence.results import compare
 from benchmarks.convergence.runs import (
     VALIDATION,
@@ -34,7 +36,7 @@ from benchmarks.convergence.runs import (
 )
 from benchmarks.convergence.settings import MODEL, TRAINING, Method, Run, Study
 from tests.support.distributed import REPOSITORY
-from tests.support.presets import Options, toy_gpt
+from tests.support.presets import Options, command_line, toy_gpt
 from tests.support.pretrain import run_pretrain
 
 RANKS = 4
@@ -61,6 +63,9 @@ HOT = Method(
     goal=1.02,
 )
 
+HELD_OUT = 0.05
+"""Part of the documents, the last ones, that Megatron splits off for validation."""
+
 _STOCK_TOKENS = 8177
 """Predicted in a packed step: what follows the end of a document, 550 tokens long on average, does not count."""
 
@@ -85,6 +90,11 @@ class HotSwitchStudy(Study):
         """Prefix of the tokenized corpus."""
         return self.output / "corpus" / "functions"
 
+    @property
+    def held_out(self) -> Path:
+        """Prefix of the documents of it that nobody trains on, cut and padded to rows of their own."""
+        return self.output / "corpus" / "held_out"
+
     def arguments(self, run: Run) -> list[str]:
         """Return the command line of examples/pretrain_gpt.py."""
         is_stock = run.method is STOCK
@@ -103,8 +113,32 @@ class HotSwitchStudy(Study):
             "reset_position_ids": True,
             "reset_attention_mask": True,
             "eod_mask_loss": True,
+            "make_vocab_size_divisible_by": 2,  # as home's tensor parallelism wants it
         }
         return toy_gpt(MODEL, TRAINING, when, self.data, rows, run.method.options, self.overrides)
+
+    def document_arguments(self, run: Run, rows: int, checkpoint: str) -> list[str]:
+        """Return the command line that takes the loss of held-out documents: stock Megatron's, for both sides.
+
+        Args:
+            run: what was trained.
+            rows: of held-out documents.
+            checkpoint: its folder.
+        """
+        batch = int(str(STOCK.options["global_batch_size"]))
+        evaluation: Options = {
+            "skip_train": True,
+            "train_iters": 1,
+            "data_path": str(self.held_out),
+            "split": f"1,{rows - 1},0",  # Megatron does not return from building a split without documents
+            "eval_iters": max(1, (rows - 1) // batch),
+            "eval_global_batch_size": batch,
+            "load": checkpoint,
+            "finetune": True,
+            "no_load_optim": True,
+            "no_load_rng": True,
+        }
+        return self.arguments(Run(method=STOCK, seed=run.seed)) + command_line(evaluation)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,6 +157,28 @@ def prepare_corpus(study: HotSwitchStudy) -> None:
     if not study.corpus.with_suffix(".idx").exists():
         study.output.mkdir(parents=True, exist_ok=True)
         quickstart().prepare(study.output)
+    if not study.held_out.with_suffix(".idx").exists():
+        hold_out(study)
+
+
+def hold_out(study: HotSwitchStudy) -> None:
+    """Write the documents that Megatron splits off for validation into files of their own.
+
+    They are cut into pieces like those of hot switching, and each is filled up to the length of a row with ends of
+    documents, for which no loss is taken: so rows begin where pieces do.
+    """
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+
+    corpus = IndexedDataset(str(study.corpus))
+    builder = IndexedDatasetBuilder(f"{study.held_out}.bin", dtype=corpus.index.dtype)
+    for number in range(round((1 - HELD_OUT) * len(corpus)), len(corpus)):
+        tokens = torch.tensor(corpus[number].astype("int64"))
+        for piece in tokens.split(CONTEXT - 1):
+            row = torch.full((CONTEXT,), int(tokens[-1]))
+            row[: len(piece)] = piece
+            builder.add_document(row, [CONTEXT])
+    builder.finalize(f"{study.held_out}.idx")
 
 
 def quickstart() -> ModuleType:
@@ -140,7 +196,10 @@ def make(study: HotSwitchStudy, run: Run) -> Measured:
     """Train, and write down what was measured once all is known."""
     begin = time.monotonic()
     arguments = study.arguments(run)
-    outcomes = run_pretrain(arguments, RANKS, probe=count_parameters, timeout=study.timeout)
+    with tempfile.TemporaryDirectory() as folder:
+        saves = command_line({"save": folder, "save_interval": int(arguments[arguments.index("--train-iters") + 1])})
+        outcomes = run_pretrain(arguments + saves, RANKS, probe=count_parameters, timeout=study.timeout)
+        documents = loss_of_documents(study, run, folder)
     log = outcomes[-1].stdout  # Megatron prints on the last rank
     measured = Measured(
         arguments=arguments,
@@ -151,9 +210,19 @@ def make(study: HotSwitchStudy, run: Run) -> Measured:
         training=[outcomes[-1].losses],
         validation={int(at): float(loss) for at, loss in VALIDATION.findall(log)},
         rounds=[{"tokens": int(tokens)} for tokens in _TOKENS.findall(log)],
+        documents=documents,
     )
     keep(study, run, measured)
     return measured
+
+
+def loss_of_documents(study: HotSwitchStudy, run: Run, checkpoint: str) -> float:
+    """Return the mean loss of held-out documents under a checkpoint's weights."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    words = study.document_arguments(run, len(IndexedDataset(str(study.held_out))), checkpoint)
+    ((_, loss),) = VALIDATION.findall(run_pretrain(words, RANKS, timeout=study.timeout)[-1].stdout)
+    return float(loss)
 
 
 def report_on(study: HotSwitchStudy, wanted: Sequence[Run], seeds: Sequence[int], json_file: Path | None) -> None:
@@ -161,16 +230,23 @@ def report_on(study: HotSwitchStudy, wanted: Sequence[Run], seeds: Sequence[int]
     results = finished_runs(study, wanted)
     print()
     cases = compare(study, results, seeds)
+    both = [[results.get(Run(method=method, seed=seed)) for method in (STOCK, HOT)] for seed in seeds]
+    ratios = [hot.documents / stock.documents for stock, hot in both if stock and hot]
+    if ratios:
+        value = statistics.median(ratios)
+        cases.append(
+            Case(case="hot_documents_loss_ratio", value=value, unit="ratio", goal=HOT.goal, direction="lower")
+        )
     rows = []
     for run, measured in results.items():
         tokens = [entry["tokens"] for entry in measured.rounds] or [_STOCK_TOKENS]
         curve = [f"{measured.validation[at]:.3f}" for at in sorted(measured.validation)]
         predicted = statistics.mean(tokens) * max(measured.validation)
-        rows.append((run.method.title, str(run.seed), f"{predicted:,.0f}", *curve))
+        rows.append((run.method.title, str(run.seed), f"{predicted:,.0f}", *curve, f"{measured.documents:.3f}"))
     steps = {run.method: sorted(measured.validation)[:-1] for run, measured in results.items()}
     points = [" / ".join(map(str, at)) for at in zip(*steps.values(), strict=True)]
     print()
-    print_table(("method", "seed", "tokens", *(f"after {at}" for at in points), "at the end"), rows)
+    print_table(("method", "seed", "tokens", *(f"after {at}" for at in points), "at the end", "documents"), rows)
     print()
     report(cases, json_file)
 

@@ -62,6 +62,9 @@ class Measured:
     rounds: list[dict[str, Any]]
     """The lines of the round log."""
 
+    documents: float | None = None
+    """Loss at the end on held-out documents of their own length, in studies that ask for it."""
+
     @property
     def final(self) -> float:
         """The validation loss at the end."""

@@ -19,7 +19,7 @@ def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys:
     texts = tmp_path / "texts"
     texts.mkdir()
     for number in range(40):
-        (texts / f"{number}.txt").write_text("def f():\n    return 1\n" * (number + 1))
+        (texts / f"{number}.txt").write_text("def f():\n    return 1\n" * 8 * (number + 1))
     study = HotSwitchStudy(output=tmp_path / "study", iterations=2, evaluation=1, overrides=TOY)
     make(texts, study.corpus)
     study_main.prepare_corpus(study)  # finds it made
@@ -29,10 +29,14 @@ def test_the_report_compares_both_sides_and_their_tokens(tmp_path: Path, capsys:
     assert stock["validation"].keys() == hot["validation"].keys() == {"1", "2"}
     # Of Megatron's index files, which are named after all that decides which rows there are.
     rows = [file.read_text() for file in (study.output / "index-cache").rglob("*description.txt")]
-    assert sum('"index_split": "valid"' in text for text in rows) == 1, rows
+    assert sum('"index_split": "valid"' in text and str(study.corpus) in text for text in rows) == 1, rows
     assert stock["rounds"] == [] and len(hot["rounds"]) == len(hot["training"][0]) == 2
     study_main.report_on(study, runs, [7], tmp_path / "report.json")
-    (case,) = read_cases(tmp_path / "report.json").values()
+    case, documents = read_cases(tmp_path / "report.json").values()
+    assert documents["case"] == "hot_documents_loss_ratio"
+    assert documents["value"] == pytest.approx(hot["documents"] / stock["documents"])
+    # Weights that stay as they are have seen nothing of either kind of text yet.
+    assert stock["documents"] == pytest.approx(stock["validation"]["2"], rel=0.1)
     assert (case["case"], case["goal"]) == ("hot_loss_ratio", 1.02)
     assert case["value"] == pytest.approx(hot["validation"]["2"] / stock["validation"]["2"])
     assert "at the end" in capsys.readouterr().out
