@@ -301,7 +301,7 @@ def test_the_server_of_a_cluster_does_not_wait_for_ever_for_a_peer_that_is_gone(
         code, output = cluster.finish(60.0)
     # Its own peer has trained to the end.
     assert code == 1 and "the server goes on until node1 are done; `server evict` removes one" in output, output
-    assert re.search(r"nothing was heard of node1 for \d s \(WAIT_SECONDS\): ending the server, whose state", output)
+    assert re.search(r"nothing was heard of node1 for \d+ s \(WAIT_SECONDS\): ending the server, whose state", output)
 
 
 def test_a_server_that_dies_while_others_train_is_a_failure(desk: Desk) -> None:

@@ -40,8 +40,9 @@ run_experiment() {
     fi
     mkdir -p "$OUTPUT"
     echo "== $name; log in $OUTPUT/$name.log"
+    : >"$OUTPUT/$name.log"
     # Not in the foreground: this shell would end without it.
-    "$script" "$@" &>"$OUTPUT/$name.log" &
+    "$script" "$@" &>>"$OUTPUT/$name.log" &
     EXPERIMENT=$!
     tail --lines=+1 --follow --pid="$EXPERIMENT" --sleep-interval=0.2 "$OUTPUT/$name.log"
     wait "$EXPERIMENT"
