@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     setting = setting_of(options)
     try:
-        plans_of(setting)
+        require_fit(setting)
     except UserError as error:
         parser().error(f"--layers, --hidden, --vocab: {error}")
     print(f"{numel(setting) / 1e6:.1f} M parameters in bf16, {RANKS} processes, {options.pairs} pairs\n")
@@ -207,17 +207,17 @@ def start() -> None:
     dist.init_process_group("gloo")
 
 
-def plans_of(setting: Setting) -> list[Any]:
-    """Return the plans of all switches.
+def require_fit(setting: Setting) -> None:
+    """Check, before processes are started, that every layout can hold the model.
 
     Raises:
-        UserError: the model does not fit a layout.
+        UserError: one cannot.
     """
     from megatron_ext.hot_switch import plan_switch
     from megatron_ext.params import Layout
 
-    shape, layouts = setting.shape(), [[Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in two] for two in SWITCHES.values()]
-    return [plan_switch(shape, source, target) for source, target in layouts]
+    for switch in SWITCHES.values():
+        plan_switch(setting.shape(), *(Layout(dp=dp, tp=tp, pp=pp) for dp, tp, pp in switch))
 
 
 def executor_of(setting: Setting, source: Any, target: Any) -> Any:

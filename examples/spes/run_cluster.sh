@@ -20,6 +20,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
+
 # What of the environment run_single_node.sh takes as it is.
 OF_A_NODE=(BACKEND DATA_PATH EXTRA_ARGS MERGE_FILE MODE MODEL OUTPUT SPES_CONFIG SYNC_STEPS TRAIN_ITERS VOCAB_FILE)
 
@@ -47,7 +49,7 @@ if [[ ${1:-} == --hosts ]]; then
         # One that fails can be started again, and the others go on meanwhile.
         wait "${pids[rank]}" || {
             status=$?
-            printf '%s: the peer on %s has ended with exit code %s\n' "$(basename "$0")" "${HOSTS[rank]}" "$status" >&2
+            say "the peer on ${HOSTS[rank]} has ended with exit code $status"
         }
     done
     exit "$status"
@@ -128,8 +130,8 @@ if ((status != 0)); then
     done
     again+=("$ROOT/examples/spes/run_single_node.sh" "$RANK")
     [[ ! -f "${OUTPUT:-$ROOT/outputs/spes}/node$RANK/latest_checkpointed_iteration.txt" ]] || again+=(--resume)
-    printf '%s: this peer has failed (exit code %s); the server goes on for the others, until they have come and left. %s\n' \
-        "$(basename "$0")" "$status" "To start it again on this node:$(printf ' %q' "${again[@]}")" >&2
+    say "this peer has failed (exit code $status); the server goes on for the others, until they have come and left." \
+        "To start it again on this node:$(printf ' %q' "${again[@]}")"
 fi
 # The other peers of the server: how many, for how many seconds nothing was heard of any, and their names.
 COUNT='import json, sys, time
@@ -137,7 +139,8 @@ own, begin = sys.argv[1], float(sys.argv[2])
 peers = [peer for run in json.load(sys.stdin)["runs"] for peer in run["peers"] if peer["peer"] != own]
 heard = max([begin, *(peer["last_seen"] or 0 for peer in peers)])
 print(len(peers), max(0, int(time.time() - heard)), ", ".join(peer["peer"] for peer in peers))'
-begin="$(date +%s)" answered="$(date +%s)"
+begin="$(date +%s)"
+answered="$begin"
 others() {
     local answer
     answer="$(python -m megatron_ext.cli.main server status --json --server "$MASTER_ADDR:$PORT" "${STATUS_SECURITY[@]}")" &&
@@ -145,7 +148,6 @@ others() {
 }
 # While a peer that has failed is gone, the others may not have come yet.
 has_met() { ((status == 0 || ${TOTAL_PEERS:-4} == 1 || $(joined) > joined_before)); }
-say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 alone=0 awaited=""
 while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
     # A server too busy to answer has not said that nobody is there.

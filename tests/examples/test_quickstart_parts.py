@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +20,7 @@ from tests.support.distributed import REPOSITORY
 from tests.support.presets import LAYOUTS, toy_gpt
 from tests.support.pretrain import run_pretrain
 from tests.support.processes import is_running
+from tests.support.waiting import until
 
 FOLDER = REPOSITORY / "examples" / "quickstart"
 
@@ -275,13 +275,13 @@ def test_a_stage_ends_with_the_quickstart_even_when_that_is_killed(tmp_path: Pat
     code += f"stages.run_stage([sys.executable, '-c', {sleeper!r}], pathlib.Path({str(tmp_path / 'log')!r}))"
     parent = subprocess.Popen([sys.executable, "-c", code])
     try:
-        wait_until(lambda: child.exists() and child.read_text() != "")
+        until(lambda: child.exists() and child.read_text() != "", "the process that sleeps", 30.0)
         pid = int(child.read_text())
         assert is_running(pid)
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    wait_until(lambda: not is_running(pid))
+    until(lambda: not is_running(pid), f"the end of process {pid}", 30.0)
 
 
 def test_a_stage_starts_beside_threads_of_grpc(tmp_path: Path) -> None:
@@ -313,13 +313,6 @@ def test_megatrons_log_becomes_a_few_words() -> None:
     validation = " validation loss at iteration 60 | lm loss value: 2.601357E+00 | lm loss PPL: 1.348E+01 | "
     assert stages.progress(validation) == "validation loss at iteration 60: 2.601"
     assert stages.progress("Evaluating iter 1/8") is None
-
-
-def wait_until(condition: Any) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_an_output_folder_is_new_or_empty_or_that_of_the_same_quickstart(
