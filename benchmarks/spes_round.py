@@ -73,7 +73,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--hidden", type=at_least(1), default=512, help="its hidden size (512)")
     found.add_argument("--experts", type=at_least(1), default=16, help="its experts per layer (16)")
     found.add_argument("--rounds", type=at_least(1), default=3, help="measured rounds (3)")
-    found.add_argument("--warmup", type=at_least(0), default=1, help="rounds before those, not counted (1)")
+    found.add_argument("--warmup", type=at_least(0), default=3, help="rounds before those, not counted (3)")
     found.add_argument(
         "--merge-width", type=at_least(1), default=512, help="width of the experts that are merged (512)"
     )

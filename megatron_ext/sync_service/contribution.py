@@ -92,7 +92,9 @@ class Contribution:
         """
         self._catalog = catalog
         self._codec = codec
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of everything but the next two
+        self._reading = threading.Lock()
+        self._readers = 0
         self._index: dict[str, dict[_Key, _Record]] = {}
         self._coverage: dict[str, Coverage] = {}
         self._ranges: dict[str, list[_Placed] | None] = {}
@@ -277,12 +279,13 @@ class Contribution:
 
     def discard(self) -> None:
         """Refuse further frames, and remove the file."""
-        with self._lock:
+        with self._lock, self._reading:
             self._discarded = True
             # The start in fp32 is far longer than what a lossy codec makes of the rounds after it.
             is_long = os.fstat(self._file.fileno()).st_size > 2 * self._size
-            self._file.close()
-            if self._spares is None or is_long:
+            if not self._readers:
+                self._file.close()
+            if self._readers or self._spares is None or is_long:
                 self._path.unlink(missing_ok=True)
             else:
                 self._spares.keep(self._path)
@@ -290,14 +293,17 @@ class Contribution:
     @contextmanager
     def _handle(self) -> Iterator[int]:
         """Yield a handle of the file that is there until the end, should the contribution be discarded meanwhile."""
-        with self._lock:
+        with self._reading:
             if self._discarded:
                 raise Discarded
-            handle = os.dup(self._file.fileno())
+            self._readers += 1
         try:
-            yield handle
+            yield self._file.fileno()
         finally:
-            os.close(handle)
+            with self._reading:
+                self._readers -= 1
+                if self._discarded and not self._readers:
+                    self._file.close()
 
     def _take(self, frame: Frame, record: _Record) -> None:
         self._index.setdefault(frame.name, {})[_key(frame)] = replace(record, checksum=frame.checksum)

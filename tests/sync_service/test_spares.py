@@ -83,10 +83,18 @@ def test_who_reads_a_contribution_that_is_over_reads_what_was_in_it(tmp_path: Pa
     got = [next(sent)]
     used.open_round(2)
     fill(used.contribution("p", 2, CATALOG, "fp32"), 2.0)
+    assert removed_files_open() == 1
     got += sent
     assert len(got) == 4 and all(torch.equal(frame.values(), torch.ones(1024)) for frame in got)
+    assert removed_files_open() == 0
     with pytest.raises(Discarded):
         first.read(SPEC)
+
+
+def removed_files_open() -> int:
+    """Return how many contributions that are removed this process has open."""
+    links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum(link.endswith(".frames (deleted)") for link in links)
 
 
 def written(folder: Path, number: int, value: float, spares: SpareFiles) -> Snapshot:
