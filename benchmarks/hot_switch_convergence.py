@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Validation losses of hot switching and of Megatron's own packed training after as many tokens of one corpus.
+"""Validation losses of hot switching and of Megatron's own packed and padded training after as many tokens of a corpus.
 
     python -m benchmarks.hot_switch_convergence [--json FILE]
 
-Trains a GPT of 1.0 M parameters on the functions and classes of Python's standard library, four processes each. Both
-sides keep documents apart in attention and positions; which documents meet in a step, and how long ones are cut,
-differs. Both are validated by both: on packed rows, which begin anywhere in a document, and on documents that begin at
-their beginning. A run that is finished is not made again. docs/hot-switch.md tells what came out.
+Trains a GPT of 1.0 M parameters on the functions and classes of Python's standard library, four processes each. All
+keep documents apart in attention and positions. Packed rows cut documents anywhere; padded ones have one document each,
+or a piece of a long one, as hot switching has them: as many in a step, which ones differs. All are validated on packed
+rows, which begin anywhere in a document, and on documents that begin at their beginning. A run that is finished is not
+made again. docs/hot-switch.md tells what came out.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from benchmarks.common import Case, add_report_option, print_table, report
 from benchmarks.convergence.results import compare
@@ -42,21 +47,33 @@ from tests.support.pretrain import run_pretrain
 RANKS = 4
 CONTEXT = 512
 
+Tokens = npt.NDArray[np.integer]
+
 # Stock packing: rows of CONTEXT tokens, cut out of one stream of documents.
 STOCK = Method(
     name="stock",
     title="Megatron, packed",
     options={"micro_batch_size": 4, "global_batch_size": 16, "eval_iters": 9},
 )
+_BY_PIECE: Options = {
+    "micro_batch_size": 1,
+    "global_batch_size": 25,  # documents, or pieces of CONTEXT tokens of longer ones
+    "eval_global_batch_size": 24,
+    "eval_iters": 6,  # on 144 rows, as packed training
+    "calculate_per_token_loss": True,
+}
+# Rows of one document or piece each, filled up. Processes split the model as home does for hot switching, because 25
+# rows cannot be shared out among four: so the initial weights are the same, too.
+PADDED = Method(
+    name="padded",
+    title="Megatron, padded",
+    options={**_BY_PIECE, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
+)
 HOT = Method(
     name="hot",
     title="hot switching",
     options={
-        "micro_batch_size": 1,
-        "global_batch_size": 25,  # documents, or pieces of CONTEXT tokens of longer ones
-        "eval_global_batch_size": 24,
-        "eval_iters": 6,  # on 144 rows, as the other side
-        "calculate_per_token_loss": True,
+        **_BY_PIECE,
         "hot_switch_strategies": ["1,2,2", "4,1,1", "2,2,1"],
         "hot_switch_bucket_sizes": [CONTEXT, 256, 128, 0],
     },
@@ -66,11 +83,11 @@ HOT = Method(
 HELD_OUT = 0.05
 """Part of the documents, the last ones, that Megatron splits off for validation."""
 
-_STOCK_TOKENS = 8177
-"""Predicted in a packed step: what follows the end of a document, 550 tokens long on average, does not count."""
+_TOKENS_OF = {STOCK: 8177, PADDED: 8237}
+"""Predicted in a step: what follows the end of a document, 550 tokens long on average, does not count."""
 
-_HOT_STEPS = 0.99
-"""Of hot switching for a packed one: a piece has 330 tokens to predict on average."""
+_STEPS_BY_PIECE = 0.99
+"""For a packed one: a piece has 330 tokens to predict on average."""
 
 _TOKENS = re.compile(r"iteration +\d+/.*tokens: (\d+)")
 
@@ -81,9 +98,9 @@ class HotSwitchStudy(Study):
 
     iterations: int = 200
     evaluation: int = 50
-    """Steps of hot switching between evaluations."""
+    """Steps between evaluations where they are made of pieces."""
 
-    methods: tuple[Method, ...] = (STOCK, HOT)
+    methods: tuple[Method, ...] = (STOCK, PADDED, HOT)
 
     @property
     def corpus(self) -> Path:
@@ -95,15 +112,25 @@ class HotSwitchStudy(Study):
         """Prefix of the documents of it that nobody trains on, cut and padded to rows of their own."""
         return self.output / "corpus" / "held_out"
 
+    @property
+    def padded(self) -> Path:
+        """Prefix of the other documents, padded to whole rows."""
+        return self.output / "corpus" / "padded"
+
+    @property
+    def validation(self) -> Path:
+        """Prefix of the documents that nobody trains on as they are: what Megatron splits off `corpus`."""
+        return self.output / "corpus" / "validation"
+
     def arguments(self, run: Run) -> list[str]:
         """Return the command line of examples/pretrain_gpt.py."""
         is_stock = run.method is STOCK
-        # Megatron takes other rows for every evaluation, and shuffles them by how many there are in all: both sides
+        # Megatron takes other rows for every evaluation, and shuffles them by how many there are in all: all methods
         # have the same only where their evaluations are as many.
         when: Options = {
             "seed": run.seed,
-            "train_iters": self.iterations if is_stock else round(_HOT_STEPS * self.iterations),
-            "eval_interval": round(self.evaluation / _HOT_STEPS) if is_stock else self.evaluation,
+            "train_iters": self.iterations if is_stock else round(_STEPS_BY_PIECE * self.iterations),
+            "eval_interval": round(self.evaluation / _STEPS_BY_PIECE) if is_stock else self.evaluation,
             "log_interval": 1,
         }
         rows: Options = {
@@ -115,10 +142,14 @@ class HotSwitchStudy(Study):
             "eod_mask_loss": True,
             "make_vocab_size_divisible_by": 2,  # for each tensor parallel rank: 258 rows and 260, of which 257 are used
         }
-        return toy_gpt(MODEL, TRAINING, when, self.data, rows, run.method.options, self.overrides)
+        data = self.data
+        if run.method is PADDED:
+            files: Options = {"train_data_path": str(self.padded), "valid_data_path": str(self.validation)}
+            data = {**data, "data_path": None, "split": None, **files}
+        return toy_gpt(MODEL, TRAINING, when, data, rows, run.method.options, self.overrides)
 
     def document_arguments(self, run: Run, rows: int, checkpoint: str) -> list[str]:
-        """Return the command line that takes the loss of held-out documents: stock Megatron's, for both sides.
+        """Return the command line that takes the loss of held-out documents: stock Megatron's, for all methods.
 
         Args:
             run: what was trained.
@@ -154,31 +185,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def prepare_corpus(study: HotSwitchStudy) -> None:
     """Cut the standard library into functions and classes, and tokenize them, unless that was done."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
     if not study.corpus.with_suffix(".idx").exists():
         study.output.mkdir(parents=True, exist_ok=True)
         quickstart().prepare(study.output)
-    if not study.held_out.with_suffix(".idx").exists():
-        hold_out(study)
-
-
-def hold_out(study: HotSwitchStudy) -> None:
-    """Write the documents that Megatron splits off for validation into files of their own.
-
-    They are cut into pieces like those of hot switching, and each is filled up to the length of a row with ends of
-    documents, for which no loss is taken: so rows begin where pieces do.
-    """
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-
     corpus = IndexedDataset(str(study.corpus))
-    builder = IndexedDatasetBuilder(f"{study.held_out}.bin", dtype=corpus.index.dtype)
-    for number in range(round((1 - HELD_OUT) * len(corpus)), len(corpus)):
-        tokens = torch.tensor(corpus[number].astype("int64"))
-        for piece in tokens.split(CONTEXT - 1):
-            row = torch.full((CONTEXT,), int(tokens[-1]))
-            row[: len(piece)] = piece
-            builder.add_document(row, [CONTEXT])
-    builder.finalize(f"{study.held_out}.idx")
+    documents = [corpus[number] for number in range(len(corpus))]
+    first = round((1 - HELD_OUT) * len(documents))
+    forms: dict[Path, Iterable[Tokens]] = {
+        study.held_out: (row for tokens in documents[first:] for row in rows_of_pieces(tokens)),
+        study.padded: map(whole_rows, documents[:first]),
+        study.validation: documents[first:],
+    }
+    for prefix, some in forms.items():
+        index = prefix.with_suffix(".idx")
+        if not index.exists() or index.stat().st_mtime < study.corpus.with_suffix(".idx").stat().st_mtime:
+            write_documents(prefix, some, corpus.index.dtype)
+
+
+def write_documents(prefix: Path, documents: Iterable[Tokens], kind: Any) -> None:
+    """Write documents as Megatron reads them."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=kind)
+    for tokens in documents:
+        builder.add_document(tokens, [len(tokens)])
+    builder.finalize(f"{prefix}.idx")
+
+
+def rows_of_pieces(tokens: Tokens) -> list[Tokens]:
+    """Return a document cut into pieces, each filled up to a row: none is predicted into the next one."""
+    pieces = [tokens[at : at + CONTEXT - 1] for at in range(0, len(tokens), CONTEXT - 1)]
+    return [whole_rows(np.append(piece, tokens[-1])) for piece in pieces]
+
+
+def whole_rows(tokens: Tokens) -> Tokens:
+    """Return a document filled up to whole rows with its end, behind which no loss is taken."""
+    return np.pad(tokens, (0, -len(tokens) % CONTEXT), constant_values=tokens[-1])
 
 
 def quickstart() -> ModuleType:
@@ -229,22 +273,30 @@ def report_on(study: HotSwitchStudy, wanted: Sequence[Run], seeds: Sequence[int]
     """Print the tables, from the runs that are finished."""
     results = finished_runs(study, wanted)
     print()
-    cases = compare(study, results, seeds)
-    both = [[results.get(Run(method=method, seed=seed)) for method in (STOCK, HOT)] for seed in seeds]
-    ratios = [hot.documents / stock.documents for stock, hot in both if stock and hot]
-    if ratios:
-        value = statistics.median(ratios)
-        cases.append(
-            Case(case="hot_documents_loss_ratio", value=value, unit="ratio", goal=HOT.goal, direction="lower")
-        )
+    compare(study, results, seeds)
+    cases = []
+    for reference in (STOCK, PADDED):
+        both = [[results.get(Run(method=method, seed=seed)) for method in (HOT, reference)] for seed in seeds]
+        pairs = [(hot, other) for hot, other in both if hot and other]
+        cases += [
+            Case(
+                case=f"hot_over_{reference.name}_{what}",
+                value=statistics.median(getattr(hot, of) / getattr(other, of) for hot, other in pairs),
+                unit="ratio",
+                goal=HOT.goal,
+                direction="lower",
+            )
+            for what, of in (("loss", "final"), ("documents_loss", "documents"))
+            if pairs
+        ]
     rows = []
     for run, measured in results.items():
-        tokens = [entry["tokens"] for entry in measured.rounds] or [_STOCK_TOKENS]
+        tokens = [entry["tokens"] for entry in measured.rounds] or [_TOKENS_OF[run.method]]
         curve = [f"{measured.validation[at]:.3f}" for at in sorted(measured.validation)]
         predicted = statistics.mean(tokens) * max(measured.validation)
         rows.append((run.method.title, str(run.seed), f"{predicted:,.0f}", *curve, f"{measured.documents:.3f}"))
-    steps = {run.method: sorted(measured.validation)[:-1] for run, measured in results.items()}
-    points = [" / ".join(map(str, at)) for at in zip(*steps.values(), strict=True)]
+    steps = {tuple(sorted(measured.validation)[:-1]) for measured in results.values()}
+    points = [" / ".join(map(str, sorted(set(at)))) for at in zip(*steps, strict=True)]
     print()
     print_table(("method", "seed", "tokens", *(f"after {at}" for at in points), "at the end", "documents"), rows)
     print()
@@ -258,7 +310,7 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of both sides (1 2 3)")
+    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of all methods (1 2 3)")
     found.add_argument(
         "--output",
         type=Path,
