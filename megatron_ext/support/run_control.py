@@ -31,6 +31,7 @@ RUN_CONTROL = (
     option(
         "--moe-expert-rank-capacity-factor",
         local_sgd=refused("all ranks are asked in every step whether one has overflowed"),
+        hot_switch=refused("which tokens are dropped would depend on the strategies"),
     ),
     option(
         "--sft",

@@ -20,6 +20,7 @@ NOT_WITH_IT = {
     "moe_aux_loss_coeff": 0.01,
     "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"],
     "moe_expert_capacity_factor": 1.0,
+    "moe_expert_rank_capacity_factor": 1.0,
     "hierarchical_context_parallel_sizes": [1, 1],
     "num_virtual_stages_per_pipeline_rank": 2,
     "decoder_first_pipeline_num_layers": 1,
@@ -130,7 +131,7 @@ CASES = {
             f"{option} is not supported with hot switching: "
             for option in (
                 *("--softmax-type", "--grad-reduce-in-bf16", "--hierarchical-context-parallel-sizes"),
-                "--moe-expert-capacity-factor",
+                *("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor"),
                 "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
                 *(
                     "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
