@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-STREAMS = 4
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -193,11 +192,10 @@ def peer_rounds(job: Job) -> Measured:
         peer=f"peer-{rank}",
         index=rank,
         codec=job.codec,
-        streams=STREAMS,
     )
     trained = sum(spec.numel for spec in catalog if spec.is_trained_by(rank))
     foreign = sum(spec.numel for spec in catalog if spec.owners != (rank,))
-    bare = _bare_turns(job.bare, 4 * trained, 4 * foreign) if job.bare else None
+    bare = _bare_turns(job.bare, 4 * trained, 4 * foreign, config.streams) if job.bare else None
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=generator).mul_(0.02) for name, shape in job.shapes.items()}
     found = Measured(seconds=[], bare_seconds=[], server_cpu=[], server_peak=[], wire_bytes=[])
@@ -269,12 +267,12 @@ def process_peak(pid: int) -> int:
     raise RuntimeError(f"process {pid} has no peak memory")
 
 
-def _bare_turns(address: str, up: int, down: int) -> Callable[[], float]:
+def _bare_turns(address: str, up: int, down: int, streams: int) -> Callable[[], float]:
     import torch.distributed as dist
 
     from benchmarks.bare_stream import BareClient
 
-    client = BareClient(address, STREAMS)
+    client = BareClient(address, streams)
 
     def turn() -> float:
         dist.barrier()

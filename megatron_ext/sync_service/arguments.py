@@ -72,8 +72,8 @@ class SyncServiceConfig(FromArgs):
     sync_service_insecure: bool = False
     """Talk to a server on another machine without TLS."""
 
-    sync_service_streams: int = 4
-    """Parallel streams of an upload or download, per rank."""
+    sync_service_streams: int = 2
+    """Parallel streams of an upload or download, per rank. The server holds some megabytes for each."""
 
     sync_service_round_seconds: float = 3600.0
     """How long a round is awaited before this job gives up."""

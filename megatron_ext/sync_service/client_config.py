@@ -41,8 +41,8 @@ class ClientConfig:
     agreed: Mapping[str, str] = field(default_factory=dict)
     """Whatever else must be the same for all peers, by the name of the field."""
 
-    streams: int = 4
-    """Parallel streams of an upload or download."""
+    streams: int = 2
+    """Parallel streams of an upload or download. The server holds some megabytes for each."""
 
     frame_bytes: int = 1 << 20
     """Bytes of a frame."""
