@@ -22,7 +22,8 @@ __all__ = ["add_suggest", "run_suggest"]
 _DESCRIPTION = """\
 Propose buckets of sequence lengths and a strategy for each, given the lengths of the data, the model
 and the machine. Every way to cut the lengths at the bounds is tried, with the quickest strategies that
-fit. No GPU is needed; times are modelled unless --times gives measured ones, so they are estimates.
+fit. No GPU is needed; times are modelled, so they are estimates, unless --times gives measured ones: then
+strategies with another (TP, PP) than those are not proposed.
 """
 
 _EPILOG = """\
@@ -223,7 +224,7 @@ def _bounds(suggestion: Suggestion) -> list[int]:
 
 
 def _print_report(options: argparse.Namespace, static: list[Suggestion], best: Suggestion, *, measured: int) -> None:
-    source = f"measured for {measured} of (TP, PP), modelled for the others" if measured else "modelled, not measured"
+    source = f"measured, for {measured} of (TP, PP) and no others" if measured else "modelled, not measured"
     print(f"times are {source}; {options.global_batch_size} sequences a step, lengths as in {options.lengths}\n")
     print("single strategies, every sequence packed into rows of the whole context:")
     for suggestion in static[:5]:

@@ -59,12 +59,17 @@ class Suggestion:
 def candidates(times: StepTimes, gpus: int) -> list[Strategy]:
     """Return the strategies that the model allows on so many GPUs: TP a power of two, any PP that divides the layers.
 
+    Where there are measured times, those alone that have some: what is modelled for an ideal machine would win against
+    what a real one takes.
+
     Sequence parallelism is on wherever TP is above 1: the memory of activations is counted so.
     """
     shape, found = times.times.shape, []
     for tp in (2**power for power in range(gpus.bit_length())):
         for pp in range(1, shape.num_layers + 1):
             if gpus % (tp * pp) or shape.num_layers % pp:
+                continue
+            if times.times.measured and (tp, pp) not in times.times.measured:
                 continue
             strategy = Strategy(dp=gpus // (tp * pp), tp=tp, pp=pp, sequence_parallel=tp > 1)
             try:
@@ -92,6 +97,12 @@ class Suggester:
         self.lengths = lengths
         self.context = context
         self._strategies = candidates(times, gpus)
+        if not self._strategies:
+            measured = ", ".join(f"{tp},{pp}" for tp, pp in sorted(times.times.measured))
+            raise UserError(
+                f"no (TP, PP) that was measured ({measured}) is possible for this model on {gpus} GPUs; measure those "
+                "that are with `megatron-ext hot-switch profile`"
+            )
         self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
 
     def static(self) -> list[Suggestion]:

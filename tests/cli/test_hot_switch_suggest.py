@@ -58,11 +58,20 @@ def test_the_json_object_compares_the_suggestion_with_every_single_strategy(
 def test_measured_times_change_the_choice(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "times").write_text(json.dumps({"8,1": [0.0, 1e-9, 0.0]}))
-    assert main([*command, "--times", str(tmp_path / "times"), "--json"]) == 0
+    # A machine that is far slower than the model of one.
+    (tmp_path / "times").write_text(json.dumps({"8,1": [0.0, 2.0, 0.0], "4,1": [0.0, 5.0, 0.0]}))
+    assert main([*command, "--memory-gib", "70", "--times", str(tmp_path / "times"), "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
-    assert content["static"][0]["strategies"] == ["1,8,1"]
-    assert content["suggestion"]["strategies"] == ["1,8,1"]
+    assert [found["strategies"] for found in content["static"]] == [["1,8,1"], ["2,4,1"]]
+    assert set(content["suggestion"]["strategies"]) <= {"1,8,1", "2,4,1"}
+
+
+def test_measured_times_of_nothing_that_is_possible_are_refused(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "times").write_text(json.dumps({"16,1": [0.0, 2.0, 0.0]}))
+    assert main([*command, "--times", str(tmp_path / "times")]) == 2
+    assert "no (TP, PP) that was measured (16,1) is possible for this model on 8 GPUs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
