@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
-from megatron_ext.hot_switch.corpus_files import check_corpus
+from megatron_ext.hot_switch.corpus_files import MEGATRONS_SPLIT, check_corpus, check_split
 from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategy import Strategy
@@ -71,6 +71,7 @@ def _corpus_problems(args: Any) -> list[str]:
         return []  # a blend is refused elsewhere
     try:
         check_corpus(args.data_path[0])
+        check_split(args.data_path[0], args.split or MEGATRONS_SPLIT)
     except UserError as error:
         return [str(error)]
     return []

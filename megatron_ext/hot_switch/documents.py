@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.corpus_files import check_corpus
+from megatron_ext.hot_switch.corpus_files import MEGATRONS_SPLIT, check_corpus, parts_of
 
 __all__ = ["Documents", "IndexedDocuments", "MockDocuments", "open_documents"]
 
@@ -44,18 +44,13 @@ class IndexedDocuments:
         Raises:
             UserError: a file is missing or incomplete, or no document is for training.
         """
-        from megatron.core.datasets.blended_megatron_dataset_config import (
-            convert_split_vector_to_split_matrix,
-            parse_and_normalize_split,
-        )
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         check_corpus(prefix)
         self._file = IndexedDataset(prefix, multimodal=False, mmap=True)
         self._prefix, self._rows = prefix, rows
         count = len(self._file.sequence_lengths)
-        part = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))[0]
-        begin, end = (0, 0) if part is None else (round(bound * count) for bound in part)
+        begin, end = parts_of(count, split)[0] or (0, 0)
         if begin == end:
             raise UserError(f"--split {split}: {prefix} has no document for training; give the first part more")
         self._begin = begin
@@ -120,4 +115,4 @@ def open_documents(args: Any) -> Documents:
     if args.mock_data:
         vocab_size = args.vocab_size or args.padded_vocab_size
         return MockDocuments(longest=args.seq_length, vocab_size=vocab_size, seed=args.seed)
-    return IndexedDocuments(args.data_path[0], args.split or "969, 30, 1", args.padded_vocab_size)
+    return IndexedDocuments(args.data_path[0], args.split or MEGATRONS_SPLIT, args.padded_vocab_size)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Documents of .bin/.idx files: those of the training part, token by token, and a run on them."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -64,6 +65,20 @@ def test_files_that_are_not_whole_are_refused(corpus, name, kept, said):
     options = {"mock_data": None, "data_path": [corpus], "split": "100,0,0", "vocab_size": 263}
     exit_ = run_failing_pretrain(arguments(["1,1,1"], [32, 0], **options), 1)[0]
     assert said in exit_.stderr and "Traceback" not in exit_.stderr
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        (None, "--split 969, 30, 1: of the 50 documents of .* none is for test, .* --split 49,1,0"),
+        ("999,0.5,0.5", "none is for validation and test"),
+        ("most,some", "--split is 'most,some'; give up to three numbers that are not all 0"),
+    ],
+)
+def test_a_split_from_which_megatron_would_not_return_is_refused(corpus, split, said):
+    options = {"mock_data": None, "data_path": [corpus], "split": split, "vocab_size": 263}
+    exit_ = run_failing_pretrain(arguments(["1,1,1"], [32, 0], **options), 1)[0]
+    assert re.search(said, exit_.stderr) and "Traceback" not in exit_.stderr
 
 
 def test_tokens_that_the_vocabulary_does_not_have_end_the_run(corpus):
