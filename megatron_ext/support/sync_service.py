@@ -63,6 +63,7 @@ SYNC_SERVICE = (
         "--phase-transition-iterations",
         asks_for("phase_transition_iterations"),
         sync_service=refused("the peers' parts would have to be cut anew in every phase"),
+        hot_switch=refused("sequences are counted from the first phase on, so that a new corpus would not begin at 0"),
     ),
     option("--decrease-batch-size-if-needed", sync_service=_UNTRIED),
     option("--perform-rl-step", sync_service=_UNTRIED),

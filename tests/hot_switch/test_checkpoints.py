@@ -97,6 +97,15 @@ def test_what_puts_other_sequences_in_the_place_of_the_next_ones_is_said(tmp_pat
     assert "--seq-length was" not in run[0].stdout and run[0].stdout.count("the order of sequences") == 1
 
 
+def test_a_checkpoint_whose_samples_were_megatrons_own_is_said_to_be_one(tmp_path):
+    options = {**COMMON, "train_iters": 4, "tensor_model_parallel_size": 2}
+    run_pretrain(toy_gpt(options, save=os.fspath(tmp_path), save_interval=2), 2)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    run = hot_run(*HOT, train_iters=4, load=os.fspath(tmp_path))
+    assert "the run that saved had none: its 16 samples were Megatron's own" in run[0].stdout
+    assert "16 read before" in run[0].stdout
+
+
 EXPERTS = {**MOE, "moe_aux_loss_coeff": 0.0, "disable_bias_linear": True}
 
 
