@@ -54,11 +54,13 @@ def order_changes(context: LoadContext) -> list[str]:
         return []
     if not (getattr(saved, "hot_switch_strategies", None) or getattr(saved, "hot_switch_strategy_file", None)):
         read = getattr(saved, "consumed_train_samples", 0)
+        if not read:
+            return []
         return [
             f"hot switching: the run that saved had none: its {read} samples were Megatron's own, in its order. "
             "This run counts on in sequences of its own order, of which some were read before and the first ones "
             "come in the next epoch only; give --finetune to begin with the first one, at iteration 0"
-        ][: 1 if read else 0]
+        ]
     return [
         f"hot switching: {flag} was {getattr(saved, name)} in the run that saved and is {getattr(args, name)}: the "
         "order of sequences is another from here on, some of which were read before"
