@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,9 +129,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="PREFIX",
         help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
     )
-    output.add_argument(
-        "--shuffle-documents", type=int, metavar="SEED", help="put all documents in a random order"
-    )
+    output.add_argument("--shuffle-documents", type=int, metavar="SEED", help="put all documents in a random order")
     output.add_argument("--overwrite", action="store_true", help="replace the output of an earlier run")
     output.add_argument(
         "--reuse",
@@ -204,6 +201,7 @@ def _config(args: argparse.Namespace) -> Any:
 
 def _print_summary(result: Any) -> None:
     from megatron_ext.data.progress import megabytes
+    from megatron_ext.data.split import MEGATRONS_SPLIT, advised_split, parts_without_documents
 
     facts = result.sidecar
     if result.reused:
@@ -227,17 +225,10 @@ def _print_summary(result: Any) -> None:
             print(f"    ... more in {result.prefix}.json")
     if facts["settings"]["shuffle_seed"] is None:
         print("  documents are in input order: --split takes validation and test from the end")
-    if not all(_parts_of(facts["documents"])):
-        rest = f"{facts['documents'] - 1},1,0" if facts["documents"] > 1 else "1,0,0"
+    if parts_without_documents(facts["documents"], MEGATRONS_SPLIT):
         print(
-            "  warning: too few documents for Megatron's default --split 969,30,1, which leaves a part empty; "
-            f"use --split {rest}, or fewer and larger parts"
+            f"  warning: too few documents for Megatron's default --split {MEGATRONS_SPLIT}, which leaves a part "
+            f"empty; use --split {advised_split(facts['documents'])}, or fewer and larger parts"
         )
     print("use with:")
     print(f"  {shlex.join(result.megatron_args())}")
-
-
-def _parts_of(documents: int) -> list[int]:
-    """Return how many documents Megatron's default split gives to training, validation and test."""
-    bounds = [round(documents * share) for share in (0, 0.969, 0.999, 1)]
-    return [stop - start for start, stop in pairwise(bounds)]

@@ -9,6 +9,7 @@
     tokenizers.py    bytes, or any Hugging Face tokenizer folder
     output.py        locked, all-or-nothing output files and the JSON file beside them
     progress.py      one progress line on standard error
+    split.py         which documents --split gives to training, validation and test
     stdlib_corpus.py Python's own standard library as a corpus that every machine has
 
 Nothing here imports torch or Megatron before the first token is written.

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 
+from megatron_ext.data.split import advised_split, parts_without_documents
 from megatron_ext.errors import UserError
 
-__all__ = ["HEAD_BYTES", "MEGATRONS_SPLIT", "check_corpus", "check_index", "check_split", "parts_of"]
-
-MEGATRONS_SPLIT = "969, 30, 1"
-"""What Megatron takes where --split is not given."""
+__all__ = ["HEAD_BYTES", "check_corpus", "check_index", "check_split"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 HEAD_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
@@ -85,35 +82,9 @@ def check_split(prefix: str, split: str) -> None:
     if "://" in prefix:
         return
     count = check_index(Path(f"{prefix}.idx"))
-    empty = [
-        name
-        for name, part in zip(("validation", "test"), parts_of(count, split)[1:], strict=True)
-        if part is not None and part[0] == part[1]
-    ]
+    empty = [name for name in parts_without_documents(count, split) if name != "training"]
     if empty:
         raise UserError(
             f"--split {split}: of the {count} documents of {prefix} none is for {' and '.join(empty)}, and Megatron "
-            f"would look for one without end; give that part 0, or more: --split {max(count - 1, 1)},1,0"
+            f"would look for one without end; give that part 0, or more: --split {advised_split(count)}"
         )
-
-
-def parts_of(count: int, split: str) -> list[tuple[int, int] | None]:
-    """Return the first document of each part of a corpus, and the one after its last; None for a part of 0.
-
-    Raises:
-        UserError: the split is none.
-    """
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    # Megatron passes over what is no number, and divides by the sum.
-    try:
-        numbers = [float(number) for number in re.findall(r"[.0-9]+", split)]
-    except ValueError:
-        numbers = []
-    if not 1 <= len(numbers) <= 3 or sum(numbers) == 0:
-        raise UserError(f"--split is '{split}'; give up to three numbers that are not all 0, as in 969,30,1")
-    matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    return [None if part is None else (round(part[0] * count), round(part[1] * count)) for part in matrix]

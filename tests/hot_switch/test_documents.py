@@ -70,7 +70,7 @@ def test_files_that_are_not_whole_are_refused(corpus, name, kept, said):
 @pytest.mark.parametrize(
     ("split", "said"),
     [
-        (None, "--split 969, 30, 1: of the 50 documents of .* none is for test, .* --split 49,1,0"),
+        (None, "--split 969,30,1: of the 50 documents of .* none is for test, .* --split 49,1,0"),
         ("999,0.5,0.5", "none is for validation and test"),
         ("most,some", "--split is 'most,some'; give up to three numbers that are not all 0"),
     ],
