@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 from benchmarks import spes_peers
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
 from benchmarks.spes_peers import Job, Measured, Server, Shapes
+from megatron_ext.cli.ending import ended_by_sigterm
 from tests.support.distributed import run_ranks
 
 PEAK_GOAL = 3.0
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size = f"{numel(shapes) / 1e6:.1f} M parameters ({4 * numel(shapes) / 2**20:.0f} MiB in fp32)"
     print(f"{options.experts} experts, {size}, {100 * shared(shapes):.0f} % shared; {options.rounds} rounds\n")
     cases: list[Case] = []
-    with tempfile.TemporaryDirectory(prefix="spes_round.", dir=options.dir) as name:
+    with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="spes_round.", dir=options.dir) as name:
         folder = Path(name)
         if "rounds" in options.parts:
             cases += _rounds(folder, shapes, options)

@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.cli.ending import ended_by_sigterm
 from megatron_ext.cli.gpt_shape import add_shape_options, add_topk_option, read_shape, topk_problems
 from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import FrameType
 
     from megatron_ext.params import GptShape
 
@@ -85,7 +82,7 @@ def run_profile(options: argparse.Namespace) -> int:
     is_new = not options.output.exists()
     _write(options.output, "")
     found: dict[str, list[float]] = {}
-    with _ended_by_sigterm():
+    with ended_by_sigterm():
         try:
             _measure_all(shape, options, found)
         finally:
@@ -114,20 +111,6 @@ def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, 
             )
             times = "".join(f"{1000 * time:>12.2f}" for time in seconds)
             print(f"{f'{tp},{pp}':>7}  {times}   {error:.1%}", flush=True)
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Let SIGTERM end the program as an exception does, which leaves no process and no temporary file behind."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write(file: Path, text: str) -> None:

@@ -1,9 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`benchmarks/spes_round.py` at toy size: it runs, and reports what it promises."""
 
+import os
+import signal
+import subprocess
+import sys
+
 from benchmarks import spes_peers, spes_round
 from benchmarks.byte_relay import ByteRelay
 from tests.benchmarks.reports import read_cases
+from tests.support.distributed import REPOSITORY
+from tests.support.processes import marked_processes
+from tests.support.waiting import until
 
 GOALS = {
     "peak_over_model_p2": 3.0,
@@ -31,6 +39,22 @@ def test_every_part_is_reported_against_its_goals(tmp_path, capsys):
     # Two peers that own half of the experts each: 70 % up, 70 % down, and little for the framing.
     assert 0.7 < cases["bytes_fp32"]["value"] < 0.75
     assert cases["bytes_4bit"]["value"] < cases["bytes_int8"]["value"] < cases["bytes_bf16"]["value"]
+    assert not list(tmp_path.glob("spes_round.*"))
+
+
+def test_a_benchmark_that_is_ended_leaves_no_server_and_no_files(tmp_path):
+    endless = ["--parts", "rounds", "--peers", "2", "--millions", "0.2", "--layers", "2", "--hidden", "32"]
+    endless += ["--rounds", "1000000", "--dir", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.spes_round", *endless]
+    benchmark = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        until(lambda: any(tmp_path.glob("spes_round.*/p2/state/**/round-00000002*")), "two rounds")
+        assert len(marked_processes("TMPDIR", str(tmp_path))) >= 5  # this one, two servers, two peers
+        benchmark.terminate()
+        assert benchmark.wait(60) == 128 + signal.SIGTERM
+    finally:
+        benchmark.kill()
+    until(lambda: marked_processes("TMPDIR", str(tmp_path)) == [], "the last process, which forked the peers")
     assert not list(tmp_path.glob("spes_round.*"))
 
 
