@@ -8,7 +8,7 @@ worker, in this order: anomalous workers are excluded, the rest weighted, and th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,23 @@ class Verdict:
 
     reasons: dict[int, str] = field(default_factory=dict)
     """Why the detector has left a worker out, for those that it has."""
+
+    log_weights: tuple[float, ...] = ()
+    """Natural logarithms of the weights, also of those that are nothing in fp64; empty where all weights are equal."""
+
+    def among(self, workers: Collection[int]) -> Verdict:
+        """Return the verdict on what some workers alone have: its weights are relative to the largest of theirs.
+
+        Beside others the weights of all of them may be nothing, which says nothing about them among themselves.
+
+        Args:
+            workers: who has it.
+        """
+        places = [place for place, worker in enumerate(self.accepted) if worker in workers]
+        accepted = tuple(self.accepted[place] for place in places)
+        logs = tuple(self.log_weights[place] for place in places) if self.log_weights else ()
+        weights = tuple(math.exp(log - max(logs)) for log in logs) if logs else (1.0,) * len(accepted)
+        return Verdict(accepted=accepted, weights=weights, log_weights=logs)
 
 
 class Penalty:
@@ -97,17 +114,20 @@ class Penalty:
         if not workers:
             return Verdict(accepted=(), weights=())
         weights = torch.full((len(workers),), 1 / len(workers), dtype=torch.float64)
+        log_weights: tuple[float, ...] = ()
         if self._config.pseudo_gradnorm_reduce:
             scale = self._temperature
             if self._config.weight_scale_free:
                 scale *= float(norms[workers].mean())
             if scale > 0:
                 weights = torch.softmax(-norms[workers] / scale, dim=0)
+                log_weights = tuple(torch.log_softmax(-norms[workers] / scale, dim=0).tolist())
         if self._config.use_step_weight:
             by_steps = steps[workers] / steps[workers].sum()
             ratio = self._config.step_weight_ratio if self._config.pseudo_gradnorm_reduce else 1.0
             weights = (1 - ratio) * weights + ratio * by_steps
-        return Verdict(accepted=tuple(workers), weights=tuple(weights.tolist()))
+            log_weights = tuple(weights.log().tolist())
+        return Verdict(accepted=tuple(workers), weights=tuple(weights.tolist()), log_weights=log_weights)
 
     @property
     def _temperature(self) -> float:

@@ -271,6 +271,9 @@ class Reduction:
         weight_of = {contributors[place].index: 1.0 for place in places}
         if decision.verdicts is not None:
             decided = decision.verdicts[spec.judged_as]
+            if spec.owners:
+                # Judged as one were all owners in the unit, of which this tensor may have some.
+                decided = decided.among(weight_of)
             weight_of = dict(zip(decided.accepted, decided.weights, strict=True))
         accepted = tuple(place for place in places if contributors[place].index in weight_of)
         # What one peer has sent is taken as it is, to the last bit.

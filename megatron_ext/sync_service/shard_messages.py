@@ -86,7 +86,11 @@ def decision_from_json(content: Json) -> Decision:
     verdicts = None
     if content["verdicts"] is not None:
         verdicts = {
-            key: Verdict(accepted=tuple(entry["accepted"]), weights=tuple(entry["weights"]))
+            key: Verdict(
+                accepted=tuple(entry["accepted"]),
+                weights=tuple(entry["weights"]),
+                log_weights=tuple(entry["log_weights"]),
+            )
             for key, entry in by_judged_from_json(content["verdicts"]).items()
         }
     coefficients = by_judged_from_json(content["coefficients"])

@@ -111,6 +111,19 @@ def test_weights_are_those_of_local_sgd_and_owners_are_taken_as_they_are(tmp_pat
     assert torch.equal(found["e"], peers[1]["e"])
 
 
+@pytest.mark.parametrize("sizes", [(100.0, 100.2), (1000.0, 1000.5), (1000.0, 1500.0)])
+def test_owners_are_weighted_among_themselves_however_little_they_weigh_beside_others(tmp_path: Path, sizes):
+    rounds = guarded(tmp_path, pseudo_gradnorm_reduce=True)
+    values = start(rounds)
+    # Peer 2 owns nothing here, and peer 1 an expert of its own besides: its norm is that of both.
+    peers = [moved(values, index, **({"both": sizes[index], "e": 1e-3} if index < 2 else {})) for index in range(PEERS)]
+    found, _ = rounds.make(*peers)
+    norms = torch.stack([(values["both"] - peer["both"]).double().norm() for peer in peers[:2]])
+    weights = torch.softmax(-norms, dim=0)
+    expected = sum(weight * peer["both"].double() for weight, peer in zip(weights, peers[:2], strict=True))
+    torch.testing.assert_close(found["both"].double(), expected, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("optimizer", [NONE, OuterOptimizerConfig()], ids=["none", "sgd"])
 def test_the_common_pseudo_gradient_of_what_all_train_is_clipped(tmp_path: Path, optimizer: OuterOptimizerConfig):
     clipped, free = (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several servers that have parts of the values: the bits of one, whoever is killed, and clear words about misfits."""
 
+import json
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.penalty import Penalty
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import ClientConfig, SyncClient
 from megatron_ext.sync_service.config import RunConfig, ServerConfig
@@ -27,7 +30,7 @@ from megatron_ext.sync_service.frames import Frame, whole_box
 from megatron_ext.sync_service.reduction import Alone
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.shard import RoundJob, Uploader
-from megatron_ext.sync_service.shard_messages import decision_to_json, job_to_json
+from megatron_ext.sync_service.shard_messages import decision_from_json, decision_to_json, job_to_json
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.sharding import assign
 from megatron_ext.sync_service.store import RunStore
@@ -123,6 +126,18 @@ def test_peers_of_three_shards_have_the_bits_of_one_server(make_service: MakeSer
     for number in range(3):
         folder = cluster.service.state / (f"shard-{number}" if number else "") / "runs"
         assert all(len(list((folder / run / "snapshots").iterdir())) == 2 for run in RUNS)
+
+
+def test_other_servers_are_told_all_that_values_are_made_by():
+    learned = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=3, pseudo_gradnorm_reduce=True)
+    norms = torch.tensor([[0.1, 1.0], [0.3, 2000.0], [0.2, 1500.0]], dtype=torch.float64)
+    one, other = Penalty(learned, workers=3, units=2).decide(norms)
+    decision = Decision(
+        rejected={"p1": "is broken"},
+        verdicts={("layer.0", False): one, ("layer.0", True): other},
+        coefficients={("layer.0", False): 1 / 3},
+    )
+    assert decision_from_json(json.loads(json.dumps(decision_to_json(decision)))) == decision
 
 
 @pytest.fixture(scope="module")
