@@ -95,15 +95,17 @@ def request(context: SaveContext, state: dict[str, Any] | None) -> None:
 
 
 def parts_of_samples(context: LoadContext) -> int | None:
-    """Return among how many peers of another run the samples were cut that a checkpoint has counted.
+    """Return among how many peers the samples were cut that a checkpoint has counted, if not among this run's.
 
-    Asked before the peer's state is taken out. 1 when no peer saved it; None when a peer of this run did, or one that
-    did not say.
+    Asked before the peer's state is taken out. 1 when no peer saved it; None when a peer of this run did, with as many
+    others as now, or one that did not say.
     """
     saved = context.state.get(_STATE)
     if saved is None:
         return 1
-    return None if saved["run"] == context.args.sync_service_run else saved.get("peers")
+    # A run of the same name may be another one, at a server that knows nothing of the first.
+    same = (saved["run"], saved.get("peers")) == (context.args.sync_service_run, context.args.sync_service_peers)
+    return None if same else saved.get("peers")
 
 
 def samples_notice(context: LoadContext) -> str | None:

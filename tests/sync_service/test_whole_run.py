@@ -109,19 +109,23 @@ def test_no_sample_comes_twice(consumed: int, before: int, peers: int, part: int
         assert args.consumed_train_samples == consumed
 
 
+@pytest.mark.parametrize(("name", "weights_alone"), [("two", False), ("one", True)])
 def test_a_run_with_fewer_peers_goes_on_after_the_samples_of_all_earlier_ones(
-    make_service: MakeService, tmp_path: Path
+    make_service: MakeService, tmp_path: Path, name: str, weights_alone: bool
 ):
-    service = make_service({"one": {"peers": 2}, "two": {"peers": 1}})
-    service.start()
+    services = [make_service({"one": {"peers": 2}}), make_service({name: {"peers": 1}})]
+    for service in services:
+        service.start()
     common = {"before": remember_samples, "save_interval": 8}
     first = [
-        start_job(service, name, SINGLE, save=str(tmp_path / name), sync_service_index=index, **common)
-        for index, name in enumerate("ab")
+        start_job(services[0], peer, SINGLE, save=str(tmp_path / peer), sync_service_index=index, **common)
+        for index, peer in enumerate("ab")
     ]
     seen = {sample for job in first for sample in samples_of(job.result())}
-    options = {"sync_service_run": "two", "sync_service_peers": 1, "override_opt_param_scheduler": True}
-    on = start_job(service, "a", SINGLE, load=str(tmp_path / "a"), train_iters=16, **common, **options)
+    options = {"sync_service_run": name, "sync_service_peers": 1, "override_opt_param_scheduler": True}
+    if weights_alone:
+        options["no_load_optim"] = True  # the server would not know the place of a run of this name
+    on = start_job(services[1], "a", SINGLE, load=str(tmp_path / "a"), train_iters=16, **common, **options)
     ranks = on.result()
     assert len(seen) == 64 and samples_of(ranks) == list(range(64, 96))
     assert "goes on at iteration 8 of a run of 2 peers that consumed 64 samples" in ranks[0].stdout
