@@ -37,6 +37,15 @@ SYNC_SERVICE = (
     option("--fp8-param-gather", sync_service=_UNTRIED),
     option("--fp4-param-gather", sync_service=_UNTRIED),
     option("--mtp-num-layers", sync_service=_UNTRIED),
+    option(
+        "--iterations-to-skip",
+        sync_service=refused("a skipped iteration is no step, so that the peer would lack rounds that others wait for"),
+    ),
+    option(
+        "--result-rejected-tracker-filename",
+        asks_for("result_rejected_tracker_filename"),
+        sync_service=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
+    ),
     option("--freeze-all-layers", sync_service=refused("there would be nothing to train")),
     option(
         "--moe-router-enable-expert-bias",

@@ -86,13 +86,15 @@ class ServerConfig:
         address = split_address(self.bind, any_port=True)
         if address is None:
             found.append(f"bind is {self.bind!r}; give ADDRESS:PORT, such as 127.0.0.1:50051")
-        elif not is_loopback(address[0]) and not self.insecure and (self.token_file is None or self.tls_cert is None):
+        elif not is_loopback(address[0]) and not self.insecure and not self._knows_its_callers:
             found.append(
-                f"bind is {self.bind}, which others reach, so that token_file, tls_cert and tls_key are needed; give "
-                "them, listen at 127.0.0.1, or say insecure (--insecure)"
+                f"bind is {self.bind}, which others reach, so that tls_cert, tls_key, and token_file or tls_client_ca "
+                "are needed; give them, listen at 127.0.0.1, or say insecure (--insecure)"
             )
         if self.state is not None and "://" not in self.state:
             found.append(f"state is {self.state!r}; give a URL such as s3://bucket/folder (the folder here is dir)")
+        elif self.state is not None and self.state.startswith("memory:"):
+            found.append(f"state is {self.state!r}, which is gone with this process; give a URL of storage that stays")
         if (self.tls_cert is None) != (self.tls_key is None):
             found.append("tls_cert and tls_key belong together; give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
@@ -119,6 +121,11 @@ class ServerConfig:
     def folder(self) -> Path:
         """Where this server keeps its state: shards may share a disk."""
         return Path(self.dir) if self.shard == 0 else Path(self.dir) / f"shard-{self.shard}"
+
+    @property
+    def _knows_its_callers(self) -> bool:
+        """Whether calls are encrypted, and come with the token or a certificate."""
+        return self.tls_cert is not None and (self.token_file is not None or self.tls_client_ca is not None)
 
     def _shard_problems(self) -> list[str]:
         found = []

@@ -19,9 +19,9 @@ from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.spes.arguments import ownership_of
-from megatron_ext.sync_service.arguments import SyncServiceConfig, connection_of, interval_of
+from megatron_ext.sync_service.agreement import agreed
+from megatron_ext.sync_service.arguments import SyncServiceConfig, connection_of
 from megatron_ext.sync_service.background import BackgroundRound
-from megatron_ext.sync_service.config import INTERVAL
 from megatron_ext.sync_service.parts import Values
 from megatron_ext.sync_service.report import Report
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_ext.sync_service.job import Job
     from megatron_ext.sync_service.workers import PeerValues
 
-__all__ = ["Peer", "agreed", "join"]
+__all__ = ["Peer", "join"]
 
 _TRANSFER_SECONDS = 86400
 """Longer than any round's values travel while the link still brings some."""
@@ -163,22 +163,3 @@ def _refuse_frozen(view: ParameterView, args: Any) -> None:
             f"--sync-service: {frozen[0]}{others} frozen (requires_grad is False) by the model's own code, and a round "
             "takes every parameter but other peers' experts from those who train it; let the model train them"
         )
-
-
-def agreed(args: Any) -> dict[str, str]:
-    """Return what the peers have to agree on beside the tensors: the interval, and the order of the samples."""
-    samples = args.train_samples or args.train_iters * args.global_batch_size
-    # Parts of the one and of the other would have tokens in common.
-    reads_documents = args.hot_switch_strategies is not None or args.hot_switch_strategy_file is not None
-    return {
-        INTERVAL: interval_of(args),
-        "--seed": str(args.seed),
-        "--seq-length": str(args.seq_length),
-        "--split": str(args.split),
-        "--dataloader-type": str(args.dataloader_type),
-        "--train-samples, or --train-iters times --global-batch-size": str(samples),
-        "vocabulary with its padding (--make-vocab-size-divisible-by)": str(args.padded_vocab_size),
-        "data (--hot-switch-strategies reads documents, also with one strategy)": (
-            "documents" if reads_documents else "samples of --seq-length tokens"
-        ),
-    }

@@ -20,7 +20,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Guards
@@ -102,6 +102,12 @@ class RunStore:
             raise UserError(
                 f"run {name}: rounds is {config.rounds}, but the run was started with {self.state.rounds}; give the "
                 "same, or start a new run under another name"
+            )
+        interval = (self.state.config or {}).get(INTERVAL)
+        if config.sync_steps is not None and interval not in (None, str(config.sync_steps)):
+            raise UserError(
+                f"run {name}: sync_steps is {config.sync_steps}, but the run was started with peers whose {INTERVAL} "
+                f"is {interval}; give that, or start a new run under another name"
             )
         kept = _kept_states(config)
         if self.state.kept_states is not None and self.state.kept_states != kept:

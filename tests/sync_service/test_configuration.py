@@ -96,10 +96,11 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("[" * 3000, "it has too many levels"),
         ("bind: 5001\nruns: {r: {peers: 2}}", "bind is 5001; it must be of type str"),
         ("bind: 127.0.0.1\nruns: {r: {peers: 2}}", "bind is '127.0.0.1'; give ADDRESS:PORT"),
-        ("bind: 0.0.0.0:5001\nruns: {r: {peers: 2}}", "token_file, tls_cert and tls_key are needed"),
+        ("bind: 0.0.0.0:5001\nruns: {r: {peers: 2}}", "tls_cert, tls_key, and token_file or tls_client_ca are needed"),
         ("tls_key: k.pem\nruns: {r: {peers: 2}}", "tls_cert and tls_key belong together"),
         ("token_file: none.txt\nruns: {r: {peers: 2}}", "token_file .*none.txt: cannot be read: No such file"),
         ("keep_snapshots: 0\nruns: {r: {peers: 2}}", "keep_snapshots is 0"),
+        ("state: memory://x\nruns: {r: {peers: 2}}", "state is 'memory://x', which is gone with this process"),
         ("state: /data\nruns: {r: {peers: 2}}", "state is '/data'; give a URL such as s3://bucket/folder"),
         ("bind: 127.0.0.1:0\nstate: dropbox://x\nruns: {r: {peers: 2}}", "state dropbox://x: .*[Ii]nstall"),
         (
@@ -179,10 +180,13 @@ def test_flags_for_a_run_that_the_file_names_are_refused(tmp_path: Path, capsys:
 
 def test_an_open_address_needs_token_and_tls_unless_told_otherwise():
     for bind in ("0.0.0.0:1", "[::]:1", "192.168.0.1:1", "example.org:1", "127.evil.example:1"):
-        with pytest.raises(UserError, match="token_file, tls_cert and tls_key are needed"):
+        with pytest.raises(UserError, match="tls_cert, tls_key, and token_file or tls_client_ca are needed"):
             ServerConfig(dir="d", bind=bind, runs=RUN, token_file="t").check()
+        with pytest.raises(UserError, match="tls_cert, tls_key, and token_file or tls_client_ca are needed"):
+            ServerConfig(dir="d", bind=bind, runs=RUN, tls_cert="c", tls_key="k").check()
         ServerConfig(dir="d", bind=bind, runs=RUN, insecure=True).check()
         ServerConfig(dir="d", bind=bind, runs=RUN, token_file="t", tls_cert="c", tls_key="k").check()
+        ServerConfig(dir="d", bind=bind, runs=RUN, tls_client_ca="a", tls_cert="c", tls_key="k").check()
     for bind in ("127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "localhost:1"):
         ServerConfig(dir="d", bind=bind, runs=RUN).check()
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import fsspec
 import pytest
+import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service import remote as remote_module
+from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.remote import RemoteState
@@ -229,6 +231,18 @@ def test_what_kept_states_depend_on_cannot_be_changed(
         return
     with pytest.raises(UserError, match=said):
         RunStore("r", RunConfig(peers=2, **then), tmp_path, 2)
+
+
+@pytest.mark.parametrize("then", [None, 10, 20])
+def test_the_interval_of_peers_that_have_begun_cannot_be_changed(tmp_path: Path, then: int | None):
+    store = RunStore("r", RunConfig(peers=2, sync_steps=10), tmp_path, 2)
+    store.create({"codec": "fp32", "--sync-service-interval": "10"}, Catalog.of_tensors({"w": torch.zeros(4)}))
+    store.close()
+    if then != 20:
+        RunStore("r", RunConfig(peers=2, sync_steps=then), tmp_path, 2)
+        return
+    with pytest.raises(UserError, match=r"sync_steps is 20, but the run was started with .* is 10; give"):
+        RunStore("r", RunConfig(peers=2, sync_steps=then), tmp_path, 2)
 
 
 def test_a_server_that_cannot_start_takes_the_url_from_nobody(make_service: MakeService):
