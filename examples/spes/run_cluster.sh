@@ -68,7 +68,7 @@ if [[ ${MODE:-} == centralized ]]; then
     launch_error "MODE=centralized needs no server: one node trains alone (run_single_node.sh 0)"
 fi
 PORT="${PORT:-50051}"
-check_counts PORT WAIT_SECONDS PEER_MASTER_PORT
+check_counts PORT WAIT_SECONDS PEER_MASTER_PORT NPROC_PER_NODE
 if [[ -n ${NPROC_PER_NODE:-} ]]; then
     export GPUS_PER_NODE="$NPROC_PER_NODE"
 fi
@@ -95,6 +95,8 @@ node=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u B
 if ((RANK > 0)); then
     exec "${node[@]}"
 fi
+# A server without this node's peer would wait for the others, and for this one's next start.
+"${node[@]}" --check
 
 export STATE_DIR="${STATE_DIR:-$ROOT/outputs/spes/server}"
 # The server writes down its address when it listens; a former one's file says nothing of this one.

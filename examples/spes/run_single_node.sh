@@ -3,8 +3,9 @@
 #
 # Trains one peer of a SPES run: a mixture of experts, of which this peer trains a fourth.
 #
-#   run_single_node.sh NODE_ID [--resume]
+#   run_single_node.sh NODE_ID [--resume] [--check]
 #
+# --check says what is wrong with arguments and environment, and starts nothing.
 # NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. Start examples/spes/run_parameter_server.sh first.
 # BACKEND=cpu starts it at toy size.
 #
@@ -23,11 +24,15 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 NODE_ID="${1:-}"
-is_number "$NODE_ID" || launch_error "takes NODE_ID [--resume], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
-RESUME="${2:-}"
-if (($# > 2)) || [[ -n $RESUME && $RESUME != --resume ]]; then
-    launch_error "takes NODE_ID [--resume], but was given: $*"
-fi
+is_number "$NODE_ID" || launch_error "takes NODE_ID [--resume] [--check], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
+RESUME="" CHECK=""
+for option in "${@:2}"; do
+    case $option in
+        --resume) RESUME=1 ;;
+        --check) CHECK=1 ;;
+        *) launch_error "takes NODE_ID [--resume] [--check], but was given: $*" ;;
+    esac
+done
 
 # shellcheck source=examples/spes/lib/models.sh
 source "$ROOT/examples/spes/lib/models.sh"
@@ -143,6 +148,7 @@ EVAL_AND_LOGGING_ARGS+=(--save "$CHECKPOINT_PATH")
 if [[ -n $RESUME ]]; then
     EVAL_AND_LOGGING_ARGS+=(--load "$CHECKPOINT_PATH")
 fi
+[[ -z $CHECK ]] || exit 0
 find_python
 
 # Every peer has a launcher of its own: peers know each other through the server alone.

@@ -108,7 +108,7 @@ def test_the_papers_runs_and_baselines_are_what_megatron_gets(desk: Desk) -> Non
     [
         ([], {}, "NODE_ID is missing"),
         (["one"], {}, "NODE_ID is one; give 0, 1, ..."),
-        (["1", "again"], {}, "takes NODE_ID [--resume], but was given: 1 again"),
+        (["1", "again"], {}, "takes NODE_ID [--resume] [--check], but was given: 1 again"),
         (["1"], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
         (["1"], {}, "no NVIDIA GPU here"),
         (["1"], {"MODEL": "3b"}, "MODEL=3b is unknown; use 1b, 7b or 9b"),
@@ -130,6 +130,29 @@ def test_bad_input_of_a_node_is_refused_with_the_way_out(
     desk.command("nvidia-smi", "exit 9")
     code, output = desk.run(NODE, arguments, OUTPUT=str(desk.folder / "out"), **environment)
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
+
+
+def test_a_check_of_a_node_starts_nothing(desk: Desk) -> None:
+    desk.command("torchrun", "echo started")
+    checked = desk.run(NODE, ["0", "--check"], BACKEND="cpu", OUTPUT=str(desk.folder / "out"))
+    assert checked == (0, "") and not (desk.folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"MODEL": "3b"}, "MODEL=3b is unknown; use 1b, 7b or 9b"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0'; give a whole number"),
+    ],
+)
+def test_a_cluster_starts_no_server_for_a_node_that_cannot_start(
+    desk: Desk, wrong: dict[str, str], message: str
+) -> None:
+    desk.command("torchrun", "echo started")
+    environment, _ = first_node(desk)
+    code, output = desk.run(CLUSTER, **environment, **wrong)
+    assert code == 1 and message in output and "started" not in output, output
+    assert not (desk.folder / "state").exists()
 
 
 def test_the_server_starts_with_the_scripts_variables(desk: Desk) -> None:
