@@ -59,6 +59,9 @@ class ModelContext:
     optimizer: Any
     """The `MegatronOptimizer`; None when there is nothing to train."""
 
+    scheduler: Any
+    """The `OptimizerParamScheduler`; None when there is nothing to train."""
+
 
 @dataclass(kw_only=True)
 class BuilderContext:

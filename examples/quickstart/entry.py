@@ -50,10 +50,13 @@ def claim(output: Path, marker: str) -> None:
         marker: name of the file, one for each quickstart.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: it is something else, or cannot be written.
     """
     ours = (output / marker).exists() if output.is_dir() else not output.exists()
     if not ours and not (output.is_dir() and not any(output.iterdir())):
         raise ValueError(f"--output {output} is something else than a quickstart's output; give a new folder")
-    output.mkdir(parents=True, exist_ok=True)
-    (output / marker).touch()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / marker).touch()
+    except OSError as error:
+        raise ValueError(f"--output {output}: cannot be written: {error.strerror}; give another folder") from error

@@ -130,7 +130,9 @@ def _wrap_setup(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         built = original(*args, **kwargs)
-        hooks.fire("on_model_built", ModelContext(args=get_args(), model=built[0], optimizer=built[1]))
+        model, optimizer, scheduler = built
+        context = ModelContext(args=get_args(), model=model, optimizer=optimizer, scheduler=scheduler)
+        hooks.fire("on_model_built", context)
         return built
 
     return setup_model_and_optimizer

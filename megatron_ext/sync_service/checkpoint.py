@@ -27,7 +27,7 @@ __all__ = [
     "take_state",
 ]
 
-_FORMAT = 4
+_FORMAT = 5
 _STATE = "sync_service"
 _RESIDUALS = "sync_service_residuals"
 
@@ -51,6 +51,9 @@ class Place:
     seconds: float
     """Gone since."""
 
+    counted_steps: int
+    """Steps of the peer that count in rounds."""
+
     residuals: dict[str, torch.Tensor]
     """What this rank's contributions have lost so far, 1-D by part."""
 
@@ -63,6 +66,7 @@ class Place:
             digest=saved["digest"],
             steps=saved["steps"],
             seconds=saved["seconds"],
+            counted_steps=saved["counted_steps"],
             residuals=residuals,
         )
 
@@ -81,6 +85,7 @@ def assemble(context: SaveContext, place: Place) -> None:
         "digest": place.digest,
         "steps": place.steps,
         "seconds": place.seconds,
+        "counted_steps": place.counted_steps,
         "codec": config.sync_service_codec,
         "residuals_of": _layout(context.args) if is_lossy else None,
     }

@@ -87,6 +87,7 @@ class SyncClient:
         self.round = -1
         self.digest = ""
         self.uploaded = False
+        self.counted_steps = 0
         self.asynchronous = False
         self._contributed: int | None = None
         self._sent = -1
@@ -167,7 +168,8 @@ class SyncClient:
             digest: of its values, as `digest` was after it; not compared when empty.
 
         Returns:
-            The values of the newest round if that is a later one: the interval was lost. None if it is this one. Where
+            The values of the newest round if that is a later one, or of the open one once it is made, where what an
+            earlier process of this peer has contributed to it counts. None if it is this one. Where
             rounds are asynchronous an interval is lost only when the server has no longer the values that it began
             with, or counts already what an earlier process of this peer has made of it.
 
@@ -187,6 +189,10 @@ class SyncClient:
         lossy = self.config.codec != "fp32"
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
+            if self.uploaded:
+                # What an earlier process has contributed to the open round counts; this one does not make it again.
+                self.residuals = {}
+                return self._adopt(self._await(open_round, {}))
             for over in range(number + 1, open_round):
                 answer = self._await(over, {})
                 # A round that the server has forgotten has no contributors: this peer has rather gone on since.
@@ -422,6 +428,7 @@ class SyncClient:
         while True:
             answer = self._membership.ask(number, uploaded=self.uploaded, end=end, again=again)
             if answer.is_committed:
+                self.counted_steps = answer.counted_steps
                 return answer
             if answer.wants_upload:
                 self.upload(number, values)

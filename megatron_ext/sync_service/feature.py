@@ -30,6 +30,7 @@ from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.sync_service import checkpoint
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.background import BackgroundRound, uncounted, with_steps_since
+from megatron_ext.sync_service.catching_up import catch_up, steps_since
 from megatron_ext.sync_service.joining import Peer, join
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 
@@ -115,7 +116,10 @@ class SyncServiceFeature(Feature):
             # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
             hooks.fire("before_weights_shared", context.args.iteration)
             peer.values.refresh(now=True)
-        adopted = peer.client.start(peer.slices.read()) if self._saved is None else self._resume(peer, self._saved)
+        if self._saved is None:
+            adopted = peer.client.start(peer.slices.read())
+        else:
+            adopted = self._resume(context, peer, self._saved)
         if adopted is not None:
             peer.slices.write(adopted)
             peer.values.refresh(now=True)
@@ -127,14 +131,19 @@ class SyncServiceFeature(Feature):
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
-    def _resume(self, peer: Peer, saved: dict[str, Any]) -> Any:
+    def _resume(self, context: ModelContext, peer: Peer, saved: dict[str, Any]) -> Any:
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
         peer.client.residuals, self._residuals = self._residuals, {}
         adopted = peer.client.resume(saved["round"], saved["digest"])
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
-            say(f"sync service: the others went on after round {saved['round']}; what it did since is not used")
+            say(f"sync service: rounds went on after round {saved['round']}, from which the checkpoint goes on")
+            steps = steps_since(saved, peer.client.counted_steps)
+            if steps:
+                catch_up(context, steps)
+            else:
+                say("sync service: none of the steps since counts, and they are not used")
         return adopted
 
     def after_step(self, context: StepContext) -> None:
@@ -304,6 +313,7 @@ class SyncServiceFeature(Feature):
             digest=peer.client.digest,
             steps=peer.interval.steps,
             seconds=peer.interval.seconds,
+            counted_steps=peer.client.counted_steps,
             residuals=peer.client.residuals,
         )
 

@@ -84,6 +84,9 @@ class Answer:
     kept: frozenset[int]
     """Places in the catalog of tensors that the newest round has left as they were."""
 
+    counted_steps: int
+    """Steps of this peer, and of earlier processes of it, that have counted in rounds so far."""
+
     @property
     def is_committed(self) -> bool:
         """Whether the round is there."""
@@ -204,6 +207,7 @@ class Membership:
                     message=reply.message,
                     excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
                     kept=frozenset(reply.kept),
+                    counted_steps=reply.counted_steps,
                 )
             if time.monotonic() > end:
                 raise UserError(

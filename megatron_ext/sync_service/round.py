@@ -42,6 +42,8 @@ class RunState:
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
         self.uploaded: dict[str, int] = {}
+        self.counted_steps: dict[str, int] = {}
+        self._reported_steps: dict[str, int] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
         self.outer_scalars: dict[str, float] = {}
@@ -306,6 +308,7 @@ class RunState:
 
     def _uploaded(self, event: Event) -> None:
         self.uploaded[event["peer"]] = self.members[event["peer"]].index
+        self._reported_steps[event["peer"]] = event.get("steps", 0)
 
     def _forgotten(self, event: Event) -> None:
         self.uploaded.pop(event["peer"], None)
@@ -333,6 +336,8 @@ class RunState:
             kept=tuple(event.get("kept", ())),
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
+        for peer in event["contributors"]:
+            self.counted_steps[peer] = self.counted_steps.get(peer, 0) + self._reported_steps.pop(peer, 0)
         self.outer_scalars = event["outer_scalars"]
         self.uploaded, self.closing, self._quorum_since = {}, None, None
 

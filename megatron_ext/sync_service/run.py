@@ -255,8 +255,8 @@ class Run:
                     return answer
                 self._changed.wait(left)
 
-    def result(self, peer: str, number: int, *, again: bool) -> tuple[RoundResult, RoundResult | None]:
-        """Return from which round a peer goes on, and what became of its contribution.
+    def result(self, peer: str, number: int, *, again: bool) -> tuple[RoundResult, RoundResult | None, int]:
+        """Return from which round a peer goes on, what became of its contribution, and how many of its steps count.
 
         Args:
             peer: its name.
@@ -265,7 +265,8 @@ class Run:
 
         Returns:
             The newest round; where rounds are asynchronous that of the peer's contribution, and the round before with
-            `again`, while their values are kept. Besides, the contribution's round when it is remembered.
+            `again`, while their values are kept. Besides, the contribution's round when it is remembered, and how many
+            steps of the peer have counted by now, as it has reported them.
 
         Raises:
             Refusal: there is no round yet.
@@ -275,7 +276,8 @@ class Run:
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
             own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
-            return own if own is not None and own.number in self._store.shard.snapshots else newest, used
+            taken = own if own is not None and own.number in self._store.shard.snapshots else newest
+            return taken, used, self._state.counted_steps.get(peer, 0)
 
     @property
     def codec(self) -> str:

@@ -91,7 +91,7 @@ class Servicer(ValuesServicer):
             )
             if answer != "committed":
                 return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
-            taken, asked = run.result(caller.peer, request.round, again=request.again)
+            taken, asked, counted = run.result(caller.peer, request.round, again=request.again)
             reason = "" if asked is None else asked.rejected.get(caller.peer, "")
             excluded = {} if asked is None else asked.excluded.get(caller.peer, {})
             return pb2.AwaitReply(
@@ -103,6 +103,7 @@ class Servicer(ValuesServicer):
                 message=reason,
                 excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
                 kept=taken.kept,
+                counted_steps=counted,
             )
 
     def Leave(self, request: Any, context: Any) -> Any:

@@ -330,3 +330,6 @@ def test_an_output_folder_is_new_or_empty_or_that_of_the_same_quickstart(
         with pytest.raises(ValueError, match=r"something else than a quickstart's output; give a new folder"):
             entry.claim(other, ".another")
     assert not list(tmp_path.rglob(".another"))
+    for nowhere, why in (("/proc/none", "No such file"), (tmp_path / "empty" / ".mine" / "in", "Not a directory")):
+        with pytest.raises(ValueError, match=f"--output {nowhere}: cannot be written: {why}.*give another folder"):
+            entry.claim(Path(nowhere), ".mine")

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A peer with a checkpoint older than its last contributions makes no step twice, and ends with the others."""
+
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.sync_service.catching_up import steps_since
+from megatron_ext.sync_service.report import Report
+from tests.support.waiting import until
+from tests.sync_service.jobs import (
+    SINGLE,
+    Kind,
+    die_in_step,
+    failing_job,
+    model_of,
+    remember_samples,
+    run_job,
+    same_bits,
+    samples_of,
+    start_job,
+)
+from tests.sync_service.service import Service
+
+MakeService = Callable[..., Service]
+START = {"w": torch.zeros(3000)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "codec"), [(SINGLE, "fp32"), (("moe-ep2", "bf16-distopt", 2), "int8")], ids=["one rank", "two ranks, int8"]
+)
+def test_a_peer_with_an_old_checkpoint_goes_on_beside_the_others(
+    make_service: MakeService, tmp_path: Path, kind: Kind, codec: str
+):
+    service = make_service()
+    service.start()
+    options = {
+        "train_iters": 12,
+        "sync_service_interval": 2,
+        "sync_service_codec": codec,
+        "lr_decay_style": "linear",
+        "min_lr": 0.0,
+        "log_interval": 1,
+    }
+    lasting = start_job(service, "a", kind, sync_service_index=0, **options)
+    folder = {"save": str(tmp_path / "b"), "sync_service_index": 1, **options}
+    # Saved in the middle of the third interval, and killed in that of the fifth.
+    failing_job(service, "b", kind, before=die_in_step(9), save_interval=5, **folder)
+    again = run_job(service, "b", kind, load=str(tmp_path / "b"), save_interval=100, before=remember_samples, **folder)
+    (said,) = re.findall(r"goes on at iteration (\d+), because (\d+) steps", "".join(rank.stdout for rank in again))
+    assert said == ("8", "3")
+    assert "1 of 2 of the samples, 0 steps after round 4" in again[0].stdout
+    assert [step.iteration for step in again[0].record.steps] == list(range(9, 13))
+    # Part 1 of what the last four steps of four samples read.
+    assert samples_of(again) == list(range(65, 96, 2))
+    ended = lasting.result()
+    assert same_bits(model_of(ended), model_of(again))
+    rates = [re.findall(r"learning rate: (\S+)", job[-1].stdout)[-4:] for job in (ended, again)]
+    assert len(set(rates[0])) == 4 and rates[0] == rates[1]
+    (last,) = [event for event in service.events("committed") if event["round"] == 6]
+    assert last["contributors"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_service: MakeService, codec: str):
+    service = make_service()
+    service.start()
+    report = Report(steps=10)
+
+    def trained(values, by: float):
+        return {name: value + by for name, value in values.items()}
+
+    with ThreadPoolExecutor(1) as pool, service.client("a", START, codec=codec) as lasting:
+        with service.client("b", START, codec=codec) as dying:
+            held = pool.submit(lasting.start, START)
+            values = dying.start(START)
+            held = held.result()
+            for number in (1, 2):
+                other = pool.submit(lasting.sync, trained(held, 1.0), report)
+                values = dying.sync(trained(values, 2.0), report).values
+                held = other.result().values
+                if number == 1:
+                    saved, counted = (dying.round, dying.digest), dying.counted_steps
+            dying.upload(3, trained(values, 2.0), report)
+        assert counted == 10 and saved[0] == 1
+        with service.client("b", START, codec=codec) as again:
+            resumed = pool.submit(again.resume, *saved)
+            until(lambda: len(service.events("joined")) == 3, "the new process")
+            held = lasting.sync(trained(held, 1.0), report).values
+            found = resumed.result()
+            assert again.round == 3 and not again.uploaded and again.counted_steps == 30
+            assert torch.equal(found["w"], held["w"])
+            # And it goes on as any other.
+            other = pool.submit(lasting.sync, trained(held, 1.0), report)
+            assert again.sync(trained(found, 2.0), report).contributed and other.result().contributed
+
+
+@pytest.mark.parametrize(
+    ("saved", "counted", "steps"),
+    [
+        ((8, 1), 16, 7),  # its interval and others counted
+        ((8, 1), 8, 0),  # its interval was lost: it makes these steps later
+        ((8, 0), 12, 4),
+        ((8, 3), 4, 0),  # a server that knows of less
+    ],
+)
+def test_steps_are_counted_from_the_checkpoint_on(saved: tuple[int, int], counted: int, steps: int):
+    assert steps_since(dict(zip(("counted_steps", "steps"), saved, strict=True)), counted) == steps
