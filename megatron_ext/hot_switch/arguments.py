@@ -244,6 +244,25 @@ def _recomputes(args: Any) -> Literal["selective", "full"] | None:
     return "selective" if args.recompute_activations else granularity
 
 
+def _expert_bias_problems(args: Any, strategies: Sequence[Strategy]) -> list[str]:
+    """Return under which strategies Megatron does not train experts whose layers have biases."""
+    problems = []
+    for strategy in strategies:
+        etp = strategy.tp if strategy.etp is None else strategy.etp
+        if etp > 1:
+            where, ways_out = f"on etp = {etp} ranks", "etp 1"
+        elif strategy.ep == 1 and args.transformer_impl == "local":
+            # There autograd refuses to add a bias to what is a view of its input.
+            where, ways_out = "without expert parallelism on its local implementation", "an ep above 1"
+        else:
+            continue
+        problems.append(
+            f"strategy {strategy.label}: Megatron does not train experts with biases {where}; use {ways_out}, or give "
+            "--disable-bias-linear"
+        )
+    return problems
+
+
 def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
     if config.hot_switch_strategy_file is not None:
@@ -281,6 +300,8 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
             for strategy in listed.strategies
             if strategy.tp > 1 and not strategy.sequence_parallel
         ]
+    if args.num_experts and args.add_bias_linear:
+        problems += _expert_bias_problems(args, listed.strategies)
     if config.hot_switch_attention == "rows":
         problems += [
             f"strategy {strategy.label}: --hot-switch-attention rows needs whole rows, which context parallelism cuts; "

@@ -28,6 +28,7 @@ _FRESH = tested(
     f"{WORKERS}test_checkpoint.py::test_a_sync_point_loads_without_optimizer_state_and_starts_a_fresh_outer_one"
 )
 _HOT_WEIGHTS = tested(f"{STRATEGIES}test_checkpoints.py::test_the_weights_alone_begin_with_a_fresh_optimizer")
+_HOT_FINETUNE = tested(f"{STRATEGIES}test_checkpoints.py::test_finetuning_begins_with_the_first_sequence")
 _RAISE_UNEXPECTED = "use raise_unexpected, which checks that nothing is missing"
 _TORCH_DIST = "use --ckpt-format torch_dist, the default"
 
@@ -158,7 +159,7 @@ CHECKPOINTS = (
         hot_switch=UNTRIED_HOT,
     ),
     option("--no-load-optim", cpu=_WEIGHTS, local_sgd=_FRESH, hot_switch=_HOT_WEIGHTS),
-    option("--finetune", cpu=_WEIGHTS, local_sgd=_FRESH, hot_switch=UNTRIED_HOT),
+    option("--finetune", cpu=_WEIGHTS, local_sgd=_FRESH, hot_switch=_HOT_FINETUNE),
     option("--pretrained-checkpoint", cpu=_WEIGHTS, local_sgd=_FRESH, hot_switch=UNTRIED_HOT),
     option("--load-main-params-from-ckpt", cpu=UNTRIED_ON_CPU, local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
     option("--override-ckpt-iteration", cpu=UNTRIED_ON_CPU, local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),

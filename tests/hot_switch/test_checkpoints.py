@@ -145,6 +145,25 @@ def test_the_weights_alone_begin_with_a_fresh_optimizer(tmp_path, home):
     assert abs(losses(fresh)[1] - losses(resumed)[1]) > 10 * TOLERANCE  # Adam's moments begin anew
 
 
+@pytest.mark.parametrize("before", [["1,2,1"], None], ids=["hot switching before", "stock Megatron before"])
+def test_finetuning_begins_with_the_first_sequence(tmp_path, before):
+    options = {"use_distributed_optimizer": True}
+    save = {"train_iters": 2, "lr": 0.1, "save": os.fspath(tmp_path), "save_interval": 2}
+    if before is None:
+        run_pretrain(toy_gpt(COMMON, options, tensor_model_parallel_size=2, **save), 2, patch="backend-only")
+    else:
+        hot_run(before, [32, 0], **options, **save)
+    options |= {"train_iters": 4, "load": os.fspath(tmp_path), "finetune": True}
+    # Another home, too: nothing of the optimizer is read.
+    runs = [hot_run(*STATIC, **options), hot_run(*HOT, **options), hot_run(["2,1,1", "1,1,2"], [32, 8, 0], **options)]
+    assert all("8 per step, 0 read before" in run[0].stdout for run in runs)
+    assert all([step.iteration for step in run[0].record.steps] == [1, 2, 3, 4] for run in runs)
+    for run in runs[1:]:
+        assert losses(run) == pytest.approx(losses(runs[0]), abs=TOLERANCE)
+    untrained = hot_run(*STATIC, train_iters=4)
+    assert abs(losses(untrained)[0] - losses(runs[0])[0]) > 0.01  # the weights that were loaded
+
+
 def test_another_home_is_refused_by_name_without_one(tmp_path):
     options = {"use_distributed_optimizer": True}
     saved(tmp_path, STATIC, **options)

@@ -70,7 +70,15 @@ CASES = {
     ),
     "experts under tensor parallelism": (
         arguments(["2,1,1", "1,2,1"], [32, 8, 0], num_experts=2),
-        ["strategy 1,2,1: Megatron trains experts under tensor parallelism only with sequence parallelism"],
+        [
+            "strategy 1,2,1: Megatron trains experts under tensor parallelism only with sequence parallelism",
+            "strategy 1,2,1: Megatron does not train experts with biases on etp = 2 ranks; use etp 1, or give",
+            "strategy 2,1,1: Megatron does not train experts with biases without expert parallelism on its local",
+        ],
+    ),
+    "experts with biases that Megatron trains": (
+        arguments(["2,1,1", "1,1,2"], [32, 8, 0], num_experts=2, transformer_impl="transformer_engine"),
+        [],
     ),
     "parts of rows": (
         arguments(
