@@ -129,7 +129,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="PREFIX",
         help="write PREFIX.bin, PREFIX.idx and PREFIX.json",
     )
-    output.add_argument("--shuffle-documents", type=int, metavar="SEED", help="put all documents in a random order")
+    output.add_argument(
+        "--shuffle-documents", type=int, metavar="SEED", help="put all documents in a random order"
+    )
     output.add_argument("--overwrite", action="store_true", help="replace the output of an earlier run")
     output.add_argument(
         "--reuse",

@@ -11,6 +11,7 @@ import torch
 
 from megatron_ext.sync_service.catching_up import steps_since
 from megatron_ext.sync_service.report import Report
+from tests.support.presets import Options
 from tests.support.waiting import until
 from tests.sync_service.jobs import (
     SINGLE,
@@ -25,6 +26,8 @@ from tests.sync_service.jobs import (
     start_job,
 )
 from tests.sync_service.service import Service
+from tests.sync_service.test_switching_peers import strategies
+from tests.sync_service.test_workers import WORKERS
 
 MakeService = Callable[..., Service]
 START = {"w": torch.zeros(3000)}
@@ -63,6 +66,30 @@ def test_a_peer_with_an_old_checkpoint_goes_on_beside_the_others(
     assert len(set(rates[0])) == 4 and rates[0] == rates[1]
     (last,) = [event for event in service.events("committed") if event["round"] == 6]
     assert last["contributors"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("options", "run", "equal"),
+    [
+        (WORKERS, {}, True),
+        (strategies("2,1,1", "1,2,1", buckets=(32, 12, 0)), {}, True),
+        ({"sync_service_delay": 1}, {"rounds": "asynchronous"}, False),
+    ],
+    ids=["workers inside", "hot switching", "asynchronous rounds, delayed"],
+)
+def test_it_does_so_in_every_kind_of_peer(
+    make_service: MakeService, tmp_path: Path, options: Options, run: dict[str, str], equal: bool
+):
+    service = make_service(**run)
+    service.start()
+    kind = ("single", "fp32", 2)
+    options = {**options, "train_iters": 12, "sync_service_interval": 2}
+    lasting = start_job(service, "a", kind, sync_service_index=0, **options)
+    folder = {"save": str(tmp_path / "b"), "sync_service_index": 1, **options}
+    failing_job(service, "b", kind, before=die_in_step(9), save_interval=5, **folder)
+    again = run_job(service, "b", kind, load=str(tmp_path / "b"), save_interval=100, **folder)
+    assert [step.iteration for step in again[0].record.steps] == list(range(9, 13))
+    assert same_bits(model_of(lasting.result()), model_of(again)) == equal
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
