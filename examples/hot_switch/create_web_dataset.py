@@ -45,6 +45,8 @@ def convert(files: Sequence[Path], output: Path, column: str) -> None:
     for path in files:
         if path.is_dir():
             raise UserError(f"{path}: is no file")
+        if path.is_file() and path.stat().st_size == 0:
+            raise UserError(f"{path}: has no bytes, which no Parquet file is without; download it again")
     inventory = find_sources(files, file_format="parquet")
     made_from = {
         "column": column,

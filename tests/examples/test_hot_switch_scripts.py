@@ -381,6 +381,8 @@ def test_pages_that_cannot_be_read_or_written_are_named(tmp_path: Path, capsys: 
     parquet.write_table(pyarrow.table({"content": ["a page"] * 9}), web, compression="none", use_dictionary=False)
     damaged.write_bytes(web.read_bytes().replace(b"a page", b"\xff page"))
     bytes_of.write_bytes(web.read_bytes()[:-9])
+    empty = tmp_path / "empty.parquet"
+    empty.touch()
     lines = tmp_path / "web.jsonl"
     for files, output, said in (
         ([damaged], lines, f"{damaged} (row 1): not valid UTF-8 at byte 0"),
@@ -388,6 +390,7 @@ def test_pages_that_cannot_be_read_or_written_are_named(tmp_path: Path, capsys: 
         ([web, tmp_path / "none"], lines, f"input {tmp_path / 'none'}: No such file or directory"),
         ([web, web], lines, f"input {web} is given twice"),
         ([tmp_path], lines, f"{tmp_path}: is no file"),
+        ([web, empty], lines, f"{empty}: has no bytes"),
         ([web], web / "web.jsonl", f"{web / 'web.jsonl'}: cannot be written: File exists"),
         ([web], tmp_path, f"{tmp_path}: cannot be written: Is a directory"),
     ):
