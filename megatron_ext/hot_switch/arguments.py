@@ -248,7 +248,7 @@ def _expert_bias_problems(args: Any, strategies: Sequence[Strategy]) -> list[str
     """Return under which strategies Megatron does not train experts whose layers have biases."""
     problems = []
     for strategy in strategies:
-        etp = strategy.tp if strategy.etp is None else strategy.etp
+        etp = strategy.expert_tp
         if etp > 1:
             where, ways_out = f"on etp = {etp} ranks", "etp 1"
         elif strategy.ep == 1 and args.transformer_impl == "local":

@@ -71,7 +71,7 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.microbatch_group_size_per_vp_stage = strategy.pp
     transformer.context_parallel_size = strategy.cp
     transformer.expert_model_parallel_size = strategy.ep
-    transformer.expert_tensor_parallel_size = strategy.tp if strategy.etp is None else strategy.etp
+    transformer.expert_tensor_parallel_size = strategy.expert_tp
     transformer.tensor_parallel_num_weight_shards = strategy.tp
     transformer.expert_tensor_parallel_num_weight_shards = transformer.expert_tensor_parallel_size
     transformer.sequence_parallel = strategy.sequence_parallel

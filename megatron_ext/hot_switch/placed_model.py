@@ -150,7 +150,7 @@ class PlacedModel:
             "context_parallel_size": strategy.cp,
             "data_parallel_size": strategy.dp,
             "expert_model_parallel_size": strategy.ep,
-            "expert_tensor_parallel_size": strategy.tp if strategy.etp is None else strategy.etp,
+            "expert_tensor_parallel_size": strategy.expert_tp,
             "sequence_parallel": strategy.sequence_parallel,
             "micro_batch_size": strategy.micro_batch_size,
             "seq_length": row_length,

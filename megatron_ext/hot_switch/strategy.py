@@ -62,6 +62,11 @@ class Strategy:
         return self.dp * self.tp * self.pp * self.cp
 
     @property
+    def expert_tp(self) -> int:
+        """Number of ranks over which an expert is cut: those of a layer unless `etp` says otherwise."""
+        return self.tp if self.etp is None else self.etp
+
+    @property
     def row_multiple(self) -> int:
         """What the positions of a row must be divisible by.
 

@@ -40,7 +40,7 @@ def size_problems(strategy: Strategy) -> list[str]:
     if strategy.vpp > 1 and strategy.pp == 1:
         problems.append(f"{name}: vpp is {strategy.vpp}, but interleaving needs pp > 1; use vpp 1 or more stages")
     if not problems:
-        experts = (strategy.tp if strategy.etp is None else strategy.etp) * strategy.ep * strategy.pp
+        experts = strategy.expert_tp * strategy.ep * strategy.pp
         if strategy.world_size % experts:
             problems.append(
                 f"{name}: {strategy.world_size} ranks cannot be divided by etp*ep*pp = {experts}; change ep or etp"
@@ -148,7 +148,7 @@ def _expert_problems(strategy: Strategy, shape: GptShape) -> list[str]:
         problems.append(
             f"{name}: {experts} experts cannot be divided over ep = {strategy.ep}; use an ep that divides them"
         )
-    etp = strategy.tp if strategy.etp is None else strategy.etp
+    etp = strategy.expert_tp
     if shape.expert_ffn_size % etp:
         problems.append(
             f"{name}: moe_ffn_hidden_size {shape.expert_ffn_size} cannot be divided over etp = {etp}; "
