@@ -2,6 +2,7 @@
 """Guards of the whole session: no module without tests, no process left behind, GPU tests skipped."""
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -68,6 +69,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     distributed = sys.modules.get("tests.support.distributed")
     if distributed is not None and session.items and not session.config.option.collectonly:
         distributed.warm_up()
+
+
+@pytest.fixture(scope="module")
+def transformer_engine() -> None:
+    """Skip where there is no Transformer Engine itself: it is compiled against torch and CUDA, and CI has neither."""
+    if importlib.util.find_spec("transformer_engine") is None:
+        pytest.skip("needs Transformer Engine, which is not installed")
 
 
 @pytest.fixture(scope="module")

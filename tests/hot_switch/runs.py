@@ -176,7 +176,8 @@ def many_rounds() -> None:
     """Let switches have many small rounds, so that layers are used long before the last one has arrived."""
     from megatron_ext.hot_switch import messages
 
-    messages.DEFAULT_SIZES["gloo"] = messages.MessageSizes(direct_bytes=2048, chunk_bytes=4096, round_bytes=8192)
+    sizes = messages.MessageSizes(direct_bytes=2048, chunk_bytes=4096, round_bytes=8192)
+    messages.DEFAULT_SIZES.update(gloo=sizes, nccl=sizes)
 
 
 def same_weights() -> None:
@@ -248,7 +249,7 @@ def full_parameters(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
     # Stock Megatron does not know the option.
     group = current_groups().inside if getattr(args, "use_local_sgd", False) else dist.group.WORLD
     view = ParameterView.from_model(model)
-    mine = {entry.placed.name: entry.parameter.detach().float() for entry in (*view.entries, *view.buffers)}
+    mine = {entry.placed.name: entry.parameter.detach().float().cpu() for entry in (*view.entries, *view.buffers)}
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     if dist.get_rank(group) > 0:

@@ -126,7 +126,7 @@ def inner_states(model, optimizer, args):
     return [
         (
             {
-                name: hashlib.md5(state[name].detach().numpy().tobytes()).hexdigest()
+                name: hashlib.md5(state[name].detach().cpu().numpy().tobytes()).hexdigest()
                 for name in ("exp_avg", "exp_avg_sq")
             },
             float(state["step"]),

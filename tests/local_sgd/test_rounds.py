@@ -207,7 +207,7 @@ def embeddings(model, optimizer, args):
     import hashlib
 
     found = [
-        parameter.detach().float().numpy().tobytes()
+        parameter.detach().float().cpu().numpy().tobytes()
         for chunk in model
         for name, parameter in chunk.named_parameters()
         if "word_embeddings" in name or "output_layer" in name

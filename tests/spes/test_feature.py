@@ -81,7 +81,7 @@ def watch_steps() -> None:
         args = get_args()
         if not hasattr(args, "first_gradients"):
             args.first_gradients = {
-                entry.tensor.name: entry.parameter.main_grad.numpy().copy()
+                entry.tensor.name: entry.parameter.main_grad.cpu().numpy().copy()
                 for entry in view.entries
                 if entry.parameter.requires_grad
             }

@@ -158,6 +158,8 @@ def _server_environment() -> Iterator[None]:
         PYTHONSAFEPATH="1",
         # Else asking for a GPU while importing would forbid CUDA in all processes forked from there.
         PYTORCH_NVML_BASED_CUDA_CHECK="1",
+        # What Megatron compiles on a GPU, a rank compiles itself: torch's pool of processes would outlive it.
+        TORCHINDUCTOR_COMPILE_THREADS="1",
     )
     try:
         yield

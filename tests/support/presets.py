@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+import torch
+
 Value = bool | int | float | str | Sequence[int | float | str] | None
 """True is a bare flag; None or False drops it; a sequence gives several values."""
 Options = Mapping[str, Value]
@@ -34,7 +36,7 @@ TOY_GPT: Options = MappingProxyType(
         "eval_iters": 0,
         "eval_interval": 1000,
         "num_workers": 0,
-        "distributed_backend": "gloo",
+        "distributed_backend": "nccl" if torch.cuda.device_count() else "gloo",
         "transformer_impl": "local",
         "attention_backend": "unfused",
         "no_gradient_accumulation_fusion": True,
@@ -156,7 +158,7 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
 
 
 def toy_gpt(*bundles: Options, **overrides: Value) -> list[str]:
-    """Return the command line of a tiny GPT on mock data, on gloo and without fused kernels.
+    """Return the command line of a tiny GPT on mock data, on GPUs if there are any, without fused kernels.
 
     Args:
         bundles: options laid over `TOY_GPT` in order: `LAYOUTS["tp2"].options`, `PRECISIONS["bf16"]`, ...

@@ -101,6 +101,29 @@ def _set_environment(job: RankJob) -> None:
         MASTER_PORT=str(job.master_port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
+    os.environ.update(_for_gpus(job))
+
+
+def _for_gpus(job: RankJob) -> dict[str, str]:
+    """What ranks on GPUs need: as Megatron asks for; and nodes of their own where there are fewer GPUs than ranks.
+
+    NCCL refuses two ranks on one GPU of a node. Those of several nodes talk through sockets.
+    """
+    import torch
+
+    devices = torch.cuda.device_count()  # asks the driver, so that the process can still fork
+    if devices == 0:
+        return {}
+    order = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    if devices >= job.world_size:
+        return order
+    return {
+        **order,
+        "LOCAL_RANK": str(job.rank % devices),
+        "LOCAL_WORLD_SIZE": "1",
+        "NCCL_HOSTID": f"rank{job.rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }
 
 
 def _watch_harness(channel: Connection, released: threading.Event) -> None:

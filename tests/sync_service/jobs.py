@@ -102,12 +102,13 @@ def values_held(model, optimizer, args):
         parameter = value.entry.parameter.detach().flatten()[value.start : stop]
         assert torch.equal(parameter, value.tensor.flatten().to(parameter.dtype)), value.entry.tensor.name
         for start, view in global_views(value.entry.slice, value.tensor, value.start, stop):
-            content = view.detach().contiguous().numpy().tobytes()
+            content = view.detach().cpu().contiguous().numpy().tobytes()
             found.append((value.entry.tensor.name, start, tuple(view.shape), content))
     for entry in (*values.view.entries, *values.view.buffers):
         if not entry.parameter.requires_grad:
             for start, view in global_views(entry.slice, entry.parameter.detach(), 0, entry.parameter.numel()):
-                found.append((entry.tensor.name, start, tuple(view.shape), view.float().contiguous().numpy().tobytes()))
+                content = view.float().cpu().contiguous().numpy().tobytes()
+                found.append((entry.tensor.name, start, tuple(view.shape), content))
     slices = Slices(values, catalog_of(values.view, args.sync_service_peers))
     primary = sum(part.box.numel for part in slices.parts if part.is_primary)
     return found, getattr(args, "samples_seen", None), primary

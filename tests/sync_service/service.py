@@ -31,7 +31,8 @@ class Zygote:
     """Forks processes that start in milliseconds."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "PYTHONHASHSEED": "0"}
+        search_path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path, "PYTHONHASHSEED": "0"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.sync_service.zygote"],
             cwd=REPOSITORY,

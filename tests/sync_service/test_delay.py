@@ -69,7 +69,7 @@ def remember(when, iteration, model, optimizer) -> None:
     held += [(entry, entry.parameter.detach(), 0) for entry in view.entries if not entry.parameter.requires_grad]
     for entry, tensor, first in held:
         for start, box in global_views(entry.slice, tensor, first, first + tensor.numel()):
-            boxes.append((entry.tensor.name, start, tuple(box.shape), box.detach().numpy().tobytes()))
+            boxes.append((entry.tensor.name, start, tuple(box.shape), box.detach().cpu().numpy().tobytes()))
     args = get_args()
     args.remembered = {**getattr(args, "remembered", {}), (when, iteration): boxes}
 
