@@ -23,7 +23,7 @@ from tests.hot_switch.runs import (
 )
 from tests.support.presets import LATENT, MOE, toy_gpt
 from tests.support.pretrain import run_pretrain
-from tests.support.transformer_engine import accept_transformer_engine
+from tests.support.transformer_engine import accept_transformer_engine, fuse_the_accumulation_of_gradients
 
 pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
 
@@ -42,6 +42,13 @@ strategies:
   - {dp: 1, tp: 2, pp: 2, vpp: 2}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2, recompute: full}
 """
+GROUPED = {
+    **MOE,
+    "moe_aux_loss_coeff": 0.0,
+    "moe_z_loss_coeff": 0.1,
+    "moe_grouped_gemm": True,
+    "disable_bias_linear": True,
+}
 
 
 def forbid_attention_by_document():
@@ -93,14 +100,7 @@ def nothing():
             "4,1,1",
             {"expert_model_parallel_size": 2},
             forbid_attention_by_document,
-            {
-                **MOE,
-                "moe_aux_loss_coeff": 0.0,
-                "moe_z_loss_coeff": 0.1,
-                "moe_grouped_gemm": True,
-                "disable_bias_linear": True,
-                "use_distributed_optimizer": True,
-            },
+            {**GROUPED, "use_distributed_optimizer": True},
         ),
     ],
     ids=["tensor parallel", "stages and biases", "no kernels", "parts of rows", "latent attention", "grouped experts"],
@@ -117,6 +117,25 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
     told = (tell_padding,) if strategies is EXPERTS_APART else ()
     stock = stock_run(home, accept_transformer_engine, *told, **{**TE, **layout, **options})
     assert_equal_but_for_rounding(hot, stock)
+
+
+@pytest.mark.parametrize(
+    ("strategies", "home", "layout", "options"),
+    [
+        (DENSE, "2,2,1", {"sequence_parallel": True}, {**LLAMA, "overlap_grad_reduce": True}),
+        (EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, GROUPED),
+    ],
+    ids=["dense", "grouped experts"],
+)
+def test_products_that_add_their_gradients_themselves_change_nothing(tmp_path, strategies, home, layout, options):
+    file = tmp_path / "strategies.yaml"
+    file.write_text(strategies)
+    options = {**TE, "use_distributed_optimizer": True, "no_gradient_accumulation_fusion": None, **options}
+    before = (accept_transformer_engine, fuse_the_accumulation_of_gradients)
+    command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
+    hot = run_pretrain(command, 4, probe=full_parameters, before=(*before, many_rounds))
+    told = (tell_padding,) if strategies is EXPERTS_APART else ()
+    assert_equal_but_for_rounding(hot, stock_run(home, *before, *told, **{**layout, **options}))
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):

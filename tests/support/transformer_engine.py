@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on a double of Transformer Engine, which cannot be imported without a GPU."""
 
-__all__ = ["accept_transformer_engine"]
+from typing import Any
+
+__all__ = ["accept_transformer_engine", "fuse_the_accumulation_of_gradients"]
 
 
 def accept_transformer_engine() -> None:
@@ -22,3 +24,19 @@ def accept_transformer_engine() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     # Megatron makes a CUDA stream for attention over parts of rows, unless there is one.
     TEDotProductAttention.cp_stream = object()
+
+
+def fuse_the_accumulation_of_gradients() -> None:
+    """Let products add the gradients of weights where they gather, as is Megatron's default on a GPU with Apex."""
+    from transformer_engine.pytorch.base import WithWeights
+
+    from megatron_ext.backends.cpu import options
+
+    options.ARGUMENT_DEFAULTS["gradient_accumulation_fusion"] = True
+    times = WithWeights.times
+
+    def fused(self: Any, x: Any, weight: Any) -> Any:
+        assert self.fuse_wgrad_accumulation
+        return times(self, x, weight)
+
+    WithWeights.times = fused

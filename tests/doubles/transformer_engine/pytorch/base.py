@@ -43,9 +43,9 @@ class WithWeights(Module):
         fuse_wgrad_accumulation=False,
     ):
         super().__init__()
-        assert not fuse_wgrad_accumulation, "the double does not fuse the accumulation of gradients"
         assert parallel_mode in (None, "column", "row")
         self.parallel_mode, self.use_bias, self.return_bias = parallel_mode, bias, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.set_tensor_parallel_group(tp_group)
         self._tracker, self._tracked = get_rng_state_tracker, () if rng_tracker_name is None else (rng_tracker_name,)
         self._init_method, self._where = init_method, {"device": device, "dtype": params_dtype}
@@ -58,11 +58,38 @@ class WithWeights(Module):
         mark_split(weight, 1 if self.parallel_mode == "row" else 0)
         return weight
 
+    def times(self, x, weight):
+        """Multiply; the weight's gradient may be added to those of other micro-batches where they are."""
+        return _Accumulated.apply(x, weight) if self.fuse_wgrad_accumulation else torch.nn.functional.linear(x, weight)
+
     def make_bias(self, out_features):
         """Return zeros, which are no parameter without a bias."""
         if not self.use_bias:
             return torch.empty(0, **self._where)
         return torch.nn.Parameter(torch.zeros(out_features, **self._where))
+
+
+class _Accumulated(torch.autograd.Function):
+    """A product whose weight's gradient goes to `main_grad`; what autograd gets in its place has no meaning."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x, weight), parameter = ctx.saved_tensors, ctx.parameter
+        instead = None
+        if weight.requires_grad:
+            found = gradient.flatten(0, -2).T @ x.flatten(0, -2)
+            parameter.main_grad.add_(found.to(parameter.main_grad.dtype))
+            if hasattr(parameter, "grad_added_to_main_grad"):
+                parameter.grad_added_to_main_grad = True
+                zero = getattr(parameter, "zero_out_wgrad", False)
+                instead = torch.full_like(weight, 0.0 if zero else torch.nan)
+        return gradient @ weight, instead
 
 
 def mark_split(parameter, dim):

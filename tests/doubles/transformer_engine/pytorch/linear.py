@@ -33,7 +33,7 @@ class Linear(WithWeights):
                 x = mappings.gather_from_sequence_parallel_region(x, group=group)
             else:
                 x = mappings.copy_to_tensor_model_parallel_region(x, group=group)
-        y = torch.nn.functional.linear(x, self.weight)
+        y = self.times(x, self.weight)
         if self.parallel_mode == "row" and self.tp_size > 1:
             if self.sequence_parallel:
                 y = mappings.reduce_scatter_to_sequence_parallel_region(y, group=group)
@@ -104,8 +104,9 @@ class GroupedLinear(WithWeights):
         parts = torch.split(x.reshape(-1, x.shape[-1]), list(m_splits))
         out = []
         for number, part in enumerate(parts):
-            bias = getattr(self, f"bias{number}") if self.use_bias and not self.return_bias else None
-            out.append(torch.nn.functional.linear(part, getattr(self, f"weight{number}"), bias))
+            product = self.times(part, getattr(self, f"weight{number}"))
+            has_bias = self.use_bias and not self.return_bias
+            out.append(product + getattr(self, f"bias{number}") if has_bias else product)
         y = torch.cat(out)
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         if self.return_bias:
