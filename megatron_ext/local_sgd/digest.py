@@ -22,12 +22,18 @@ def tensor_digest(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(torch.int32)
         for start in range(0, bits.numel(), _CHUNK):
-            chunk = bits[start : start + _CHUNK].to(torch.int64)
-            weights = (torch.arange(chunk.numel(), device=chunk.device) + start) % _PRIME + 1
-            plain += int(chunk.sum())
-            weighted += int((chunk * weights).sum())
+            sums = _sums(bits[start : start + _CHUNK].to(torch.int64), start)
+            plain += sums[0]
+            weighted += sums[1]
     mask = (1 << 62) - 1
     return plain & mask, weighted & mask
+
+
+def _sums(chunk: torch.Tensor, start: int) -> tuple[int, int]:
+    """Return the sums over a chunk, which is used up: on a GPU memory is scarce, and its copy is twice its size."""
+    plain = int(chunk.sum())
+    weights = torch.arange(start, start + chunk.numel(), device=chunk.device).remainder_(_PRIME).add_(1)
+    return plain, int(chunk.mul_(weights).sum())
 
 
 def equal_across(tensors: Iterable[torch.Tensor], group: Any, device: torch.device | None = None) -> bool:

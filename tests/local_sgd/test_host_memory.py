@@ -90,9 +90,10 @@ def test_a_state_that_was_read_on_the_host_goes_on_on_the_gpu(kind, offload):
 @pytest.mark.gpu
 def test_a_round_takes_the_device_memory_of_one_unit_not_of_the_model():
     ((offloaded, plain),) = run_ranks(peak_memory, 1)
-    # Values of 16 x 4 MiB: anchor and momentum are twice that on the device, or two units' of them visit.
+    # Values of 16 x 4 MiB: anchor and momentum are twice that on the device, or two units' of them visit. A unit's
+    # pseudo-gradients take another two.
     assert plain > 100 * 2**20
-    assert offloaded < 40 * 2**20
+    assert offloaded < 25 * 2**20
 
 
 def peak_memory():
@@ -100,6 +101,7 @@ def peak_memory():
     groups = start_groups()
     units = [f"layer.{index}" for index in range(16)]
     values = [torch.randn(2**20, device="cuda") for _ in units]
+    values[0].dot(values[0])  # cuBLAS takes some memory for itself, once
     found = []
     for offload in (True, False):
         torch.cuda.reset_peak_memory_stats()
