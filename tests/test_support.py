@@ -146,6 +146,8 @@ DOUBTFUL = [
     "--inprocess-restart",
     "--enable-ft-package",
     "--adlr-autoresume",
+    "--full-validation",
+    "--init-model-with-meta-device",
     "--log-straggler",
     "--log-max-attention-logit",
     "--moe-expert-rank-capacity-factor 1.5",

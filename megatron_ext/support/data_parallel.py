@@ -105,6 +105,12 @@ DATA_PARALLEL = (
         hot_switch=UNTRIED_HOT,
     ),
     option(
+        "--init-model-with-meta-device",
+        cpu=refused("without FSDP Megatron leaves the weights without values"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+    ),
+    option(
         "--use-torch-fsdp2",
         cpu=refused("Megatron builds its device mesh for CUDA", "use --use-distributed-optimizer"),
         local_sgd=refused(

@@ -23,6 +23,7 @@ RUN_CONTROL = (
     ),
     option("--inprocess-restart", cpu=RESILIENCY, local_sgd=RESILIENCY, hot_switch=RESILIENCY),
     option("--enable-ft-package", cpu=RESILIENCY, local_sgd=RESILIENCY, hot_switch=RESILIENCY),
+    option("--full-validation", local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
     option("--adlr-autoresume", local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
     option(
         "--log-max-attention-logit",
