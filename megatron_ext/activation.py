@@ -63,7 +63,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
     from megatron_ext.backends import cpu
     from megatron_ext.backends.cpu.feature import CpuFeature
     from megatron_ext.features import all_features
-    from megatron_ext.seams import arguments, data
+    from megatron_ext.seams import arguments, data, writers_queue
 
     use_cpu = backend == "cpu" or (backend == "auto" and not torch.cuda.is_available())
     patches = registry()
@@ -74,6 +74,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
         patches.apply([cpu.compile_helpers_patch()])
         patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
         patches.apply(data.patches())
+        patches.apply(writers_queue.patches())
     except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
         raise
@@ -99,9 +100,10 @@ def known_patches() -> list[Patch]:
     """Return every patch that any backend or feature may apply."""
     from megatron_ext.backends import cpu
     from megatron_ext.features import all_features
-    from megatron_ext.seams import arguments, data
+    from megatron_ext.seams import arguments, data, writers_queue
 
-    found = [*arguments.patches(registry(), None), *data.patches(), cpu.compile_helpers_patch(), *cpu.patches()]
+    found = [*arguments.patches(registry(), None), *data.patches(), *writers_queue.patches()]
+    found += [cpu.compile_helpers_patch(), *cpu.patches()]
     for feature in all_features():
         found += feature.patches()
     unique = {patch.name: patch for patch in found}

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seam: the queue by which the writers of a checkpoint report, which a process of its own holds."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megatron_ext.patching import Patch
+
+__all__ = ["patches"]
+
+_MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+
+def patches() -> list[Patch]:
+    """Return the patches of this seam; they are applied whatever the arguments ask for."""
+    return [
+        Patch(
+            name="repairs/writers-queue",
+            target=f"{_MODULE}:get_write_results_queue",
+            wrap=_wrap_queue,
+            parameters=("mp_mode",),
+            reason="a signal to all processes (torchrun, SLURM) ends the queue's, too, and so the checkpoint that "
+            "--exit-signal-handler is to save; a queue that is gone is made anew",
+        )
+    ]
+
+
+def _wrap_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
+        module: Any = importlib.import_module(_MODULE)
+        if module._results_queue is not None and not _answers(module._results_queue):
+            module._results_queue = None
+        return original(*args, **kwargs)
+
+    return get_write_results_queue
+
+
+def _answers(queue: Any) -> bool:
+    try:
+        queue.qsize()
+    except (EOFError, OSError):
+        return False
+    return True
