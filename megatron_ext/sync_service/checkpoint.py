@@ -23,6 +23,7 @@ __all__ = [
     "parts_of_samples",
     "request",
     "samples_notice",
+    "steps_behind",
     "take_residuals",
     "take_state",
 ]
@@ -111,6 +112,20 @@ def parts_of_samples(context: LoadContext) -> int | None:
     # A run of the same name may be another one, at a server that knows nothing of the first.
     same = (saved["run"], saved.get("peers")) == (context.args.sync_service_run, context.args.sync_service_peers)
     return None if same else saved.get("peers")
+
+
+def steps_behind(context: LoadContext) -> int | None:
+    """Return how many steps the peer had made in the run when the checkpoint was saved, as its server counts them.
+
+    Asked before the peer's state is taken out. 0 where the iteration is counted from what the run knows nothing of:
+    another run's or peer's checkpoint, or --finetune. None if the checkpoint does not say.
+    """
+    saved, args = context.state.get(_STATE), context.args
+    if saved is None or args.finetune:
+        return 0
+    if (saved["run"], saved["peer"]) != (args.sync_service_run, args.sync_service_peer):
+        return 0
+    return saved["counted_steps"] + saved["steps"] if saved["format"] == _FORMAT else None
 
 
 def samples_notice(context: LoadContext) -> str | None:

@@ -59,6 +59,7 @@ class SyncServiceFeature(Feature):
         self._saved: dict[str, Any] | None = None
         self._ended: checkpoint.Place | None = None
         self._sample_parts: int | None = None
+        self._behind: int | None = 0
         self._residuals: dict[str, torch.Tensor] = {}
 
     # Arguments.
@@ -127,6 +128,9 @@ class SyncServiceFeature(Feature):
         peer.client.rest()
         if self._sample_parts is not None:
             go_on_in_part(context.args, peer.client.peers, self._sample_parts)
+        if self._saved is None and self._behind is not None:
+            # An earlier process of this peer may have died without a checkpoint.
+            catch_up(context, steps_since(self._behind, peer.client.counted_steps))
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
@@ -139,10 +143,8 @@ class SyncServiceFeature(Feature):
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
             say(f"sync service: rounds went on after round {saved['round']}, from which the checkpoint goes on")
-            steps = steps_since(saved, peer.client.counted_steps)
-            if steps:
-                catch_up(context, steps)
-            else:
+            assert self._behind is not None
+            if not catch_up(context, steps_since(self._behind, peer.client.counted_steps)):
                 say("sync service: none of the steps since counts, and they are not used")
         return adopted
 
@@ -294,6 +296,7 @@ class SyncServiceFeature(Feature):
     def on_load(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
         self._sample_parts = checkpoint.parts_of_samples(context)
+        self._behind = checkpoint.steps_behind(context)
         self._saved = checkpoint.take_state(context)
         if not context.common_only:
             self._residuals = checkpoint.take_residuals(context)

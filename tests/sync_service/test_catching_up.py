@@ -12,12 +12,15 @@ import torch
 from megatron_ext.sync_service.catching_up import steps_since
 from megatron_ext.sync_service.report import Report
 from tests.support.presets import Options
+from tests.support.pretrain import run_pretrain
 from tests.support.waiting import until
 from tests.sync_service.jobs import (
+    ALONE,
     SINGLE,
     Kind,
     die_in_step,
     failing_job,
+    job_arguments,
     model_of,
     remember_samples,
     run_job,
@@ -92,6 +95,30 @@ def test_it_does_so_in_every_kind_of_peer(
     assert same_bits(model_of(lasting.result()), model_of(again)) == equal
 
 
+@pytest.mark.parametrize("begins_with", ["nothing", "a stock checkpoint", "weights of its own"])
+def test_it_does_so_without_a_state_of_its_own_too(make_service: MakeService, tmp_path: Path, begins_with: str):
+    service = make_service()
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2}
+    if begins_with == "a stock checkpoint":
+        # It has read as many samples as both peers do in four steps.
+        stock = {**ALONE, "global_batch_size": 8, "train_iters": 12, "save": str(tmp_path), "exit_interval": 4}
+        run_pretrain(job_arguments(service, "none", SINGLE, **stock, save_interval=4), 1)
+        options = {**options, "load": str(tmp_path)}
+    lasting = start_job(service, "a", SINGLE, sync_service_index=0, **options)
+    own: Options = {"sync_service_index": 1, **options}
+    after: Options = {}
+    if begins_with == "weights of its own":
+        own = {**own, "save": str(tmp_path)}
+        after = {"load": str(tmp_path), "no_load_optim": True}
+    failing_job(service, "b", SINGLE, before=die_in_step(9), save_interval=5, **own)
+    again = run_job(service, "b", SINGLE, before=remember_samples, save_interval=100, **{**own, **after})
+    assert "goes on at iteration 8, because" in again[0].stdout
+    assert [step.iteration for step in again[0].record.steps] == list(range(9, 13))
+    assert samples_of(again) == list(range(65, 96, 2))
+    assert same_bits(model_of(lasting.result()), model_of(again))
+
+
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_service: MakeService, codec: str):
     service = make_service()
@@ -127,13 +154,13 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
 
 
 @pytest.mark.parametrize(
-    ("saved", "counted", "steps"),
+    ("behind", "counted", "steps"),
     [
-        ((8, 1), 16, 7),  # its interval and others counted
-        ((8, 1), 8, 0),  # its interval was lost: it makes these steps later
-        ((8, 0), 12, 4),
-        ((8, 3), 4, 0),  # a server that knows of less
+        (9, 16, 7),  # its interval and others counted
+        (9, 8, 0),  # its interval was lost: it makes these steps later
+        (8, 12, 4),
+        (11, 4, 0),  # a server that knows of less
     ],
 )
-def test_steps_are_counted_from_the_checkpoint_on(saved: tuple[int, int], counted: int, steps: int):
-    assert steps_since(dict(zip(("counted_steps", "steps"), saved, strict=True)), counted) == steps
+def test_steps_are_counted_from_the_checkpoint_on(behind: int, counted: int, steps: int):
+    assert steps_since(behind, counted) == steps
