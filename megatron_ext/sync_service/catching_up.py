@@ -11,32 +11,16 @@ from __future__ import annotations
 from megatron_ext.hooks import ModelContext
 from megatron_ext.seams.arguments import say
 
-__all__ = ["catch_up", "steps_since"]
+__all__ = ["catch_up"]
 
 
-def steps_since(behind: int, counted: int) -> int:
-    """Return how far the peer was after the last step that counts, in steps from its checkpoint on.
-
-    Args:
-        behind: steps that it had made in the run by then: those that counted, and those of the interval, since the
-            first contribution after the checkpoint began before it.
-        counted: steps of the peer that count in rounds by now.
-    """
-    return max(0, counted - behind)
-
-
-def catch_up(context: ModelContext, steps: int) -> bool:
-    """Count steps as made, if there are any; all ranks call it, after loading and before the data are built.
+def catch_up(context: ModelContext, steps: int) -> None:
+    """Count steps as made; all ranks call it, after loading and before the data are built.
 
     Args:
         context: of the model that was loaded, or built.
         steps: completed by an earlier process.
-
-    Returns:
-        Whether there are.
     """
-    if not steps:
-        return False
     args = context.args
     samples = steps * args.global_batch_size
     args.iteration += steps
@@ -46,4 +30,3 @@ def catch_up(context: ModelContext, steps: int) -> bool:
         f"sync service: goes on at iteration {args.iteration}, because {steps} steps that this peer had made after "
         f"iteration {args.iteration - steps} count in rounds already"
     )
-    return True

@@ -23,12 +23,12 @@ __all__ = [
     "parts_of_samples",
     "request",
     "samples_notice",
-    "steps_behind",
+    "steps_made",
     "take_residuals",
     "take_state",
 ]
 
-_FORMAT = 5
+_FORMAT = 6
 _STATE = "sync_service"
 _RESIDUALS = "sync_service_residuals"
 
@@ -52,8 +52,8 @@ class Place:
     seconds: float
     """Gone since."""
 
-    counted_steps: int
-    """Steps of the peer that count in rounds."""
+    made: int
+    """Steps of the peer in the run, those that did not count included."""
 
     residuals: dict[str, torch.Tensor]
     """What this rank's contributions have lost so far, 1-D by part."""
@@ -67,7 +67,7 @@ class Place:
             digest=saved["digest"],
             steps=saved["steps"],
             seconds=saved["seconds"],
-            counted_steps=saved["counted_steps"],
+            made=saved["made"],
             residuals=residuals,
         )
 
@@ -86,7 +86,7 @@ def assemble(context: SaveContext, place: Place) -> None:
         "digest": place.digest,
         "steps": place.steps,
         "seconds": place.seconds,
-        "counted_steps": place.counted_steps,
+        "made": place.made,
         "codec": config.sync_service_codec,
         "residuals_of": _layout(context.args) if is_lossy else None,
     }
@@ -114,8 +114,8 @@ def parts_of_samples(context: LoadContext) -> int | None:
     return None if same else saved.get("peers")
 
 
-def steps_behind(context: LoadContext) -> int | None:
-    """Return how many steps the peer had made in the run when the checkpoint was saved, as its server counts them.
+def steps_made(context: LoadContext) -> int | None:
+    """Return how many steps the peer had made in the run when the checkpoint was saved.
 
     Asked before the peer's state is taken out. 0 where the iteration is counted from what the run knows nothing of:
     another run's or peer's checkpoint, or --finetune. None if the checkpoint does not say.
@@ -125,7 +125,7 @@ def steps_behind(context: LoadContext) -> int | None:
         return 0
     if (saved["run"], saved["peer"]) != (args.sync_service_run, args.sync_service_peer):
         return 0
-    return saved["counted_steps"] + saved["steps"] if saved["format"] == _FORMAT else None
+    return int(saved["made"]) if saved["format"] == _FORMAT else None
 
 
 def samples_notice(context: LoadContext) -> str | None:

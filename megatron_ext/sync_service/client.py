@@ -87,7 +87,7 @@ class SyncClient:
         self.round = -1
         self.digest = ""
         self.uploaded = False
-        self.counted_steps = 0
+        self.counted_until = 0
         self.asynchronous = False
         self._contributed: int | None = None
         self._sent = -1
@@ -428,7 +428,7 @@ class SyncClient:
         while True:
             answer = self._membership.ask(number, uploaded=self.uploaded, end=end, again=again)
             if answer.is_committed:
-                self.counted_steps = answer.counted_steps
+                self.counted_until = answer.counted_until
                 return answer
             if answer.wants_upload:
                 self.upload(number, values)

@@ -62,6 +62,9 @@ class Peer:
     on_its_way: BackgroundRound | None = None
     """A round that is not applied yet, which has the client and the job for itself."""
 
+    made: int = 0
+    """Steps of this peer in the run, those that did not count included."""
+
     round: int = -1
     """The last one that was applied."""
 
@@ -93,13 +96,13 @@ class Peer:
     def report(self) -> Callable[[], Report]:
         """Return what tells of the interval as it is now; all ranks call it, in the thread that has the job."""
         known = None if self.loss is None else (float(self.loss), self.losses)
-        steps = self.interval.steps
+        steps, made = self.interval.steps, self.made
 
         def tell() -> Report:
             # Known on the last pipeline stage of every worker, and said by the first rank. After a resume it is of the
             # steps since.
             means = [entry[0] / entry[1] for entry in self.job.on_all(lambda: known) if entry is not None]
-            return Report(loss=sum(means) / len(means) if means else None, steps=steps)
+            return Report(loss=sum(means) / len(means) if means else None, steps=steps, made=made)
 
         return tell
 

@@ -84,8 +84,9 @@ class Answer:
     kept: frozenset[int]
     """Places in the catalog of tensors that the newest round has left as they were."""
 
-    counted_steps: int
-    """Steps of this peer, and of earlier processes of it, that have counted in rounds so far."""
+    counted_until: int
+    """Steps that this peer, with earlier processes of it, had made in the run by the end of the last interval that
+    counted."""
 
     @property
     def is_committed(self) -> bool:
@@ -162,7 +163,12 @@ class Membership:
             UserError: the server refuses.
         """
         request = pb2.CommitRequest(
-            caller=self.caller, round=number, loss=report.loss, steps=report.steps, can_repeat=True
+            caller=self.caller,
+            round=number,
+            loss=report.loss,
+            steps=report.steps,
+            can_repeat=True,
+            made=report.made,
         )
 
         def commit() -> tuple[bool, str]:
@@ -207,7 +213,7 @@ class Membership:
                     message=reply.message,
                     excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
                     kept=frozenset(reply.kept),
-                    counted_steps=reply.counted_steps,
+                    counted_until=reply.counted_until,
                 )
             if time.monotonic() > end:
                 raise UserError(

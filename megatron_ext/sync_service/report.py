@@ -20,6 +20,10 @@ class Report:
     steps: int | None = None
     """Steps made since the values that the interval began with."""
 
+    made: int | None = None
+    """Steps made in the run by the end of the interval, those that did not count included; the sum of those of the
+    intervals that counted, if nothing is said."""
+
     def as_json(self) -> dict[str, Any]:
         """Return what is known, for the journal; a loss that is not finite as None, which JSON can hold."""
         found: dict[str, Any] = {}
@@ -27,4 +31,6 @@ class Report:
             found["loss"] = self.loss if math.isfinite(self.loss) else None
         if self.steps is not None:
             found["steps"] = self.steps
+        if self.made is not None:
+            found["made"] = self.made
         return found

@@ -42,8 +42,8 @@ class RunState:
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
         self.uploaded: dict[str, int] = {}
-        self.counted_steps: dict[str, int] = {}
-        self._reported_steps: dict[str, int] = {}
+        self.counted_until: dict[str, int] = {}
+        self._made: dict[str, int] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
         self.outer_scalars: dict[str, float] = {}
@@ -308,7 +308,8 @@ class RunState:
 
     def _uploaded(self, event: Event) -> None:
         self.uploaded[event["peer"]] = self.members[event["peer"]].index
-        self._reported_steps[event["peer"]] = event.get("steps", 0)
+        peer = event["peer"]
+        self._made[peer] = event.get("made", self.counted_until.get(peer, 0) + event.get("steps", 0))
 
     def _forgotten(self, event: Event) -> None:
         self.uploaded.pop(event["peer"], None)
@@ -337,7 +338,7 @@ class RunState:
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
         for peer in event["contributors"]:
-            self.counted_steps[peer] = self.counted_steps.get(peer, 0) + self._reported_steps.pop(peer, 0)
+            self.counted_until[peer] = self._made.pop(peer, self.counted_until.get(peer, 0))
         self.outer_scalars = event["outer_scalars"]
         self.uploaded, self.closing, self._quorum_since = {}, None, None
 

@@ -266,7 +266,7 @@ class Run:
         Returns:
             The newest round; where rounds are asynchronous that of the peer's contribution, and the round before with
             `again`, while their values are kept. Besides, the contribution's round when it is remembered, and how many
-            steps of the peer have counted by now, as it has reported them.
+            steps the peer had made by the end of its last interval that has counted, as it has reported.
 
         Raises:
             Refusal: there is no round yet.
@@ -277,7 +277,7 @@ class Run:
                 raise Refusal("not_found", "no round has been committed yet")
             own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
             taken = own if own is not None and own.number in self._store.shard.snapshots else newest
-            return taken, used, self._state.counted_steps.get(peer, 0)
+            return taken, used, self._state.counted_until.get(peer, 0)
 
     @property
     def codec(self) -> str:

@@ -71,6 +71,7 @@ class Servicer(ValuesServicer):
             report = Report(
                 loss=request.loss if request.HasField("loss") else None,
                 steps=request.steps if request.HasField("steps") else None,
+                made=request.made if request.HasField("made") else None,
             )
             try:
                 closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
@@ -103,7 +104,7 @@ class Servicer(ValuesServicer):
                 message=reason,
                 excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
                 kept=taken.kept,
-                counted_steps=counted,
+                counted_until=counted,
             )
 
     def Leave(self, request: Any, context: Any) -> Any:

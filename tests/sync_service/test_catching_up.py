@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """A peer with a checkpoint older than its last contributions makes no step twice, and ends with the others."""
 
+import functools
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_ext.sync_service.catching_up import steps_since
 from megatron_ext.sync_service.report import Report
 from tests.support.presets import Options
-from tests.support.pretrain import run_pretrain
+from tests.support.pretrain import Before, run_pretrain
 from tests.support.waiting import until
 from tests.sync_service.jobs import (
     ALONE,
@@ -95,6 +96,42 @@ def test_it_does_so_in_every_kind_of_peer(
     assert same_bits(model_of(lasting.result()), model_of(again)) == equal
 
 
+def break_in_step(iteration: int, before: Before) -> None:
+    """Let the weights be no numbers when so many iterations are done."""
+    from megatron.training import training
+
+    before()
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(forward_step_func, data_iterator, model, *rest, **kwargs):
+        result = original(forward_step_func, data_iterator, model, *rest, **kwargs)
+        if kwargs["iteration"] + 1 == iteration:
+            next(model[0].parameters()).data.fill_(torch.nan)
+        return result
+
+    training.train_step = train_step
+
+
+def test_steps_that_did_not_count_before_some_that_did_are_not_made_in_their_place(
+    make_service: MakeService, tmp_path: Path
+):
+    service = make_service()
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2}
+    lasting = start_job(service, "a", SINGLE, sync_service_index=0, **options)
+    folder = {"save": str(tmp_path), "sync_service_index": 1, **options}
+    # The third interval, in which it saves, does not count, and the fourth one does.
+    broken = partial(break_in_step, 6, die_in_step(9))
+    failing_job(service, "b", SINGLE, before=broken, save_interval=5, **folder)
+    again = run_job(service, "b", SINGLE, load=str(tmp_path), save_interval=100, before=remember_samples, **folder)
+    assert "goes on at iteration 8, because 3 steps" in again[0].stdout
+    assert samples_of(again) == list(range(65, 96, 2))
+    assert same_bits(model_of(lasting.result()), model_of(again))
+    counted = {event["round"]: event["contributors"] for event in service.events("committed")}
+    assert counted[3] == ["a"] and all("b" in counted[number] for number in (1, 2, 4, 5, 6))
+
+
 @pytest.mark.parametrize("begins_with", ["nothing", "a stock checkpoint", "weights of its own"])
 def test_it_does_so_without_a_state_of_its_own_too(make_service: MakeService, tmp_path: Path, begins_with: str):
     service = make_service()
@@ -138,7 +175,7 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
                 values = dying.sync(trained(values, 2.0), report).values
                 held = other.result().values
                 if number == 1:
-                    saved, counted = (dying.round, dying.digest), dying.counted_steps
+                    saved, counted = (dying.round, dying.digest), dying.counted_until
             dying.upload(3, trained(values, 2.0), report)
         assert counted == 10 and saved[0] == 1
         with service.client("b", START, codec=codec) as again:
@@ -146,21 +183,8 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
             until(lambda: len(service.events("joined")) == 3, "the new process")
             held = lasting.sync(trained(held, 1.0), report).values
             found = resumed.result()
-            assert again.round == 3 and not again.uploaded and again.counted_steps == 30
+            assert again.round == 3 and not again.uploaded and again.counted_until == 30
             assert torch.equal(found["w"], held["w"])
             # And it goes on as any other.
             other = pool.submit(lasting.sync, trained(held, 1.0), report)
             assert again.sync(trained(found, 2.0), report).contributed and other.result().contributed
-
-
-@pytest.mark.parametrize(
-    ("behind", "counted", "steps"),
-    [
-        (9, 16, 7),  # its interval and others counted
-        (9, 8, 0),  # its interval was lost: it makes these steps later
-        (8, 12, 4),
-        (11, 4, 0),  # a server that knows of less
-    ],
-)
-def test_steps_are_counted_from_the_checkpoint_on(behind: int, counted: int, steps: int):
-    assert steps_since(behind, counted) == steps

@@ -27,7 +27,7 @@ ARGS = {
     "use_distributed_optimizer": True,
 }
 SAVED = {
-    "format": 5,
+    "format": 6,
     "run": "demo",
     "peer": "a",
     "index": 1,
@@ -35,7 +35,7 @@ SAVED = {
     "digest": "ab",
     "steps": 2,
     "seconds": 0.5,
-    "counted_steps": 16,
+    "made": 17,
     "codec": "int4",
     "residuals_of": "2 ranks, TP 2, PP 1, EP 1, a distributed optimizer",
 }
