@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,47 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.router_losses import RouterReport
 
-__all__ = ["GuestLosses"]
+__all__ = ["GuestLosses", "with_checked_losses"]
+
+
+def with_checked_losses(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward step whose loss function is refused where the losses of strategies cannot be added.
+
+    Megatron takes (mean loss, report), too, and divides it by the number of micro-batches, which strategies share.
+
+    Args:
+        forward_step: returns the model's output and the loss function.
+    """
+
+    @functools.wraps(forward_step)
+    def checked_step(*args: Any, **kwargs: Any) -> Any:
+        output, loss_function, *rest = forward_step(*args, **kwargs)
+        if loss_function is None:
+            return (output, loss_function, *rest)
+
+        def checked(output: Any, *more: Any, **options: Any) -> Any:
+            found = loss_function(output, *more, **options)
+            if not options:
+                _check(found)
+            return found
+
+        return (output, checked, *rest)
+
+    return checked_step
+
+
+def _check(found: Any) -> None:
+    if len(found) != 3:
+        raise UserError(
+            f"hot switching: the loss function returns {len(found)} values; let it return the sum of the losses, the "
+            "number of tokens and the report, as Megatron's pretrain_gpt.py does, so that the losses of strategies can "
+            "be added"
+        )
+    if any(value.numel() != 2 for value in found[2].values()):
+        raise UserError(
+            "hot switching: the loss function reports a single number; report its sum and the number of tokens as "
+            "Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
+        )
 
 
 class GuestLosses:

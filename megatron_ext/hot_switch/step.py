@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch, batch_dictionaries
 from megatron_ext.hot_switch.expert_counts import ExpertCounts
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.guest import Guest, held_tensors
-from megatron_ext.hot_switch.losses import GuestLosses
+from megatron_ext.hot_switch.losses import GuestLosses, with_checked_losses
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.router_losses import RouterReport
 from megatron_ext.hot_switch.switch_log import SwitchLog
@@ -136,6 +135,7 @@ class SwitchingStep:
         batch = self.last_batch = self._reader.plan(consumed + self._worker.index * share, share)
         self.lengths = self._reader.positions(consumed, args.global_batch_size)
         seed = args.seed + 1_000_003 * (args.curr_iteration + 1)
+        call["forward_step_func"] = with_checked_losses(call["forward_step_func"])
         self._run_guests(batch, call["forward_step_func"], seed)
         part = batch.parts[0]
         assert part is not None
@@ -239,11 +239,6 @@ def _forward_backward(guest: Guest, forward_step: Any, row_length: int, micro_ba
         decoder_seq_length=None,
         forward_only=False,
     )
-    if losses and any(value.numel() != 2 for loss in losses for value in loss.values()):
-        raise UserError(
-            "hot switching: the loss function reports a single number; report its sum and the number of tokens as "
-            "Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
-        )
     return losses
 
 

@@ -52,6 +52,15 @@ def masked_loss(mask, losses):
 
 gpt.masked_loss = masked_loss
 """
+MEANS = """
+loss_function = gpt.masked_loss
+
+def masked_loss(mask, losses):
+    total, count, report = loss_function(mask, losses)
+    return total / count, report
+
+gpt.masked_loss = masked_loss
+"""
 OTHER_NAMES = """
 loss_function = gpt.masked_loss
 
@@ -108,11 +117,12 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
     [
         (TWO_PASSES, r"the forward step ran \[\d+\] forward passes .* for \d+ micro-batches; .* exactly once for each"),
         (SINGLE_NUMBERS, "the loss function reports a single number; report its sum and the number of tokens"),
+        (MEANS, "the loss function returns 2 values; let it return the sum of the losses, the number of tokens"),
         (OTHER_NAMES, r"the loss function reports \['another loss', 'lm loss'\]; it reported \['lm loss'\] before"),
         (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
         (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
     ],
-    ids=["two forward passes", "single numbers", "other names", "model hooks", "model provider"],
+    ids=["two forward passes", "single numbers", "means", "other names", "model hooks", "model provider"],
 )
 def test_what_cannot_work_ends_the_run_with_one_error_and_no_traceback(tmp_path, changes, said):
     exits = run_failing_pretrain(arguments(*RUN, train_iters=3), 2, script=written(tmp_path, changes))
