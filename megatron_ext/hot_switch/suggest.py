@@ -91,6 +91,9 @@ class Suggester:
             gpus: of the job.
             lengths: positions of every sequence of the batch, none longer than `context`.
             context: longest sequence that has to fit, and the longest bucket's rows.
+
+        Raises:
+            UserError: no strategy is possible, or none can be home.
         """
         self.times = times
         self.gpus = gpus
@@ -103,6 +106,15 @@ class Suggester:
                 f"no (TP, PP) that was measured ({measured}) is possible for this model on {gpus} GPUs; measure those "
                 "that are with `megatron-ext hot-switch profile`"
             )
+        # Megatron counts home's micro-batches by the batch.
+        self._homes = [strategy for strategy in self._strategies if len(lengths) % strategy.dp == 0]
+        if not self._homes:
+            least = min(strategy.dp for strategy in self._strategies)
+            near = max(len(lengths) // least, 1) * least
+            raise UserError(
+                f"--global-batch-size {len(lengths)} is no multiple of the data parallel size of any strategy for this "
+                f"model on {gpus} GPUs, and home's has to divide it; give {near} or {near + least}"
+            )
         self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
 
     def static(self) -> list[Suggestion]:
@@ -112,9 +124,9 @@ class Suggester:
             UserError: none fits.
         """
         bounds = (self.context, 0)
-        found = [self.estimate([strategy], bounds) for strategy in self._strategies if self._fits(strategy, strategy)]
+        found = [self.estimate([strategy], bounds) for strategy in self._homes if self._fits(strategy, strategy)]
         if not found:
-            least = min(self.times.memory(strategy, self.context, strategy) for strategy in self._strategies)
+            least = min(self.times.memory(strategy, self.context, strategy) for strategy in self._homes)
             available = self.times.times.machine.memory
             if least <= available:
                 raise UserError(
@@ -171,7 +183,7 @@ class Suggester:
         by_length = [Bucket(above=lower, up_to=upper) for upper, lower in pairwise(bounds)]
         if not all(self._sequences(bucket) for bucket in by_length[1:]):
             return  # a guest without data
-        homes = [strategy for strategy in self._strategies if self._fits(strategy, strategy, switches=True)]
+        homes = [strategy for strategy in self._homes if self._fits(strategy, strategy, switches=True)]
         for home in self._quickest(homes, by_length[0]):
             guests = [
                 self._quickest(

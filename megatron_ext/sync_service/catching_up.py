@@ -10,23 +10,35 @@ from __future__ import annotations
 
 from megatron_ext.hooks import ModelContext
 from megatron_ext.seams.arguments import say
+from megatron_ext.sync_service.report import Progress
 
-__all__ = ["catch_up"]
+__all__ = ["catch_up", "progress_after"]
 
 
-def catch_up(context: ModelContext, steps: int) -> None:
-    """Count steps as made; all ranks call it, after loading and before the data are built.
+def progress_after(context: ModelContext, iteration: int) -> Progress:
+    """Return how far training is after an iteration whose samples Megatron has not counted yet."""
+    args = context.args
+    samples = args.consumed_train_samples + args.global_batch_size
+    return Progress(iteration=iteration, samples=samples, schedule=context.scheduler.num_steps)
+
+
+def catch_up(context: ModelContext, counted: Progress | None) -> bool:
+    """Go on after the last step that counts, if training is not as far; all ranks call it before the data are built.
 
     Args:
         context: of the model that was loaded, or built.
-        steps: completed by an earlier process.
+        counted: how far an earlier process was at the end of its last interval that counts.
+
+    Returns:
+        Whether it was farther.
     """
     args = context.args
-    samples = steps * args.global_batch_size
-    args.iteration += steps
-    args.consumed_train_samples += samples
-    context.scheduler.step(increment=samples)
+    if counted is None or counted.iteration <= args.iteration:
+        return False
     say(
-        f"sync service: goes on at iteration {args.iteration}, because {steps} steps that this peer had made after "
-        f"iteration {args.iteration - steps} count in rounds already"
+        f"sync service: goes on at iteration {counted.iteration}, because {counted.iteration - args.iteration} steps "
+        f"that this peer had made after iteration {args.iteration} count in rounds already"
     )
+    args.iteration, args.consumed_train_samples = counted.iteration, counted.samples
+    context.scheduler.step(increment=counted.schedule - context.scheduler.num_steps)
+    return True

@@ -23,7 +23,6 @@ __all__ = [
     "parts_of_samples",
     "request",
     "samples_notice",
-    "steps_made",
     "take_residuals",
     "take_state",
 ]
@@ -52,9 +51,6 @@ class Place:
     seconds: float
     """Gone since."""
 
-    made: int
-    """Steps of the peer in the run, those that did not count included."""
-
     residuals: dict[str, torch.Tensor]
     """What this rank's contributions have lost so far, 1-D by part."""
 
@@ -67,7 +63,6 @@ class Place:
             digest=saved["digest"],
             steps=saved["steps"],
             seconds=saved["seconds"],
-            made=saved["made"],
             residuals=residuals,
         )
 
@@ -86,7 +81,6 @@ def assemble(context: SaveContext, place: Place) -> None:
         "digest": place.digest,
         "steps": place.steps,
         "seconds": place.seconds,
-        "made": place.made,
         "codec": config.sync_service_codec,
         "residuals_of": _layout(context.args) if is_lossy else None,
     }
@@ -112,20 +106,6 @@ def parts_of_samples(context: LoadContext) -> int | None:
     # A run of the same name may be another one, at a server that knows nothing of the first.
     same = (saved["run"], saved.get("peers")) == (context.args.sync_service_run, context.args.sync_service_peers)
     return None if same else saved.get("peers")
-
-
-def steps_made(context: LoadContext) -> int | None:
-    """Return how many steps the peer had made in the run when the checkpoint was saved.
-
-    Asked before the peer's state is taken out. 0 where the iteration is counted from what the run knows nothing of:
-    another run's or peer's checkpoint, or --finetune. None if the checkpoint does not say.
-    """
-    saved, args = context.state.get(_STATE), context.args
-    if saved is None or args.finetune:
-        return 0
-    if (saved["run"], saved["peer"]) != (args.sync_service_run, args.sync_service_peer):
-        return 0
-    return int(saved["made"]) if saved["format"] == _FORMAT else None
 
 
 def samples_notice(context: LoadContext) -> str | None:

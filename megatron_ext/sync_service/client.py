@@ -36,7 +36,7 @@ from megatron_ext.sync_service.outcome import RoundOutcome
 from megatron_ext.sync_service.outgoing import Outgoing
 from megatron_ext.sync_service.parts import Part, Values, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.report import Progress, Report
 from megatron_ext.sync_service.route import Route
 from megatron_ext.sync_service.upload import upload
 
@@ -87,7 +87,7 @@ class SyncClient:
         self.round = -1
         self.digest = ""
         self.uploaded = False
-        self.counted_until = 0
+        self.counted: Progress | None = None
         self.asynchronous = False
         self._contributed: int | None = None
         self._sent = -1
@@ -428,7 +428,7 @@ class SyncClient:
         while True:
             answer = self._membership.ask(number, uploaded=self.uploaded, end=end, again=again)
             if answer.is_committed:
-                self.counted_until = answer.counted_until
+                self.counted = answer.counted
                 return answer
             if answer.wants_upload:
                 self.upload(number, values)

@@ -30,7 +30,7 @@ from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.sync_service import checkpoint
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.background import BackgroundRound, uncounted, with_steps_since
-from megatron_ext.sync_service.catching_up import catch_up
+from megatron_ext.sync_service.catching_up import catch_up, progress_after
 from megatron_ext.sync_service.joining import Peer, join
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 
@@ -59,7 +59,6 @@ class SyncServiceFeature(Feature):
         self._saved: dict[str, Any] | None = None
         self._ended: checkpoint.Place | None = None
         self._sample_parts: int | None = None
-        self._made: int | None = 0
         self._residuals: dict[str, torch.Tensor] = {}
 
     # Arguments.
@@ -130,7 +129,7 @@ class SyncServiceFeature(Feature):
             go_on_in_part(context.args, peer.client.peers, self._sample_parts)
         if self._saved is None:
             # An earlier process of this peer may have died without a checkpoint.
-            self._catch_up(context, peer)
+            catch_up(context, peer.client.counted)
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
@@ -141,27 +140,18 @@ class SyncServiceFeature(Feature):
         adopted = peer.client.resume(saved["round"], saved["digest"])
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
-            peer.made = saved["made"]
         else:
             say(f"sync service: rounds went on after round {saved['round']}, from which the checkpoint goes on")
-            if not self._catch_up(context, peer):
+            if not catch_up(context, peer.client.counted):
                 say("sync service: none of the steps since counts, and they are not used")
         return adopted
-
-    def _catch_up(self, context: ModelContext, peer: Peer) -> bool:
-        """Go on after the last step that counts, if that is a later one than the checkpoint's last."""
-        behind = 0 if self._made is None else peer.client.counted_until - self._made
-        peer.made = peer.client.counted_until - min(behind, 0)
-        if behind > 0:
-            catch_up(context, behind)
-        return behind > 0
 
     def after_step(self, context: StepContext) -> None:
         """Count the step, begin a round at the end of an interval, and apply one that is due."""
         peer = self._require_peer()
         if not context.completed:
             return
-        peer.made += 1
+        peer.progress = progress_after(peer.context, context.iteration + 1)
         is_over = peer.interval.count_step()
         if _LOSS in context.losses:
             peer.count_loss(context.losses[_LOSS])
@@ -305,7 +295,6 @@ class SyncServiceFeature(Feature):
     def on_load(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
         self._sample_parts = checkpoint.parts_of_samples(context)
-        self._made = checkpoint.steps_made(context)
         self._saved = checkpoint.take_state(context)
         if not context.common_only:
             self._residuals = checkpoint.take_residuals(context)
@@ -325,7 +314,6 @@ class SyncServiceFeature(Feature):
             digest=peer.client.digest,
             steps=peer.interval.steps,
             seconds=peer.interval.seconds,
-            made=peer.made,
             residuals=peer.client.residuals,
         )
 

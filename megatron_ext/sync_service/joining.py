@@ -23,7 +23,7 @@ from megatron_ext.sync_service.agreement import agreed
 from megatron_ext.sync_service.arguments import SyncServiceConfig, connection_of
 from megatron_ext.sync_service.background import BackgroundRound
 from megatron_ext.sync_service.parts import Values
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.report import Progress, Report
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.client import RoundOutcome, SyncClient
@@ -47,6 +47,9 @@ class Peer:
     slices: PeerValues
     """What this rank moves, and its way to the workers inside the job."""
 
+    context: ModelContext
+    """Model, scheduler and arguments."""
+
     values: InnerValues
     """What that is made of."""
 
@@ -62,8 +65,8 @@ class Peer:
     on_its_way: BackgroundRound | None = None
     """A round that is not applied yet, which has the client and the job for itself."""
 
-    made: int = 0
-    """Steps of this peer in the run, those that did not count included."""
+    progress: Progress | None = None
+    """How far training is; None before the first step."""
 
     round: int = -1
     """The last one that was applied."""
@@ -96,13 +99,13 @@ class Peer:
     def report(self) -> Callable[[], Report]:
         """Return what tells of the interval as it is now; all ranks call it, in the thread that has the job."""
         known = None if self.loss is None else (float(self.loss), self.losses)
-        steps, made = self.interval.steps, self.made
+        steps, progress = self.interval.steps, self.progress
 
         def tell() -> Report:
             # Known on the last pipeline stage of every worker, and said by the first rank. After a resume it is of the
             # steps since.
             means = [entry[0] / entry[1] for entry in self.job.on_all(lambda: known) if entry is not None]
-            return Report(loss=sum(means) / len(means) if means else None, steps=steps, made=made)
+            return Report(loss=sum(means) / len(means) if means else None, steps=steps, progress=progress)
 
         return tell
 
@@ -143,7 +146,13 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
     client = SyncClient(client_config, catalog, job=job, parts=slices.parts)
     interval = Interval(job, steps=config.sync_service_interval, seconds=config.sync_service_interval_seconds)
     return Peer(
-        client=client, slices=slices, values=values, interval=interval, job=job, delay=config.sync_service_delay
+        client=client,
+        slices=slices,
+        context=context,
+        values=values,
+        interval=interval,
+        job=job,
+        delay=config.sync_service_delay,
     )
 
 

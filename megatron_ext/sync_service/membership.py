@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
@@ -13,7 +13,7 @@ from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.job import Job
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.report import Progress, Report
 
 __all__ = ["Answer", "Membership", "Registered"]
 
@@ -84,9 +84,8 @@ class Answer:
     kept: frozenset[int]
     """Places in the catalog of tensors that the newest round has left as they were."""
 
-    counted_until: int
-    """Steps that this peer, with earlier processes of it, had made in the run by the end of the last interval that
-    counted."""
+    counted: Progress | None
+    """How far this peer's training was at the end of its last interval that has counted, if it has said so."""
 
     @property
     def is_committed(self) -> bool:
@@ -168,7 +167,7 @@ class Membership:
             loss=report.loss,
             steps=report.steps,
             can_repeat=True,
-            made=report.made,
+            progress=None if report.progress is None else pb2.Progress(**asdict(report.progress)),
         )
 
         def commit() -> tuple[bool, str]:
@@ -213,7 +212,7 @@ class Membership:
                     message=reply.message,
                     excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
                     kept=frozenset(reply.kept),
-                    counted_until=reply.counted_until,
+                    counted=Progress.of(reply.counted) if reply.HasField("counted") else None,
                 )
             if time.monotonic() > end:
                 raise UserError(

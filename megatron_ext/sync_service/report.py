@@ -4,10 +4,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-__all__ = ["Report"]
+from megatron_ext.sync_service.refusal import Refusal
+
+__all__ = ["Progress", "Report"]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job's training is, in its own counts."""
+
+    iteration: int
+    """Iterations made."""
+
+    samples: int
+    """Consumed of its part."""
+
+    schedule: float
+    """What the schedules of learning rate and weight decay count; not always whole."""
+
+    @classmethod
+    def of(cls, message: Any) -> Progress:
+        """Return what the protocol's message says.
+
+        Raises:
+            Refusal: nothing can go on from there.
+        """
+        if not math.isfinite(message.schedule):
+            raise Refusal("invalid", f"progress.schedule is {message.schedule}; it has to be a number")
+        return cls(message.iteration, message.samples, message.schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +47,8 @@ class Report:
     steps: int | None = None
     """Steps made since the values that the interval began with."""
 
-    made: int | None = None
-    """Steps made in the run by the end of the interval, those that did not count included; the sum of those of the
-    intervals that counted, if nothing is said."""
+    progress: Progress | None = None
+    """How far the training was then; None where it is none that can go on from there."""
 
     def as_json(self) -> dict[str, Any]:
         """Return what is known, for the journal; a loss that is not finite as None, which JSON can hold."""
@@ -31,6 +57,6 @@ class Report:
             found["loss"] = self.loss if math.isfinite(self.loss) else None
         if self.steps is not None:
             found["steps"] = self.steps
-        if self.made is not None:
-            found["made"] = self.made
+        if self.progress is not None:
+            found["progress"] = list(astuple(self.progress))
         return found

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from megatron_ext.sync_service.journal import Event
 from megatron_ext.sync_service.members import Member, Policy, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import Progress
 
 __all__ = ["KEPT_RESULTS", "Answer", "RunState"]
 
@@ -42,8 +43,8 @@ class RunState:
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
         self.uploaded: dict[str, int] = {}
-        self.counted_until: dict[str, int] = {}
-        self._made: dict[str, int] = {}
+        self.counted: dict[str, Progress] = {}
+        self._reported: dict[str, Progress] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
         self.outer_scalars: dict[str, float] = {}
@@ -308,8 +309,8 @@ class RunState:
 
     def _uploaded(self, event: Event) -> None:
         self.uploaded[event["peer"]] = self.members[event["peer"]].index
-        peer = event["peer"]
-        self._made[peer] = event.get("made", self.counted_until.get(peer, 0) + event.get("steps", 0))
+        if "progress" in event:
+            self._reported[event["peer"]] = Progress(*event["progress"])
 
     def _forgotten(self, event: Event) -> None:
         self.uploaded.pop(event["peer"], None)
@@ -338,7 +339,8 @@ class RunState:
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
         for peer in event["contributors"]:
-            self.counted_until[peer] = self._made.pop(peer, self.counted_until.get(peer, 0))
+            if peer in self._reported:
+                self.counted[peer] = self._reported.pop(peer)
         self.outer_scalars = event["outer_scalars"]
         self.uploaded, self.closing, self._quorum_since = {}, None, None
 

@@ -27,7 +27,7 @@ from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import RemoteShard, ShardProblem
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.report import Progress, Report
 from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
 from megatron_ext.sync_service.sharding import part_of
@@ -255,8 +255,10 @@ class Run:
                     return answer
                 self._changed.wait(left)
 
-    def result(self, peer: str, number: int, *, again: bool) -> tuple[RoundResult, RoundResult | None, int]:
-        """Return from which round a peer goes on, what became of its contribution, and how many of its steps count.
+    def result(
+        self, peer: str, number: int, *, again: bool
+    ) -> tuple[RoundResult, RoundResult | None, Progress | None]:
+        """Return from which round a peer goes on, what became of its contribution, and up to where its training counts.
 
         Args:
             peer: its name.
@@ -265,8 +267,8 @@ class Run:
 
         Returns:
             The newest round; where rounds are asynchronous that of the peer's contribution, and the round before with
-            `again`, while their values are kept. Besides, the contribution's round when it is remembered, and how many
-            steps the peer had made by the end of its last interval that has counted, as it has reported.
+            `again`, while their values are kept. Besides, the contribution's round when it is remembered, and how far
+            the peer's training was at the end of its last interval that has counted, if it has said so.
 
         Raises:
             Refusal: there is no round yet.
@@ -277,7 +279,7 @@ class Run:
                 raise Refusal("not_found", "no round has been committed yet")
             own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
             taken = own if own is not None and own.number in self._store.shard.snapshots else newest
-            return taken, used, self._state.counted_until.get(peer, 0)
+            return taken, used, self._state.counted.get(peer)
 
     @property
     def codec(self) -> str:

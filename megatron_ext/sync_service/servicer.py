@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.report import Progress, Report
 from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.values_servicer import ValuesServicer, refusing, served
 from megatron_ext.version import __version__
@@ -71,7 +72,7 @@ class Servicer(ValuesServicer):
             report = Report(
                 loss=request.loss if request.HasField("loss") else None,
                 steps=request.steps if request.HasField("steps") else None,
-                made=request.made if request.HasField("made") else None,
+                progress=Progress.of(request.progress) if request.HasField("progress") else None,
             )
             try:
                 closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
@@ -104,7 +105,7 @@ class Servicer(ValuesServicer):
                 message=reason,
                 excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
                 kept=taken.kept,
-                counted_until=counted,
+                counted=None if counted is None else pb2.Progress(**asdict(counted)),
             )
 
     def Leave(self, request: Any, context: Any) -> Any:

@@ -89,3 +89,12 @@ def test_a_context_that_only_fits_uncut_is_refused_for_that() -> None:
 
 def test_candidates_for_many_ranks_are_found_at_once() -> None:
     assert all(one.pp <= SHAPE.num_layers for one in candidates(suggester().times, 2**40))
+
+
+def test_home_divides_the_batch() -> None:
+    for count, sizes in ((64, {1, 2, 4, 8}), (68, {1, 2, 4})):
+        listed = suggester([100] * count, memory_gib=80).static()
+        assert {suggestion.strategies.home.dp for suggestion in listed} == sizes
+    measured = replace(suggester().times.times, measured={(1, 1): (0.0, 1e-6, 0.0)})
+    with pytest.raises(UserError, match=r"--global-batch-size 67 is no multiple .* give 64 or 72"):
+        Suggester(StepTimes(times=measured), gpus=8, lengths=LONG_TAILED[1:], context=8192)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.report import Progress, Report
 from tests.support.presets import Options
 from tests.support.pretrain import Before, run_pretrain
 from tests.support.waiting import until
@@ -160,7 +160,9 @@ def test_it_does_so_without_a_state_of_its_own_too(make_service: MakeService, tm
 def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_service: MakeService, codec: str):
     service = make_service()
     service.start()
-    report = Report(steps=10)
+
+    def report(number: int) -> Report:
+        return Report(steps=10, progress=Progress(10 * number, 40 * number, 4.5 * number))
 
     def trained(values, by: float):
         return {name: value + by for name, value in values.items()}
@@ -171,20 +173,20 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
             values = dying.start(START)
             held = held.result()
             for number in (1, 2):
-                other = pool.submit(lasting.sync, trained(held, 1.0), report)
-                values = dying.sync(trained(values, 2.0), report).values
+                other = pool.submit(lasting.sync, trained(held, 1.0), report(number))
+                values = dying.sync(trained(values, 2.0), report(number)).values
                 held = other.result().values
                 if number == 1:
-                    saved, counted = (dying.round, dying.digest), dying.counted_until
-            dying.upload(3, trained(values, 2.0), report)
-        assert counted == 10 and saved[0] == 1
+                    saved, counted = (dying.round, dying.digest), dying.counted
+            dying.upload(3, trained(values, 2.0), report(3))
+        assert counted == Progress(10, 40, 4.5) and saved[0] == 1
         with service.client("b", START, codec=codec) as again:
             resumed = pool.submit(again.resume, *saved)
             until(lambda: len(service.events("joined")) == 3, "the new process")
-            held = lasting.sync(trained(held, 1.0), report).values
+            held = lasting.sync(trained(held, 1.0), report(3)).values
             found = resumed.result()
-            assert again.round == 3 and not again.uploaded and again.counted_until == 30
+            assert again.round == 3 and not again.uploaded and again.counted == Progress(30, 120, 13.5)
             assert torch.equal(found["w"], held["w"])
             # And it goes on as any other.
-            other = pool.submit(lasting.sync, trained(held, 1.0), report)
-            assert again.sync(trained(found, 2.0), report).contributed and other.result().contributed
+            other = pool.submit(lasting.sync, trained(held, 1.0), report(4))
+            assert again.sync(trained(found, 2.0), report(4)).contributed and other.result().contributed

@@ -35,7 +35,6 @@ SAVED = {
     "digest": "ab",
     "steps": 2,
     "seconds": 0.5,
-    "made": 17,
     "codec": "int4",
     "residuals_of": "2 ranks, TP 2, PP 1, EP 1, a distributed optimizer",
 }
