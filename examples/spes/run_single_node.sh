@@ -39,6 +39,7 @@ source "$ROOT/examples/spes/lib/models.sh"
 MODEL="${MODEL:-9b}" MODE="${MODE:-spes}"
 choose_model
 check_counts TRAIN_ITERS SYNC_STEPS GPUS_PER_NODE MASTER_PORT
+check_files SPES_CONFIG TOKEN_FILE TLS_CA
 BACKEND="${BACKEND:-gpu}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/spes}"
 CHECKPOINT_PATH="$OUTPUT/node$NODE_ID"

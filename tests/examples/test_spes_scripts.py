@@ -116,6 +116,9 @@ def test_the_papers_runs_and_baselines_are_what_megatron_gets(desk: Desk) -> Non
         (["1"], {"MODE": "centralized"}, "MODE=centralized trains on one node; NODE_ID is 1, give 0"),
         (["1", "--resume"], {"BACKEND": "cpu"}, "--resume: there is no checkpoint in"),
         (["1"], {"BACKEND": "cpu", "DATA_PATH": "no/such"}, "DATA_PATH: there is no no/such.idx; give the prefix that"),
+        (["1"], {"MASTER_PORT": "999999"}, "MASTER_PORT is '999999'; give a port, 1 to 65535"),
+        (["1"], {"SPES_CONFIG": "no/such"}, "SPES_CONFIG: there is no file no/such, or it cannot be read"),
+        (["1"], {"TOKEN_FILE": "/root"}, "TOKEN_FILE: there is no file /root, or it cannot be read"),
         (["1"], {"BACKEND": "cpu", "VOCAB_FILE": "v.json"}, "VOCAB_FILE is 'v.json' and MERGE_FILE ''; set both, or"),
         (["1"], {"BACKEND": "cpu", "VOCAB_FILE": "v", "MERGE_FILE": "m"}, "VOCAB_FILE is for the data of a DATA_PATH"),
     ],
@@ -143,6 +146,8 @@ def test_a_check_of_a_node_starts_nothing(desk: Desk) -> None:
     [
         ({"MODEL": "3b"}, "MODEL=3b is unknown; use 1b, 7b or 9b"),
         ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE is '0'; give a whole number"),
+        ({"PEER_MASTER_PORT": "65536"}, "PEER_MASTER_PORT is '65536'; give a port"),
+        ({"SPES_CONFIG": "no/such"}, "SPES_CONFIG: there is no file no/such"),
     ],
 )
 def test_a_cluster_starts_no_server_for_a_node_that_cannot_start(

@@ -42,6 +42,8 @@ OPTIONS: dict[str, Any] = {
         {"hot_switch_strategy_file": "strategies.yaml"},
         {"rotary_base": 500000},
         {"moe_router_topk": 1},
+        {"moe_mlp_glu_interleave_size": 4},
+        {"eod_mask_loss": True},
     ],
     ids=lambda change: next(iter(change)),
 )

@@ -90,12 +90,25 @@ find_python() {
 # Whether $1 is a whole number, 0 or more, with no more digits than shell arithmetic can take.
 is_number() { [[ $1 =~ ^(0|[1-9][0-9]{0,17})$ ]]; }
 
-# Checks that the variables of these names, where they are set, are whole numbers above 0.
+# Checks that the variables of these names, where they are set, are whole numbers above 0, and ports such as there are.
 check_counts() {
     local name
     for name in "$@"; do
         if [[ -n ${!name:-} ]] && { [[ ${!name} == 0 ]] || ! is_number "${!name}"; }; then
             launch_error "$name is '${!name}'; give a whole number above 0"
+        fi
+        if [[ $name == *PORT && -n ${!name:-} ]] && ((${!name} > 65535)); then
+            launch_error "$name is '${!name}'; give a port, 1 to 65535"
+        fi
+    done
+}
+
+# Checks that the variables of these names, where they are set, are files that can be read.
+check_files() {
+    local name
+    for name in "$@"; do
+        if [[ -n ${!name:-} && ! (-f ${!name} && -r ${!name}) ]]; then
+            launch_error "$name: there is no file ${!name}, or it cannot be read"
         fi
     done
 }
