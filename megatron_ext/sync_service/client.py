@@ -138,7 +138,7 @@ class SyncClient:
         self._job.on_all(lambda: self._route.lead(registered.shards, self.catalog, registered.shard_of))
         return registered.open_round
 
-    def start(self, values: Values) -> dict[str, torch.Tensor]:
+    def start(self, values: Values, *, repeats: bool = True) -> dict[str, torch.Tensor]:
         """Register, and return the values that everybody goes on from.
 
         They are those of the newest round. At the beginning of a run there is none yet, and one peer, whom the server
@@ -146,18 +146,22 @@ class SyncClient:
 
         Args:
             values: this peer's.
+            repeats: whether this process makes again the interval of which an earlier one has contributed to the open
+                round, before it asks for that. Otherwise the round is awaited here.
 
         Raises:
             UserError: the server refuses, or nobody publishes.
         """
         open_round = self.register()
         was_uploaded = self.uploaded
+        if was_uploaded and open_round > 0 and not repeats and not self.asynchronous:
+            return self._adopt(self._await(open_round, {}))
         adopted = self._adopt(self._await(0, values))
         # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
         self.uploaded = was_uploaded and open_round == self.round + 1 and not self.asynchronous
         return adopted
 
-    def resume(self, number: int, digest: str = "") -> dict[str, torch.Tensor] | None:
+    def resume(self, number: int, digest: str = "", *, repeats: bool = True) -> dict[str, torch.Tensor] | None:
         """Register, and go on in the middle of the interval after a round whose values this peer has taken before.
 
         `residuals` are to be set before, as they were after that round. They are dropped when an earlier process of
@@ -166,6 +170,8 @@ class SyncClient:
         Args:
             number: the round.
             digest: of its values, as `digest` was after it; not compared when empty.
+            repeats: whether this process makes the rest of the interval exactly as an earlier one has. What that has
+                contributed to the open round is awaited otherwise.
 
         Returns:
             The values of the newest round if that is a later one, or of the open one once it is made, where what an
@@ -189,10 +195,11 @@ class SyncClient:
         lossy = self.config.codec != "fp32"
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
-            if self.uploaded:
-                # What an earlier process has contributed to the open round counts; this one does not make it again.
-                self.residuals = {}
-                return self._adopt(self._await(open_round, {}))
+        if self.uploaded and (open_round > number + 1 or not repeats):
+            # What an earlier process has contributed to the open round counts; this one does not make it again.
+            self.residuals = {}
+            return self._adopt(self._await(open_round, {}))
+        if open_round > number + 1:
             for over in range(number + 1, open_round):
                 answer = self._await(over, {})
                 # A round that the server has forgotten has no contributors: this peer has rather gone on since.

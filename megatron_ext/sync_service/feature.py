@@ -117,7 +117,7 @@ class SyncServiceFeature(Feature):
             hooks.fire("before_weights_shared", context.args.iteration)
             peer.values.refresh(now=True)
         if self._saved is None:
-            adopted = peer.client.start(peer.slices.read())
+            adopted = peer.client.start(peer.slices.read(), repeats=peer.interval.repeats)
         else:
             adopted = self._resume(context, peer, self._saved)
         if adopted is not None:
@@ -137,7 +137,7 @@ class SyncServiceFeature(Feature):
     def _resume(self, context: ModelContext, peer: Peer, saved: dict[str, Any]) -> Any:
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
         peer.client.residuals, self._residuals = self._residuals, {}
-        adopted = peer.client.resume(saved["round"], saved["digest"])
+        adopted = peer.client.resume(saved["round"], saved["digest"], repeats=peer.interval.repeats)
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:

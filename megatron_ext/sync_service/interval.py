@@ -43,6 +43,11 @@ class Interval:
         """Completed steps of this interval."""
 
     @property
+    def repeats(self) -> bool:
+        """Whether it has as many steps when a process makes it again."""
+        return self._wanted_steps is not None
+
+    @property
     def seconds(self) -> float:
         """How long it has lasted, by this rank's clock."""
         return self._clock() - self._began

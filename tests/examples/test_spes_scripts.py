@@ -229,7 +229,11 @@ def test_a_cluster_has_a_server_on_its_first_node_and_a_peer_on_each(desk: Desk)
 def test_the_files_that_secure_a_cluster_may_have_spaces_in_their_names(desk: Desk) -> None:
     recorded = desk.folder / "arguments"
     desk.command("torchrun", RECORD_ARGUMENTS)
-    files = {name: f"/keys of all/{name}" for name in ("TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")}
+    folder = desk.folder / "keys of all"
+    folder.mkdir()
+    files = {name: str(folder / name) for name in ("TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")}
+    for file in files.values():
+        Path(file).touch()
     environment = {"BACKEND": "cpu", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "OUTPUT": str(desk.folder), **files}
     # What INSECURE allows is not wanted where there is TLS.
     code, output = desk.run(CLUSTER, RECORDED_ARGUMENTS=str(recorded), INSECURE="1", **environment)

@@ -190,3 +190,31 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
             # And it goes on as any other.
             other = pool.submit(lasting.sync, trained(held, 1.0), report(4))
             assert again.sync(trained(found, 2.0), report(4)).contributed and other.result().contributed
+
+
+def test_an_interval_of_other_steps_is_not_made_in_the_place_of_one_in_the_open_round(make_service: MakeService):
+    service = make_service()
+    service.start()
+
+    def moved(values, by: float):
+        return {name: value + by for name, value in values.items()}
+
+    for checkpoint in (True, False):
+        with ThreadPoolExecutor(1) as pool, service.client("a", START) as lasting, service.client("b", START) as dying:
+            held = pool.submit(lasting.start, START)
+            values = dying.start(START)
+            held = held.result()
+            number = dying.round + 1
+            saved = dying.round, dying.digest
+            dying.upload(number, moved(values, 2.0), Report(progress=Progress(7 * number, 28 * number, 0.0)))
+            with service.client("b", START) as again:
+                begun = pool.submit(
+                    partial(again.resume, *saved, repeats=False)
+                    if checkpoint
+                    else partial(again.start, START, repeats=False)
+                )
+                until(lambda: again.index >= 0, "the new process")
+                held = lasting.sync(moved(held, 1.0)).values
+                assert torch.equal(begun.result()["w"], held["w"])
+                assert again.round == number and not again.uploaded
+                assert again.counted == Progress(7 * number, 28 * number, 0.0)
