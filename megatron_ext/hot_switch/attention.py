@@ -23,6 +23,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.row_parts import Part, gather_rows, row_parts
 
 __all__ = ["attend_by_document", "attend_within_documents"]
@@ -129,16 +130,25 @@ def attend_by_document(model: torch.nn.Module) -> None:
     Args:
         model: the core attention modules of its layers are changed in place: `DotProductAttention` or
             `TEDotProductAttention`.
+
+    Raises:
+        UserError: it has others, which know nothing of documents, or compute what this would not.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     for attention in model.modules():
         module = getattr(attention, "core_attention", None)
-        if isinstance(module, DotProductAttention):
+        if type(module) is DotProductAttention:
             _take_lengths(module)
-        elif HAVE_TE and isinstance(module, TEDotProductAttention):
+        elif HAVE_TE and type(module) is TEDotProductAttention:
             _take_lengths_on_transformer_engine(module, getattr(attention, "softmax_scale", None))
+        elif module is not None:
+            raise UserError(
+                f"hot switching: the model's core attention is {type(module).__name__}, which does not keep the "
+                "documents of a row apart; build the model with Megatron's own, or, if yours keeps to the mask that it "
+                "is given, use --transformer-impl local with --hot-switch-attention rows"
+            )
 
 
 def _take_lengths(module: Any) -> None:

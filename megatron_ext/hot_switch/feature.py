@@ -17,6 +17,7 @@ from megatron_ext.hot_switch.batches import BatchReader
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.documents import open_documents
 from megatron_ext.hot_switch.loading import order_changes, refuse_other_vocabulary
+from megatron_ext.hot_switch.refused_options import refused_config
 from megatron_ext.hot_switch.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
@@ -126,6 +127,8 @@ class HotSwitchFeature(Feature):
         from megatron_ext.hot_switch.placed_model import PlacedModel, frozen_names
 
         config = HotSwitchConfig.from_args(get_args())
+        if found := refused_config(get_args(), context.config):
+            raise UserError("; ".join(found))
         if not context.trains:
             if self._require_strategies().home.cp > 1:
                 for chunk in context.model:

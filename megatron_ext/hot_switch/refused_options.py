@@ -7,11 +7,12 @@ Those on data parallelism, optimizers and checkpoints are in the support table.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.seams.arguments import asks_for_cuda_graphs
 
-__all__ = ["refused_options"]
+__all__ = ["refused_config", "refused_options"]
 
 
 def _is_set(name: str) -> Callable[[Any], bool]:
@@ -180,6 +181,30 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Options that other tables do not cover, whether they are asked for, and why not with hot switching, with the way
 out."""
 
+_OF_GPT = ("position_embedding_type",)
+_OF_TRANSFORMER = (
+    "batch_invariant_mode",
+    "cpu_offloading_num_layers",
+    "defer_embedding_wgrad_compute",
+    "delay_wgrad_compute",
+    "distribute_saved_activations",
+    "fine_grained_activation_offloading",
+    "fp4",
+    "fp8",
+    "fused_residual_rmsnorm",
+    "log_max_attention_logit",
+    "moe_aux_loss_coeff",
+    "moe_expert_capacity_factor",
+    "moe_router_load_balancing_type",
+    "overlap_moe_expert_parallel_comm",
+    "softmax_type",
+    "tp_comm_overlap",
+    "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+    "window_size",
+)
+"""Fields of the configs from which Megatron builds a model that have names and meaning of arguments above."""
+
 
 def refused_options(args: Any) -> list[str]:
     """Return one sentence for each option that is asked for, with its fix.
@@ -188,6 +213,23 @@ def refused_options(args: Any) -> list[str]:
         args: Megatron's arguments as parsed.
     """
     return [f"{option} is not supported with hot switching: {why}" for option, asked, why in _REFUSED if asked(args)]
+
+
+def refused_config(args: Any, config: Any) -> list[str]:
+    """Return one sentence for each option that a script asks for by the model's config alone, with its fix.
+
+    Args:
+        args: Megatron's arguments, which do not ask for it.
+        config: the `GPTModelConfig` of home, as the script has left it.
+    """
+    parts = {name: getattr(config, name) for name in _OF_GPT}
+    parts |= {name: getattr(config.transformer, name) for name in _OF_TRANSFORMER}
+    merged = SimpleNamespace(**{**vars(args), **parts})
+    return [
+        f"{option}, as the model's config says, is not supported with hot switching: {why}"
+        for option, asked, why in _REFUSED
+        if asked(merged) and not asked(args)
+    ]
 
 
 def _listed(value: Any) -> list[Any]:

@@ -82,6 +82,38 @@ def gpt_config_from_args(args):
 
 gpt.gpt_config_from_args = gpt_config_from_args
 """
+OWN_ATTENTION = """
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+make_config = gpt.gpt_config_from_args
+
+class Capped(DotProductAttention):
+    def forward(self, query, *rest, **options):
+        return super().forward(gpt.torch.tanh(query), *rest, **options)
+
+def layers(config, vp_stage=None):
+    spec = get_gpt_layer_local_spec()
+    spec.submodules.self_attention.submodules.core_attention = Capped
+    return spec
+
+def gpt_config_from_args(args):
+    config = make_config(args)
+    config.transformer_layer_spec = layers
+    return config
+
+gpt.gpt_config_from_args = gpt_config_from_args
+"""
+OPTIONS_OF_THE_CONFIG = """
+make_config = gpt.gpt_config_from_args
+
+def gpt_config_from_args(args):
+    config = make_config(args)
+    config.transformer.window_size = (3, 0)
+    return config
+
+gpt.gpt_config_from_args = gpt_config_from_args
+"""
 MODEL_PROVIDER = """
 train = gpt.pretrain
 
@@ -120,9 +152,20 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
         (MEANS, "the loss function returns 2 values; let it return the sum of the losses, the number of tokens"),
         (OTHER_NAMES, r"the loss function reports \['another loss', 'lm loss'\]; it reported \['lm loss'\] before"),
         (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
+        (OWN_ATTENTION, "the model's core attention is Capped, which does not keep the documents of a row apart;"),
+        (OPTIONS_OF_THE_CONFIG, "--window-size, as the model's config says, is not supported with hot switching: "),
         (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
     ],
-    ids=["two forward passes", "single numbers", "means", "other names", "model hooks", "model provider"],
+    ids=[
+        "two forward passes",
+        "single numbers",
+        "means",
+        "other names",
+        "model hooks",
+        "attention",
+        "options of the config",
+        "model provider",
+    ],
 )
 def test_what_cannot_work_ends_the_run_with_one_error_and_no_traceback(tmp_path, changes, said):
     exits = run_failing_pretrain(arguments(*RUN, train_iters=3), 2, script=written(tmp_path, changes))
