@@ -36,6 +36,9 @@ class Verdict:
     log_weights: tuple[float, ...] = ()
     """Natural logarithms of the weights, also of those that are nothing in fp64; empty where all weights are equal."""
 
+    norms: tuple[float, ...] = ()
+    """Their norms where the mean of these is the scale of the weights; empty elsewhere."""
+
     def among(self, workers: Collection[int]) -> Verdict:
         """Return the verdict on what some workers alone have: its weights are relative to the largest of theirs.
 
@@ -47,8 +50,13 @@ class Verdict:
         places = [place for place, worker in enumerate(self.accepted) if worker in workers]
         accepted = tuple(self.accepted[place] for place in places)
         logs = tuple(self.log_weights[place] for place in places) if self.log_weights else ()
+        norms = tuple(self.norms[place] for place in places) if self.norms else ()
+        if logs and norms:
+            # The scale is that of those who have it.
+            mean, own = sum(self.norms) / len(self.norms), sum(norms) / len(norms)
+            logs = tuple(log * mean / own if own > 0 else 0.0 for log in logs)
         weights = tuple(math.exp(log - max(logs)) for log in logs) if logs else (1.0,) * len(accepted)
-        return Verdict(accepted=accepted, weights=weights, log_weights=logs)
+        return Verdict(accepted=accepted, weights=weights, log_weights=logs, norms=norms)
 
 
 class Penalty:
@@ -115,10 +123,12 @@ class Penalty:
             return Verdict(accepted=(), weights=())
         weights = torch.full((len(workers),), 1 / len(workers), dtype=torch.float64)
         log_weights: tuple[float, ...] = ()
+        means: tuple[float, ...] = ()
         if self._config.pseudo_gradnorm_reduce:
             scale = self._temperature
             if self._config.weight_scale_free:
                 scale *= float(norms[workers].mean())
+                means = tuple(norms[workers].tolist())
             if scale > 0:
                 weights = torch.softmax(-norms[workers] / scale, dim=0)
                 log_weights = tuple(torch.log_softmax(-norms[workers] / scale, dim=0).tolist())
@@ -127,7 +137,9 @@ class Penalty:
             ratio = self._config.step_weight_ratio if self._config.pseudo_gradnorm_reduce else 1.0
             weights = (1 - ratio) * weights + ratio * by_steps
             log_weights = tuple(weights.log().tolist())
-        return Verdict(accepted=tuple(workers), weights=tuple(weights.tolist()), log_weights=log_weights)
+        return Verdict(
+            accepted=tuple(workers), weights=tuple(weights.tolist()), log_weights=log_weights, norms=means
+        )
 
     @property
     def _temperature(self) -> float:

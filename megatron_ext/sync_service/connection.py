@@ -297,6 +297,8 @@ class Connection:
             tls = ", that it has no TLS (else give tls_ca)"
         elif self.config.tls_cert is None:
             tls = ", that it asks for no certificate (else give tls_cert and tls_key)"
+        else:
+            tls = ", that its tls_client_ca has signed tls_cert"
         proxy = None if is_loopback(self._host) else proxy_variable(self._host)
         way = "nothing is in the way"
         if proxy is not None:

@@ -90,6 +90,7 @@ def decision_from_json(content: Json) -> Decision:
                 accepted=tuple(entry["accepted"]),
                 weights=tuple(entry["weights"]),
                 log_weights=tuple(entry["log_weights"]),
+                norms=tuple(entry["norms"]),
             )
             for key, entry in by_judged_from_json(content["verdicts"]).items()
         }

@@ -240,3 +240,19 @@ def test_a_clipped_norm_never_exceeds_the_limit_and_a_small_one_is_left_alone(no
         assert coefficient == 1.0
     else:
         assert coefficient * norm <= limit
+
+
+@given(st.lists(st.floats(0.1, 1e4), min_size=2, max_size=4), st.lists(st.floats(0, 1e4), max_size=4))
+def test_weights_among_some_are_those_without_the_others(some, others):
+    config = LocalSGDConfig(
+        use_local_sgd=True, local_sgd_workers=2, pseudo_gradnorm_reduce=True, weight_scale_free=True
+    )
+
+    def verdict(*found):
+        (decided,) = Penalty(config, workers=len(found), units=1).decide(norms(*([one] for one in found)))
+        return decided
+
+    alone, among = verdict(*some), verdict(*some, *others).among(range(len(some)))
+    total = sum(among.weights)
+    assert among.accepted == alone.accepted
+    assert [weight / total for weight in among.weights] == pytest.approx(alone.weights, rel=1e-6, abs=1e-12)

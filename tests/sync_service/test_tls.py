@@ -57,8 +57,12 @@ def test_mutual_tls_lets_only_those_in_whom_the_authority_has_signed(
     service = make_service(peers=1)
     service.extra = {**ours.issue("127.0.0.1"), "tls_client_ca": ours.file}
     service.start()
-    for wrong in ({"tls_ca": ours.file, **theirs.issue("127.0.0.1")}, {"tls_ca": ours.file}):
-        assert "has not answered Status" in refusal(service.address, 0.5, **wrong)
+    for wrong, named in (
+        (theirs.issue("127.0.0.1"), "that its tls_client_ca has signed tls_cert"),
+        ({}, "that it asks for no certificate (else give tls_cert and tls_key)"),
+    ):
+        said = refusal(service.address, 0.5, tls_ca=ours.file, **wrong)
+        assert "has not answered Status" in said and named in said
     with service.client("p0", START, connection={"tls_ca": ours.file, **ours.issue("p0")}) as client:
         assert digest(client.start(START)) == digest(START)
 
