@@ -136,7 +136,7 @@ class Penalty:
             by_steps = steps[workers] / steps[workers].sum()
             ratio = self._config.step_weight_ratio if self._config.pseudo_gradnorm_reduce else 1.0
             weights = (1 - ratio) * weights + ratio * by_steps
-            log_weights = tuple(weights.log().tolist())
+            log_weights, means = tuple(weights.log().tolist()), ()
         return Verdict(
             accepted=tuple(workers), weights=tuple(weights.tolist()), log_weights=log_weights, norms=means
         )

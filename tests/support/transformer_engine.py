@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs on a double of Transformer Engine, which cannot be imported without a GPU."""
+"""Runs on a double of Transformer Engine, which cannot run without a GPU."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A double of Transformer Engine for machines without a GPU, where the real one cannot be imported.
+"""A double of Transformer Engine for machines without a GPU, where the real one cannot run.
 
 It has what Megatron's Transformer Engine layers subclass and call in fp32 and bf16: names of parameters and their
 attributes, arguments, shapes, communication over tensor-parallel ranks, and what attention refuses. The arithmetic is
