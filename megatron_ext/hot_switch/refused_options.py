@@ -224,8 +224,15 @@ def refused_config(args: Any, config: Any) -> list[str]:
     """
     parts = {name: getattr(config, name) for name in _OF_GPT}
     parts |= {name: getattr(config.transformer, name) for name in _OF_TRANSFORMER}
+    parts["num_experts"] = config.transformer.num_moe_experts
     merged = SimpleNamespace(**{**vars(args), **parts})
-    return [
+    found = []
+    if not config.transformer.calculate_per_token_loss:
+        found.append(
+            "the model's config says calculate_per_token_loss=False; leave it as --calculate-per-token-loss sets it, "
+            "so that the gradients of strategies can be added"
+        )
+    return found + [
         f"{option}, as the model's config says, is not supported with hot switching: {why}"
         for option, asked, why in _REFUSED
         if asked(merged) and not asked(args)

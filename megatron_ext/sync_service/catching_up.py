@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on from a checkpoint that is older than what the peer has contributed since, or from none.
+"""Beginning an interval with the values of a round that an earlier process of this peer may have contributed to.
 
-A process that died had made steps after its last checkpoint, which count in rounds. The one that takes its place begins
-with the values of such a round, so its iteration, its samples and its schedules go on after these steps, too: else it
-would make them twice, on the same samples, and lag behind the others.
+The steps that it had made by its last contribution are not made again, whatever the checkpoint is or is not, and those
+of the checkpoint that no round has taken are: else they would be made twice, on the same samples, or not at all, and
+intervals would no longer end where those of the others do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from megatron_ext.hooks import ModelContext
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.report import Progress
 
-__all__ = ["catch_up", "progress_after"]
+__all__ = ["go_on_after", "progress_after", "progress_before"]
 
 
 def progress_after(context: ModelContext, iteration: int) -> Progress:
@@ -22,23 +22,30 @@ def progress_after(context: ModelContext, iteration: int) -> Progress:
     return Progress(iteration=iteration, samples=samples, schedule=context.scheduler.num_steps)
 
 
-def catch_up(context: ModelContext, counted: Progress | None) -> bool:
-    """Go on after the last step that counts, if training is not as far; all ranks call it before the data are built.
+def progress_before(context: ModelContext, steps: int) -> Progress:
+    """Return how far training was so many steps ago, where no round knows of this peer."""
+    args, samples = context.args, steps * context.args.global_batch_size
+    return Progress(
+        iteration=args.iteration - steps,
+        samples=args.consumed_train_samples - samples,
+        schedule=context.scheduler.num_steps - samples,
+    )
+
+
+def go_on_after(context: ModelContext, last: Progress | None) -> None:
+    """Go on where the peer's last contribution ended; all ranks call it before the data are built.
 
     Args:
         context: of the model that was loaded, or built.
-        counted: how far an earlier process was at the end of its last interval that counts.
-
-    Returns:
-        Whether it was farther.
+        last: how far an earlier process was when it made its last contribution that a round has judged, if any.
     """
     args = context.args
-    if counted is None or counted.iteration <= args.iteration:
-        return False
-    say(
-        f"sync service: goes on at iteration {counted.iteration}, because {counted.iteration - args.iteration} steps "
-        f"that this peer had made after iteration {args.iteration} count in rounds already"
-    )
-    args.iteration, args.consumed_train_samples = counted.iteration, counted.samples
-    context.scheduler.step(increment=counted.schedule - context.scheduler.num_steps)
-    return True
+    if last is None or last.iteration == args.iteration:
+        return
+    why = f"what this peer had made after it, up to iteration {args.iteration}, counts in no round"
+    if last.iteration > args.iteration:
+        steps = last.iteration - args.iteration
+        why = f"{steps} steps that this peer had made after iteration {args.iteration} count in rounds already"
+    say(f"sync service: goes on at iteration {last.iteration}, because {why}")
+    args.iteration, args.consumed_train_samples = last.iteration, last.samples
+    context.scheduler.step(increment=last.schedule - context.scheduler.num_steps)

@@ -146,16 +146,21 @@ class SyncClient:
 
         Args:
             values: this peer's.
-            repeats: whether this process makes again the interval of which an earlier one has contributed to the open
-                round, before it asks for that. Otherwise the round is awaited here.
+            repeats: whether this process makes again, exactly, the run's first interval of which an earlier one has
+                contributed to the open round, before it asks for that. Otherwise the round is awaited here.
 
         Raises:
             UserError: the server refuses, or nobody publishes.
         """
         open_round = self.register()
         was_uploaded = self.uploaded
-        if was_uploaded and open_round > 0 and not repeats and not self.asynchronous:
-            return self._adopt(self._await(open_round, {}))
+        pending = self._contributed if self.asynchronous else open_round if was_uploaded else None
+        # After the first interval nobody knows which one was contributed.
+        if pending and not (repeats and open_round == 1 and not self.asynchronous):
+            answer = self._await_pending(pending)
+            if answer is not None and not self.asynchronous:
+                return self._adopt(answer)
+            was_uploaded = False
         adopted = self._adopt(self._await(0, values))
         # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
         self.uploaded = was_uploaded and open_round == self.round + 1 and not self.asynchronous
@@ -197,8 +202,10 @@ class SyncClient:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
         if self.uploaded and (open_round > number + 1 or not repeats):
             # What an earlier process has contributed to the open round counts; this one does not make it again.
-            self.residuals = {}
-            return self._adopt(self._await(open_round, {}))
+            pending = self._await_pending(open_round)
+            if pending is not None:
+                self.residuals = {}
+                return self._adopt(pending)
         if open_round > number + 1:
             for over in range(number + 1, open_round):
                 answer = self._await(over, {})
@@ -439,6 +446,20 @@ class SyncClient:
                 return answer
             if answer.wants_upload:
                 self.upload(number, values)
+
+    def _await_pending(self, number: int) -> Answer | None:
+        """Return the answer that a round is committed to which an earlier process has contributed.
+
+        None when a server has lost that contribution, which this process cannot make again.
+        """
+        end = time.monotonic() + self.config.round_seconds
+        answer = self._membership.ask(number, uploaded=True, end=end)
+        if not answer.is_committed:
+            log.warning("what an earlier process had contributed to round %d is lost", number)
+            self.uploaded = False
+            return None
+        self.counted = answer.counted
+        return answer
 
     def _adopt(self, answer: Answer, expected: Values | None = None) -> dict[str, torch.Tensor]:
         """Download the newest round that an answer speaks of, and go on from it.

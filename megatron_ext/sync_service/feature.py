@@ -30,7 +30,7 @@ from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.sync_service import checkpoint
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.background import BackgroundRound, uncounted, with_steps_since
-from megatron_ext.sync_service.catching_up import catch_up, progress_after
+from megatron_ext.sync_service.catching_up import go_on_after, progress_after, progress_before
 from megatron_ext.sync_service.joining import Peer, join
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 
@@ -127,9 +127,10 @@ class SyncServiceFeature(Feature):
         peer.client.rest()
         if self._sample_parts is not None:
             go_on_in_part(context.args, peer.client.peers, self._sample_parts)
-        if self._saved is None:
-            # An earlier process of this peer may have died without a checkpoint.
-            catch_up(context, peer.client.counted)
+        if adopted is not None:
+            steps = 0 if self._saved is None else self._saved["steps"]
+            go_on_after(context, peer.client.counted or progress_before(context, steps))
+            peer.begin_interval()
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
@@ -142,8 +143,6 @@ class SyncServiceFeature(Feature):
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
             say(f"sync service: rounds went on after round {saved['round']}, from which the checkpoint goes on")
-            if not catch_up(context, peer.client.counted):
-                say("sync service: none of the steps since counts, and they are not used")
         return adopted
 
     def after_step(self, context: StepContext) -> None:

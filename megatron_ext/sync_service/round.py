@@ -43,8 +43,9 @@ class RunState:
         self.publisher: str | None = None
         self.evicted: dict[str, tuple[str, str]] = {}
         self.uploaded: dict[str, int] = {}
-        self.counted: dict[str, Progress] = {}
-        self._reported: dict[str, Progress] = {}
+        self.counted: dict[int, Progress] = {}
+        """By index, whose part of the samples it counts, whoever has it."""
+        self._reported: dict[str, tuple[int, Progress]] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
         self.outer_scalars: dict[str, float] = {}
@@ -310,7 +311,8 @@ class RunState:
     def _uploaded(self, event: Event) -> None:
         self.uploaded[event["peer"]] = self.members[event["peer"]].index
         if "progress" in event:
-            self._reported[event["peer"]] = Progress(*event["progress"])
+            index = self.members[event["peer"]].index
+            self._reported[event["peer"]] = index, Progress(*event["progress"])
 
     def _forgotten(self, event: Event) -> None:
         self.uploaded.pop(event["peer"], None)
@@ -338,9 +340,11 @@ class RunState:
             kept=tuple(event.get("kept", ())),
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
-        for peer in event["contributors"]:
+        for peer in (*event["contributors"], *event["rejected"]):
+            # Whose contribution was refused goes on after it, too.
             if peer in self._reported:
-                self.counted[peer] = self._reported.pop(peer)
+                index, progress = self._reported.pop(peer)
+                self.counted[index] = progress
         self.outer_scalars = event["outer_scalars"]
         self.uploaded, self.closing, self._quorum_since = {}, None, None
 

@@ -279,7 +279,8 @@ class Run:
                 raise Refusal("not_found", "no round has been committed yet")
             own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
             taken = own if own is not None and own.number in self._store.shard.snapshots else newest
-            return taken, used, self._state.counted.get(peer)
+            member = self._state.members.get(peer)  # it may have been evicted meanwhile
+            return taken, used, None if member is None else self._state.counted.get(member.index)
 
     @property
     def codec(self) -> str:

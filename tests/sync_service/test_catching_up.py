@@ -113,23 +113,42 @@ def break_in_step(iteration: int, before: Before) -> None:
     training.train_step = train_step
 
 
+@pytest.mark.parametrize("loads", [True, False], ids=["a checkpoint", "none"])
 def test_steps_that_did_not_count_before_some_that_did_are_not_made_in_their_place(
-    make_service: MakeService, tmp_path: Path
+    make_service: MakeService, tmp_path: Path, loads: bool
 ):
     service = make_service()
     service.start()
     options: Options = {"train_iters": 12, "sync_service_interval": 2}
     lasting = start_job(service, "a", SINGLE, sync_service_index=0, **options)
-    folder = {"save": str(tmp_path), "sync_service_index": 1, **options}
+    folder: Options = {"sync_service_index": 1, **options, **({"save": str(tmp_path)} if loads else {})}
     # The third interval, in which it saves, does not count, and the fourth one does.
     broken = partial(break_in_step, 6, die_in_step(9))
     failing_job(service, "b", SINGLE, before=broken, save_interval=5, **folder)
-    again = run_job(service, "b", SINGLE, load=str(tmp_path), save_interval=100, before=remember_samples, **folder)
-    assert "goes on at iteration 8, because 3 steps" in again[0].stdout
+    if loads:
+        folder["load"] = str(tmp_path)
+    again = run_job(service, "b", SINGLE, save_interval=100, before=remember_samples, **folder)
+    steps = "3 steps" if loads else "8 steps"
+    assert f"goes on at iteration 8, because {steps}" in again[0].stdout
     assert samples_of(again) == list(range(65, 96, 2))
     assert same_bits(model_of(lasting.result()), model_of(again))
     counted = {event["round"]: event["contributors"] for event in service.events("committed")}
     assert counted[3] == ["a"] and all("b" in counted[number] for number in (1, 2, 4, 5, 6))
+
+
+def test_steps_of_a_checkpoint_that_no_round_has_taken_are_made_again(make_service: MakeService, tmp_path: Path):
+    service = make_service()
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2}
+    lasting = start_job(service, "a", SINGLE, sync_service_index=0, **options)
+    folder = {"save": str(tmp_path), "sync_service_index": 1, **options}
+    failing_job(service, "b", SINGLE, before=die_in_step(5), save_interval=5, **folder)
+    # It takes the newest round, and nothing of where the peer was.
+    anew: Options = {"load": str(tmp_path), "no_load_optim": True, "save_interval": 100}
+    again = run_job(service, "b", SINGLE, before=remember_samples, **{**folder, **anew})
+    assert "goes on at iteration 4, because what this peer had made after it, up to iteration 5," in again[0].stdout
+    assert samples_of(again) == list(range(33, 96, 2))
+    assert same_bits(model_of(lasting.result()), model_of(again))
 
 
 @pytest.mark.parametrize("begins_with", ["nothing", "a stock checkpoint", "weights of its own"])
@@ -218,3 +237,46 @@ def test_an_interval_of_other_steps_is_not_made_in_the_place_of_one_in_the_open_
                 assert torch.equal(begun.result()["w"], held["w"])
                 assert again.round == number and not again.uploaded
                 assert again.counted == Progress(7 * number, 28 * number, 0.0)
+
+
+def test_a_contribution_that_the_server_has_lost_is_awaited_no_longer(make_service: MakeService):
+    service = make_service()
+    service.start()
+    with ThreadPoolExecutor(1) as pool, service.client("a", START) as lasting, service.client("b", START) as dying:
+        held = pool.submit(lasting.start, START)
+        values = dying.start(START)
+        held = held.result()
+        dying.upload(1, {name: value + 2.0 for name, value in values.items()}, Report(progress=Progress(7, 28, 0.0)))
+    service.server.kill()
+    service.server.wait()
+    for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
+        frames.unlink()
+    service.start()
+    with service.client("b", START) as again:
+        assert torch.equal(again.start(START, repeats=False)["w"], START["w"])
+        assert again.round == 0 and not again.uploaded and again.counted is None
+
+
+def test_a_peer_of_asynchronous_rounds_waits_for_what_is_being_made_of_its_contribution(make_service: MakeService):
+    service = make_service(rounds="asynchronous")
+    service.start()
+    with service.client("b", START) as dying:
+        values = dying.start(START)
+        moved = {name: value + 2.0 for name, value in values.items()}
+        dying.upload(1, moved, Report(steps=7, progress=Progress(7, 28, 0.0)))
+    with service.client("b", START) as again:
+        again.start(START, repeats=False)
+        assert again.round == 1 and again.counted == Progress(7, 28, 0.0)
+
+
+def test_who_takes_a_peers_place_goes_on_in_its_part_of_the_samples(make_service: MakeService):
+    service = make_service(rounds="asynchronous")
+    service.start()
+    with service.client("b", START, index=1) as leaving:
+        values = leaving.start(START)
+        leaving.sync(values, Report(steps=7, progress=Progress(7, 28, 0.0)))
+        leaving.leave()
+    for name, index, counted in (("c", 1, Progress(7, 28, 0.0)), ("b", 0, None)):
+        with service.client(name, START, index=index) as client:
+            client.start(START)
+            assert (client.index, client.counted) == (index, counted)
