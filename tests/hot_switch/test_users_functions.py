@@ -115,9 +115,6 @@ def gpt_config_from_args(args):
 gpt.gpt_config_from_args = gpt_config_from_args
 """
 MEANS_BY_THE_CONFIG = OPTIONS_OF_THE_CONFIG.replace("window_size = (3, 0)", "calculate_per_token_loss = False")
-EXPERTS_OF_THE_CONFIG = OPTIONS_OF_THE_CONFIG.replace("window_size = (3, 0)", "num_moe_experts = 4").replace(
-    "    return config", '    config.transformer.moe_router_load_balancing_type = "sinkhorn"\n    return config'
-)
 MODEL_PROVIDER = """
 train = gpt.pretrain
 
@@ -159,7 +156,6 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
         (OWN_ATTENTION, "the model's core attention is Capped, which does not keep the documents of a row apart;"),
         (OPTIONS_OF_THE_CONFIG, "--window-size, as the model's config says, is not supported with hot switching: "),
         (MEANS_BY_THE_CONFIG, "the model's config says calculate_per_token_loss=False; leave it as --calculate-per-"),
-        (EXPERTS_OF_THE_CONFIG, "quantile_balancing or sinkhorn, as the model's config says, is not supported"),
         (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
     ],
     ids=[
@@ -171,7 +167,6 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
         "attention",
         "options of the config",
         "means by the config",
-        "experts of the config",
         "model provider",
     ],
 )
