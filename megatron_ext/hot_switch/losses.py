@@ -49,11 +49,13 @@ def _check(found: Any) -> None:
             "number of tokens and the report, as Megatron's pretrain_gpt.py does, so that the losses of strategies can "
             "be added"
         )
-    if any(value.numel() != 2 for value in found[2].values()):
-        raise UserError(
-            "hot switching: the loss function reports a single number; report its sum and the number of tokens as "
-            "Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
-        )
+    for name, value in found[2].items():
+        if value.numel() != 2:
+            what = "a single number" if value.numel() == 1 else f"{value.numel()} numbers"
+            raise UserError(
+                f"hot switching: the loss function reports {what} as {name!r}; report its sum and the number of tokens "
+                "as Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
+            )
 
 
 class GuestLosses:

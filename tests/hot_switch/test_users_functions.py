@@ -115,6 +115,18 @@ def gpt_config_from_args(args):
 gpt.gpt_config_from_args = gpt_config_from_args
 """
 MEANS_BY_THE_CONFIG = OPTIONS_OF_THE_CONFIG.replace("window_size = (3, 0)", "calculate_per_token_loss = False")
+EXPERTS_OF_THE_CONFIG = """
+make_config = gpt.gpt_config_from_args
+
+def gpt_config_from_args(args):
+    config = make_config(args)
+    experts = config.transformer
+    experts.num_moe_experts, experts.moe_ffn_hidden_size, experts.moe_router_topk = 4, 32, 2
+    experts.add_bias_linear, experts.moe_router_load_balancing_type = False, "sinkhorn"
+    return config
+
+gpt.gpt_config_from_args = gpt_config_from_args
+"""
 MODEL_PROVIDER = """
 train = gpt.pretrain
 
@@ -149,13 +161,14 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
     ("changes", "said"),
     [
         (TWO_PASSES, r"the forward step ran \[\d+\] forward passes .* for \d+ micro-batches; .* exactly once for each"),
-        (SINGLE_NUMBERS, "the loss function reports a single number; report its sum and the number of tokens"),
+        (SINGLE_NUMBERS, "the loss function reports a single number as 'lm loss'; report its sum and the number"),
         (MEANS, "the loss function returns 2 values; let it return the sum of the losses, the number of tokens"),
         (OTHER_NAMES, r"the loss function reports \['another loss', 'lm loss'\]; it reported \['lm loss'\] before"),
         (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
         (OWN_ATTENTION, "the model's core attention is Capped, which does not keep the documents of a row apart;"),
         (OPTIONS_OF_THE_CONFIG, "--window-size, as the model's config says, is not supported with hot switching: "),
         (MEANS_BY_THE_CONFIG, "the model's config says calculate_per_token_loss=False; leave it as --calculate-per-"),
+        (EXPERTS_OF_THE_CONFIG, "quantile_balancing or sinkhorn, as the model's config says, is not supported"),
         (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
     ],
     ids=[
@@ -167,6 +180,7 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
         "attention",
         "options of the config",
         "means by the config",
+        "experts of the config",
         "model provider",
     ],
 )
