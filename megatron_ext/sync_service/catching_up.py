@@ -12,14 +12,14 @@ from megatron_ext.hooks import ModelContext
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.report import Progress
 
-__all__ = ["go_on_after", "progress_after", "progress_before"]
+__all__ = ["go_on_after", "progress_after_step", "progress_before"]
 
 
-def progress_after(context: ModelContext, iteration: int) -> Progress:
-    """Return how far training is after an iteration whose samples Megatron has not counted yet."""
+def progress_after_step(context: ModelContext) -> Progress:
+    """Return how far training is after a step that Megatron has not counted yet, but for its schedules."""
     args = context.args
     samples = args.consumed_train_samples + args.global_batch_size
-    return Progress(iteration=iteration, samples=samples, schedule=context.scheduler.num_steps)
+    return Progress(iteration=args.curr_iteration + 1, samples=samples, schedule=context.scheduler.num_steps)
 
 
 def progress_before(context: ModelContext, steps: int) -> Progress:
@@ -32,15 +32,15 @@ def progress_before(context: ModelContext, steps: int) -> Progress:
     )
 
 
-def go_on_after(context: ModelContext, last: Progress | None) -> None:
+def go_on_after(context: ModelContext, last: Progress) -> None:
     """Go on where the peer's last contribution ended; all ranks call it before the data are built.
 
     Args:
         context: of the model that was loaded, or built.
-        last: how far an earlier process was when it made its last contribution that a round has judged, if any.
+        last: how far an earlier process was when it made its last contribution that a round has judged.
     """
     args = context.args
-    if last is None or last.iteration == args.iteration:
+    if last.iteration == args.iteration:
         return
     why = f"what this peer had made after it, up to iteration {args.iteration}, counts in no round"
     if last.iteration > args.iteration:

@@ -34,7 +34,7 @@ from megatron_ext.sync_service.job import Job, OneProcess
 from megatron_ext.sync_service.membership import Answer, Membership
 from megatron_ext.sync_service.outcome import RoundOutcome
 from megatron_ext.sync_service.outgoing import Outgoing
-from megatron_ext.sync_service.parts import Part, Values, whole_parts
+from megatron_ext.sync_service.parts import Part, Values, checked_memory, whole_parts
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.report import Progress, Report
 from megatron_ext.sync_service.route import Route
@@ -153,17 +153,19 @@ class SyncClient:
             UserError: the server refuses, or nobody publishes.
         """
         open_round = self.register()
-        was_uploaded = self.uploaded
-        pending = self._contributed if self.asynchronous else open_round if was_uploaded else None
+        if self.asynchronous:
+            if self._contributed:
+                self._await_pending(self._contributed)
+            return self._adopt(self._await(0, values))
         # After the first interval nobody knows which one was contributed.
-        if pending and not (repeats and open_round == 1 and not self.asynchronous):
-            answer = self._await_pending(pending)
-            if answer is not None and not self.asynchronous:
+        if self.uploaded and open_round > 0 and not (repeats and open_round == 1):
+            answer = self._await_pending(open_round)
+            if answer is not None:
                 return self._adopt(answer)
-            was_uploaded = False
+        was_uploaded = self.uploaded
         adopted = self._adopt(self._await(0, values))
         # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
-        self.uploaded = was_uploaded and open_round == self.round + 1 and not self.asynchronous
+        self.uploaded = was_uploaded and open_round == self.round + 1
         return adopted
 
     def resume(self, number: int, digest: str = "", *, repeats: bool = True) -> dict[str, torch.Tensor] | None:
@@ -278,7 +280,7 @@ class SyncClient:
             UserError: the server refuses, the round does not come, or values or memory have not the catalog's shapes.
         """
         number = self.round + 1
-        self._out = self._checked_memory(out or {}, values)
+        self._out = checked_memory(self.parts, out or {}, values)
         self._route.take_traffic()  # of the start
         try:
             if not self.uploaded:
@@ -386,27 +388,6 @@ class SyncClient:
                     found[part.key] = value
         return found
 
-    def _checked_memory(self, out: Values, values: Values) -> Values:
-        """Return memory for a round's values.
-
-        Raises:
-            UserError: something in it is no memory for its part, or is that of values that are sent.
-        """
-        sent = {value.data_ptr() for value in values.values()}
-        for part in self.parts:
-            memory = out.get(part.key)
-            if memory is None:
-                continue
-            is_plain = memory.dtype == torch.float32 and memory.device.type == "cpu" and memory.is_contiguous()
-            if not is_plain or tuple(memory.shape) != part.box.shape:
-                raise UserError(
-                    f"out: {part.key!r} is {memory.dtype} of shape {tuple(memory.shape)} on {memory.device}; it must "
-                    f"be torch.float32 of shape {part.box.shape} on the CPU, contiguous"
-                )
-            if memory.numel() and memory.data_ptr() in sent:
-                raise UserError(f"out: {part.key!r} is the memory of values that are sent; give other memory")
-        return out
-
     def _take_ahead(self, number: int) -> Taken:
         """Take no more of the open round before it is made; return what there is, if it is this one."""
         ahead, self._ahead = self._ahead, None
@@ -440,9 +421,8 @@ class SyncClient:
         """
         end = time.monotonic() + self.config.round_seconds
         while True:
-            answer = self._membership.ask(number, uploaded=self.uploaded, end=end, again=again)
+            answer = self._ask(number, uploaded=self.uploaded, end=end, again=again)
             if answer.is_committed:
-                self.counted = answer.counted
                 return answer
             if answer.wants_upload:
                 self.upload(number, values)
@@ -453,12 +433,18 @@ class SyncClient:
         None when a server has lost that contribution, which this process cannot make again.
         """
         end = time.monotonic() + self.config.round_seconds
-        answer = self._membership.ask(number, uploaded=True, end=end)
-        if not answer.is_committed:
-            log.warning("what an earlier process had contributed to round %d is lost", number)
-            self.uploaded = False
-            return None
-        self.counted = answer.counted
+        answer = self._ask(number, uploaded=True, end=end)
+        if answer.is_committed:
+            return answer
+        log.warning("what an earlier process had contributed to round %d is lost", number)
+        self.uploaded = False
+        return None
+
+    def _ask(self, number: int, *, uploaded: bool, end: float, again: bool = False) -> Answer:
+        """Ask the server, and note up to where this peer's training counts."""
+        answer = self._membership.ask(number, uploaded=uploaded, end=end, again=again)
+        if answer.is_committed:
+            self.counted = answer.counted
         return answer
 
     def _adopt(self, answer: Answer, expected: Values | None = None) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.sync_service import checkpoint
 from megatron_ext.sync_service.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.background import BackgroundRound, uncounted, with_steps_since
-from megatron_ext.sync_service.catching_up import go_on_after, progress_after, progress_before
+from megatron_ext.sync_service.catching_up import go_on_after, progress_before
 from megatron_ext.sync_service.joining import Peer, join
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 
@@ -150,7 +150,6 @@ class SyncServiceFeature(Feature):
         peer = self._require_peer()
         if not context.completed:
             return
-        peer.progress = progress_after(peer.context, context.iteration + 1)
         is_over = peer.interval.count_step()
         if _LOSS in context.losses:
             peer.count_loss(context.losses[_LOSS])

@@ -22,8 +22,9 @@ from megatron_ext.spes.arguments import ownership_of
 from megatron_ext.sync_service.agreement import agreed
 from megatron_ext.sync_service.arguments import SyncServiceConfig, connection_of
 from megatron_ext.sync_service.background import BackgroundRound
+from megatron_ext.sync_service.catching_up import progress_after_step
 from megatron_ext.sync_service.parts import Values
-from megatron_ext.sync_service.report import Progress, Report
+from megatron_ext.sync_service.report import Report
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.client import RoundOutcome, SyncClient
@@ -65,9 +66,6 @@ class Peer:
     on_its_way: BackgroundRound | None = None
     """A round that is not applied yet, which has the client and the job for itself."""
 
-    progress: Progress | None = None
-    """How far training is; None before the first step."""
-
     round: int = -1
     """The last one that was applied."""
 
@@ -97,9 +95,9 @@ class Peer:
         self.loss, self.losses = value if self.loss is None else self.loss + value, self.losses + 1
 
     def report(self) -> Callable[[], Report]:
-        """Return what tells of the interval as it is now; all ranks call it, in the thread that has the job."""
+        """Return what tells of the interval that this step ends; all ranks call it, in the thread that has the job."""
         known = None if self.loss is None else (float(self.loss), self.losses)
-        steps, progress = self.interval.steps, self.progress
+        steps, progress = self.interval.steps, progress_after_step(self.context)
 
         def tell() -> Report:
             # Known on the last pipeline stage of every worker, and said by the first rank. After a resume it is of the

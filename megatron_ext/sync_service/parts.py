@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import Box, whole_box
 
-__all__ = ["Part", "Values", "by_place", "whole_parts"]
+__all__ = ["Part", "Values", "by_place", "checked_memory", "whole_parts"]
 
 Values = Mapping[str, torch.Tensor]
 """The values of parts by their keys: fp32, on the CPU, in the shape of the box."""
@@ -42,3 +43,30 @@ def whole_parts(catalog: Catalog) -> tuple[Part, ...]:
 def by_place(parts: Iterable[Part], values: Values | None) -> dict[tuple[str, Box], torch.Tensor]:
     """Return values of parts by tensor and box, as far as there are any."""
     return {(part.spec.name, part.box): values[part.key] for part in parts if values and part.key in values}
+
+
+def checked_memory(parts: Iterable[Part], out: Values, values: Values) -> Values:
+    """Return memory for a round's values.
+
+    Args:
+        parts: whose it is.
+        out: the memory, by the parts' keys.
+        values: what is sent meanwhile.
+
+    Raises:
+        UserError: something in it is no memory for its part, or is that of values that are sent.
+    """
+    sent = {value.data_ptr() for value in values.values()}
+    for part in parts:
+        memory = out.get(part.key)
+        if memory is None:
+            continue
+        is_plain = memory.dtype == torch.float32 and memory.device.type == "cpu" and memory.is_contiguous()
+        if not is_plain or tuple(memory.shape) != part.box.shape:
+            raise UserError(
+                f"out: {part.key!r} is {memory.dtype} of shape {tuple(memory.shape)} on {memory.device}; it must "
+                f"be torch.float32 of shape {part.box.shape} on the CPU, contiguous"
+            )
+        if memory.numel() and memory.data_ptr() in sent:
+            raise UserError(f"out: {part.key!r} is the memory of values that are sent; give other memory")
+    return out

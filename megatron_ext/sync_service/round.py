@@ -309,10 +309,10 @@ class RunState:
         self._gone(event)
 
     def _uploaded(self, event: Event) -> None:
-        self.uploaded[event["peer"]] = self.members[event["peer"]].index
+        peer = event["peer"]
+        self.uploaded[peer] = index = self.members[peer].index
         if "progress" in event:
-            index = self.members[event["peer"]].index
-            self._reported[event["peer"]] = index, Progress(*event["progress"])
+            self._reported[peer] = index, Progress(*event["progress"])
 
     def _forgotten(self, event: Event) -> None:
         self.uploaded.pop(event["peer"], None)

@@ -21,6 +21,7 @@ __all__ = [
     "arguments",
     "assert_equal_but_for_rounding",
     "assert_went_on",
+    "forbid_attention_by_document",
     "full_parameters",
     "hot_run",
     "losses",
@@ -170,6 +171,13 @@ def tell_padding() -> None:
         return forward(self, *args, loss_mask=loss_mask, padding_mask=loss_mask == 0, **kwargs)
 
     GPTModel.forward = told
+
+
+def forbid_attention_by_document() -> None:
+    """Let the attention of one document after the other fail, so that what is left is another one."""
+    from megatron_ext.hot_switch import attention
+
+    attention.attend_within_documents = None
 
 
 def many_rounds() -> None:

@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hot_switch.runs import COMMON, LLAMA, arguments, assert_went_on, losses, stock_run
+from tests.hot_switch.runs import (
+    COMMON,
+    EXPERTS_APART,
+    LLAMA,
+    arguments,
+    assert_went_on,
+    forbid_attention_by_document,
+    losses,
+    stock_run,
+)
+from tests.hot_switch.test_transformer_engine import DENSE
 from tests.support.distributed import run_ranks
-from tests.support.presets import MOE, toy_gpt
+from tests.support.presets import GROUPED, toy_gpt
 from tests.support.pretrain import RankOutcome, run_pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine")]
@@ -27,33 +37,12 @@ KERNELS = {
     "train_iters": 6,
     "no_rope_fusion": None,
 }
-BUCKETS = "bucket_sizes: [128, 64, 32, 0]\n"
-DENSE = (
-    BUCKETS
-    + """
-strategies:
-  - {dp: 2, tp: 2, pp: 1, sequence_parallel: true}
-  - {dp: 1, tp: 4, pp: 1}
-  - {dp: 1, tp: 2, pp: 2, sequence_parallel: true, micro_batch_size: 2, recompute: selective}
-"""
-)
-EXPERTS = (
-    BUCKETS
-    + """
-strategies:
-  - {dp: 4, tp: 1, pp: 1, ep: 2}
-  - {dp: 2, tp: 1, pp: 2, ep: 1}
-  - {dp: 2, tp: 2, pp: 1, ep: 4, etp: 1, sequence_parallel: true}
-"""
-)
-GROUPED = {**MOE, "moe_aux_loss_coeff": 0.0, "moe_grouped_gemm": True, "disable_bias_linear": True}
+EXPERTS = {**GROUPED, "moe_aux_loss_coeff": 0.0}
 
 
-def forbid_attention_by_document() -> None:
-    """Let torch's attention fail, so that what is left are the kernels for documents."""
-    from megatron_ext.hot_switch import attention
-
-    attention.attend_within_documents = None
+def in_longer_rows(strategies: str) -> str:
+    """Give strategies for the double's toys the rows of these."""
+    return strategies.replace("[32, 16, 8, 0]", "[128, 64, 32, 0]")
 
 
 def assert_equal_but_for_bf16(ours: list[RankOutcome], theirs: list[RankOutcome]) -> None:
@@ -67,13 +56,13 @@ def assert_equal_but_for_bf16(ours: list[RankOutcome], theirs: list[RankOutcome]
     ("strategies", "home", "layout", "options"),
     [
         (DENSE, "2,2,1", {"sequence_parallel": True}, {**LLAMA, "no_rope_fusion": None}),
-        (EXPERTS, "4,1,1", {"expert_model_parallel_size": 2}, GROUPED),
+        (EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, EXPERTS),
     ],
     ids=["dense", "grouped experts"],
 )
 def test_hot_equals_static(tmp_path: Path, strategies, home, layout, options):
     file = tmp_path / "strategies.yaml"
-    file.write_text(strategies)
+    file.write_text(in_longer_rows(strategies))
     options = {**KERNELS, **options}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, before=forbid_attention_by_document)
@@ -108,6 +97,7 @@ def attend_both_ways(dtype: str) -> tuple[int, list[float]]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megatron_ext.hot_switch import attention
+    from megatron_ext.hot_switch.rows import document_lengths
     from tests.hot_switch.test_attention import packed
 
     torch.cuda.set_device(0)
@@ -130,7 +120,7 @@ def attend_both_ways(dtype: str) -> tuple[int, list[float]]:
     calls = _count(attention)
     attention.attend_by_document(holder)
     batch = packed([[17, 40, 3], [64], [1, 1, 30]], 5)
-    lengths = attention_lengths(batch)
+    lengths = document_lengths(batch.segments)
     rows, positions = batch.tokens.shape
     torch.manual_seed(0)
     drawn = [torch.randn(positions, rows, heads, 32, device="cuda").to(kind) for heads in (4, 2, 2)]
@@ -145,13 +135,6 @@ def attend_both_ways(dtype: str) -> tuple[int, list[float]]:
     pairs: list[tuple[Any, Any]] = [(found * counts, exact * counts)]
     pairs += [(one.grad, other.grad) for one, other in zip(ours, theirs, strict=True)]
     return calls[0], [float((one.float() - other).abs().max()) for one, other in pairs]
-
-
-def attention_lengths(batch: Any) -> torch.Tensor:
-    """Return the lengths as a run has them."""
-    from megatron_ext.hot_switch.rows import document_lengths
-
-    return document_lengths(batch.segments)
 
 
 def _count(attention: Any) -> list[int]:

@@ -10,6 +10,7 @@ from tests.hot_switch.runs import (
     LLAMA,
     arguments,
     assert_equal_but_for_rounding,
+    forbid_attention_by_document,
     full_parameters,
     hot_run,
     same_weights,
@@ -23,13 +24,6 @@ def forbid_attention_over_rows():
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     DotProductAttention.forward = None
-
-
-def forbid_attention_by_document():
-    """Let ours fail."""
-    from megatron_ext.hot_switch import attention
-
-    attention.attend_within_documents = None
 
 
 def test_attention_over_whole_rows_changes_nothing():

@@ -15,13 +15,14 @@ from tests.hot_switch.runs import (
     arguments,
     assert_equal_but_for_rounding,
     assert_went_on,
+    forbid_attention_by_document,
     full_parameters,
     losses,
     many_rounds,
     stock_run,
     tell_padding,
 )
-from tests.support.presets import LATENT, MOE, toy_gpt
+from tests.support.presets import GROUPED, LATENT, toy_gpt
 from tests.support.pretrain import run_pretrain
 from tests.support.transformer_engine import accept_transformer_engine, fuse_the_accumulation_of_gradients
 
@@ -42,20 +43,7 @@ strategies:
   - {dp: 1, tp: 2, pp: 2, vpp: 2}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2, recompute: full}
 """
-GROUPED = {
-    **MOE,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_z_loss_coeff": 0.1,
-    "moe_grouped_gemm": True,
-    "disable_bias_linear": True,
-}
-
-
-def forbid_attention_by_document():
-    """Let torch's attention fail, so that what is left is that of Transformer Engine."""
-    from megatron_ext.hot_switch import attention
-
-    attention.attend_within_documents = None
+EXPERTS = {**GROUPED, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.1}
 
 
 def forbid_attention_at_once():
@@ -100,7 +88,7 @@ def nothing():
             "4,1,1",
             {"expert_model_parallel_size": 2},
             forbid_attention_by_document,
-            {**GROUPED, "use_distributed_optimizer": True},
+            {**EXPERTS, "use_distributed_optimizer": True},
         ),
     ],
     ids=["tensor parallel", "stages and biases", "no kernels", "parts of rows", "latent attention", "grouped experts"],
@@ -123,7 +111,7 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
     ("strategies", "home", "layout", "options"),
     [
         (DENSE, "2,2,1", {"sequence_parallel": True}, {**LLAMA, "overlap_grad_reduce": True}),
-        (EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, GROUPED),
+        (EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, EXPERTS),
     ],
     ids=["dense", "grouped experts"],
 )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.hot_switch.runs import LLAMA
-from tests.hot_switch.test_kernels import GROUPED
 from tests.local_sgd.runs import arguments, model_digests, same_state, worker_slices
 from tests.local_sgd.test_transformer_engine import PENALTY
+from tests.support.presets import GROUPED
 from tests.support.pretrain import run_pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine")]

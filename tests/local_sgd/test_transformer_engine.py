@@ -9,7 +9,7 @@ import pytest
 
 from tests.hot_switch.runs import LLAMA, assert_equal_but_for_rounding, full_parameters
 from tests.local_sgd.runs import arguments, same_state
-from tests.support.presets import MOE
+from tests.support.presets import GROUPED
 from tests.support.pretrain import run_pretrain
 from tests.support.transformer_engine import accept_transformer_engine
 
@@ -26,7 +26,6 @@ PENALTY = {
     "local_sgd_pseudo_gradnorm_reduce": True,
     "local_sgd_clip_pseudo_grad": 0.1,
 }
-GROUPED = {**MOE, "moe_grouped_gemm": True, "disable_bias_linear": True}
 
 
 def test_rounds_over_these_layers_equal_rounds_over_local_ones():

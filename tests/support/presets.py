@@ -57,6 +57,9 @@ MOE: Options = MappingProxyType(
     }
 )
 
+GROUPED: Options = MappingProxyType({**MOE, "moe_grouped_gemm": True, "disable_bias_linear": True})
+"""Experts whose products are one call of Transformer Engine's."""
+
 LATENT: Options = MappingProxyType(
     {
         "multi_latent_attention": True,

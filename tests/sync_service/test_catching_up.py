@@ -37,6 +37,11 @@ MakeService = Callable[..., Service]
 START = {"w": torch.zeros(3000)}
 
 
+def moved(values: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
+    """Return values after an interval."""
+    return {name: value + by for name, value in values.items()}
+
+
 @pytest.mark.parametrize(
     ("kind", "codec"), [(SINGLE, "fp32"), (("moe-ep2", "bf16-distopt", 2), "int8")], ids=["one rank", "two ranks, int8"]
 )
@@ -183,40 +188,34 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
     def report(number: int) -> Report:
         return Report(steps=10, progress=Progress(10 * number, 40 * number, 4.5 * number))
 
-    def trained(values, by: float):
-        return {name: value + by for name, value in values.items()}
-
     with ThreadPoolExecutor(1) as pool, service.client("a", START, codec=codec) as lasting:
         with service.client("b", START, codec=codec) as dying:
             held = pool.submit(lasting.start, START)
             values = dying.start(START)
             held = held.result()
             for number in (1, 2):
-                other = pool.submit(lasting.sync, trained(held, 1.0), report(number))
-                values = dying.sync(trained(values, 2.0), report(number)).values
+                other = pool.submit(lasting.sync, moved(held, 1.0), report(number))
+                values = dying.sync(moved(values, 2.0), report(number)).values
                 held = other.result().values
                 if number == 1:
                     saved, counted = (dying.round, dying.digest), dying.counted
-            dying.upload(3, trained(values, 2.0), report(3))
+            dying.upload(3, moved(values, 2.0), report(3))
         assert counted == Progress(10, 40, 4.5) and saved[0] == 1
         with service.client("b", START, codec=codec) as again:
             resumed = pool.submit(again.resume, *saved)
             until(lambda: len(service.events("joined")) == 3, "the new process")
-            held = lasting.sync(trained(held, 1.0), report(3)).values
+            held = lasting.sync(moved(held, 1.0), report(3)).values
             found = resumed.result()
             assert again.round == 3 and not again.uploaded and again.counted == Progress(30, 120, 13.5)
             assert torch.equal(found["w"], held["w"])
             # And it goes on as any other.
-            other = pool.submit(lasting.sync, trained(held, 1.0), report(4))
-            assert again.sync(trained(found, 2.0), report(4)).contributed and other.result().contributed
+            other = pool.submit(lasting.sync, moved(held, 1.0), report(4))
+            assert again.sync(moved(found, 2.0), report(4)).contributed and other.result().contributed
 
 
 def test_an_interval_of_other_steps_is_not_made_in_the_place_of_one_in_the_open_round(make_service: MakeService):
     service = make_service()
     service.start()
-
-    def moved(values, by: float):
-        return {name: value + by for name, value in values.items()}
 
     for checkpoint in (True, False):
         with ThreadPoolExecutor(1) as pool, service.client("a", START) as lasting, service.client("b", START) as dying:
@@ -246,7 +245,7 @@ def test_a_contribution_that_the_server_has_lost_is_awaited_no_longer(make_servi
         held = pool.submit(lasting.start, START)
         values = dying.start(START)
         held = held.result()
-        dying.upload(1, {name: value + 2.0 for name, value in values.items()}, Report(progress=Progress(7, 28, 0.0)))
+        dying.upload(1, moved(values, 2.0), Report(progress=Progress(7, 28, 0.0)))
     service.server.kill()
     service.server.wait()
     for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
@@ -262,8 +261,7 @@ def test_a_peer_of_asynchronous_rounds_waits_for_what_is_being_made_of_its_contr
     service.start()
     with service.client("b", START) as dying:
         values = dying.start(START)
-        moved = {name: value + 2.0 for name, value in values.items()}
-        dying.upload(1, moved, Report(steps=7, progress=Progress(7, 28, 0.0)))
+        dying.upload(1, moved(values, 2.0), Report(steps=7, progress=Progress(7, 28, 0.0)))
     with service.client("b", START) as again:
         again.start(START, repeats=False)
         assert again.round == 1 and again.counted == Progress(7, 28, 0.0)
