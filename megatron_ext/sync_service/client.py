@@ -244,12 +244,14 @@ class SyncClient:
 
     def _resume_alone(self, number: int, digest: str) -> dict[str, torch.Tensor] | None:
         """Go on in the middle of an interval while others make rounds."""
-        if self._contributed is not None and self._contributed > number:
+        while self._contributed is not None and self._contributed > number:
             # What an earlier process has made of the interval counts; it is not made twice.
-            self.uploaded = self._contributed == number + 1
-            log.warning("what this peer has contributed after round %d counts already; it goes on from there", number)
-            self.residuals = {}
-            return self._adopt(self._await(number + 1, {}))
+            answer = self._await_pending(self._contributed)
+            if answer is not None:
+                log.warning("what this peer has made after round %d counts already; it goes on from there", number)
+                self.residuals = {}
+                return self._adopt(answer)
+            self.register()  # what there was before the lost one
         self.uploaded = False
         answer = self._await(number + 1, {}, again=True)
         self._check_history(number, digest, answer)

@@ -256,6 +256,31 @@ def test_a_contribution_that_the_server_has_lost_is_awaited_no_longer(make_servi
         assert again.round == 0 and not again.uploaded and again.counted is None
 
 
+def test_a_contribution_that_is_lost_while_it_is_awaited_leaves_the_interval_to_be_made_again(
+    make_service: MakeService,
+):
+    service = make_service(rounds="asynchronous")
+    service.start()
+    with service.client("b", START, codec="int8") as dying:
+        values = dying.start(START)
+        assert service.server is not None
+        service.server.limit_files(8000)  # room for the contribution, and none for a round's values
+        dying.upload(1, moved(values, 2.0), Report(steps=7, progress=Progress(7, 28, 0.0)))
+    until(lambda: "cannot be written" in service.output, "the round that cannot be written")
+    with ThreadPoolExecutor(1) as pool, service.client("b", START, codec="int8") as again:
+        begun = pool.submit(again.resume, 0)
+        until(lambda: again.index >= 0, "the new process")
+        service.server.kill()
+        service.server.wait()
+        for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
+            frames.unlink()
+        service.start()
+        assert begun.result() is None
+        assert again.round == 0 and not again.uploaded and again.counted is None
+        assert again.sync(moved(values, 2.0), Report(steps=7)).contributed
+    assert [event["peer"] for event in service.events("forgotten")] == ["b"]
+
+
 def test_a_peer_of_asynchronous_rounds_waits_for_what_is_being_made_of_its_contribution(make_service: MakeService):
     service = make_service(rounds="asynchronous")
     service.start()
