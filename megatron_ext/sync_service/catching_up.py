@@ -44,8 +44,8 @@ def go_on_after(context: ModelContext, last: Progress) -> None:
         return
     why = f"what this peer had made after it, up to iteration {args.iteration}, counts in no round"
     if last.iteration > args.iteration:
-        steps = last.iteration - args.iteration
-        why = f"{steps} steps that this peer had made after iteration {args.iteration} count in rounds already"
+        steps = f"{last.iteration - args.iteration} steps that this peer had made after iteration {args.iteration}"
+        why = f"{steps} were contributed to rounds already"
     say(f"sync service: goes on at iteration {last.iteration}, because {why}")
     args.iteration, args.consumed_train_samples = last.iteration, last.samples
     context.scheduler.step(increment=last.schedule - context.scheduler.num_steps)
