@@ -165,7 +165,7 @@ class AsynchronousState(RunState):
     def _evicted(self, event: Event) -> None:
         # What is not being used yet does not count any more, whoever else's is.
         if event["peer"] not in (self.closing or ()):
-            self.uploaded.pop(event["peer"], None)
+            self._drop_upload(event["peer"])
         super()._evicted(event)
 
     def _closed(self, event: Event) -> None:

@@ -17,8 +17,10 @@ from megatron_ext.sync_service.arguments import SyncServiceConfig
 from megatron_ext.sync_service.parts import Part
 
 __all__ = [
+    "Begun",
     "Place",
     "assemble",
+    "begun",
     "check_residuals",
     "parts_of_samples",
     "request",
@@ -65,6 +67,24 @@ class Place:
             seconds=saved["seconds"],
             residuals=residuals,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """Where the interval began in which a checkpoint was saved."""
+
+    number: int
+    """The round that it began with."""
+
+    digest: str
+    """Of that round's values."""
+
+    steps: int
+    """Completed since, which are lost where a peer takes over other values."""
+
+    def is_before(self, number: int, digest: str) -> bool:
+        """Return whether a round is that one or a later one, and not one of another run of the same name."""
+        return number > self.number or (number, digest) == (self.number, self.digest)
 
 
 def assemble(context: SaveContext, place: Place) -> None:
@@ -120,6 +140,17 @@ def samples_notice(context: LoadContext) -> str | None:
     )
 
 
+def begun(context: LoadContext) -> Begun | None:
+    """Return where the interval of a checkpoint of this run began, be it for weights alone; None if it has none.
+
+    Asked before the peer's state is taken out.
+    """
+    saved, args = context.state.get(_STATE), context.args
+    if saved is None or args.finetune or saved["run"] != args.sync_service_run:
+        return None
+    return Begun(number=saved["round"], digest=saved["digest"], steps=saved["steps"])
+
+
 def take_state(context: LoadContext) -> dict[str, Any] | None:
     """Take a peer's state out of what was read; None when the checkpoint is of another run, or of weights alone.
 
@@ -157,6 +188,12 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
         raise UserError(
             f"{where}: what its codec still owes the other peers was saved by {saved['residuals_of']}, this run has "
             f"{_layout(args)}; give that layout, or start with --no-load-optim"
+        )
+    then = getattr(context.state.get("args"), "global_batch_size", args.global_batch_size)
+    if then != args.global_batch_size:
+        raise UserError(
+            f"{where}: it was saved with --global-batch-size {then}, now it is {args.global_batch_size}, and its "
+            f"iterations are counted in batches; give --global-batch-size {then}, or start with --no-load-optim"
         )
     taken: dict[str, Any] = saved
     return taken

@@ -168,7 +168,9 @@ class SyncClient:
         self.uploaded = was_uploaded and open_round == self.round + 1
         return adopted
 
-    def resume(self, number: int, digest: str = "", *, repeats: bool = True) -> dict[str, torch.Tensor] | None:
+    def resume(
+        self, number: int, digest: str = "", *, repeats: bool = True, begun: Progress | None = None
+    ) -> dict[str, torch.Tensor] | None:
         """Register, and go on in the middle of the interval after a round whose values this peer has taken before.
 
         `residuals` are to be set before, as they were after that round. They are dropped when an earlier process of
@@ -179,41 +181,40 @@ class SyncClient:
             digest: of its values, as `digest` was after it; not compared when empty.
             repeats: whether this process makes the rest of the interval exactly as an earlier one has. What that has
                 contributed to the open round is awaited otherwise.
+            begun: how far this peer's training was when the interval began. Where rounds are asynchronous, another
+                peer may have had its place since, and gone on in its part of the samples.
 
         Returns:
             The values of the newest round if that is a later one, or of the open one once it is made, where what an
             earlier process of this peer has contributed to it counts. None if it is this one. Where
             rounds are asynchronous an interval is lost only when the server has no longer the values that it began
-            with, or counts already what an earlier process of this peer has made of it.
+            with, or counts already what an earlier process of this peer, or another one in its place, has made of it.
 
         Raises:
             UserError: the server refuses, knows nothing of the round yet, or has other values in it.
         """
         open_round = self.register()
         if open_round <= number:
-            newest = open_round - 1 if open_round else "none"
+            last = open_round - 1 if open_round else "none"
             raise UserError(
                 f"this peer goes on from round {number}, but the newest one of run {self.config.run!r} on the server "
-                f"is {newest}: the server has lost rounds, or is another one; restore its folder, or begin a run under "
+                f"is {last}: the server has lost rounds, or is another one; restore its folder, or begin a run under "
                 "another name"
             )
         if self.asynchronous:
-            return self._resume_alone(number, digest)
+            return self._resume_alone(number, digest, begun)
         lossy = self.config.codec != "fp32"
         if open_round > number + 1:
             log.warning("round %d is over; this peer goes on from the newest one", number + 1)
-        if self.uploaded and (open_round > number + 1 or not repeats):
+        newest = open_round - 1
+        if self.uploaded and (newest > number or not repeats) and self._await_pending(open_round) is not None:
             # What an earlier process has contributed to the open round counts; this one does not make it again.
-            pending = self._await_pending(open_round)
-            if pending is not None:
-                self.residuals = {}
-                return self._adopt(pending)
-        if open_round > number + 1:
-            for over in range(number + 1, open_round):
+            newest = open_round
+        if newest > number:
+            for over in range(number + 1, newest + 1):
                 answer = self._await(over, {})
-                # A round that the server has forgotten has no contributors: this peer has rather gone on since.
-                if not lossy or answer.contributed or not answer.contributors:
-                    self.residuals = {}
+                self._drop_paid(answer)
+                if not self._outgoing.residuals:
                     break  # nothing is owed, so that no other round has to be asked about
             return self._adopt(answer)
         was_uploaded = self.uploaded
@@ -223,7 +224,7 @@ class SyncClient:
             taken = self._adopt(answer)
             if self.round != number:
                 if was_uploaded:
-                    self.residuals = {}
+                    self._drop_paid(self._await(number + 1, {}))
                 return taken
         self.round, self.uploaded = number, was_uploaded
         self.digest = answer.digest if answer.newest == number else digest
@@ -231,6 +232,15 @@ class SyncClient:
             # What was sent is made again now, from the same state: what it has lost can be worked out.
             self._sent = number + 1
         return None
+
+    def _drop_paid(self, answer: Answer) -> None:
+        """Drop what is owed of the parts in which a contribution of an earlier process has counted."""
+        if answer.contributed:
+            still = {part.key for part in self.parts if part.spec.judged_title in answer.excluded}
+            self._outgoing.residuals = {key: owed for key, owed in self._outgoing.residuals.items() if key in still}
+        elif not (answer.contributors or answer.message):
+            # A round that the server has forgotten has neither: this peer has rather gone on since.
+            self._outgoing.residuals = {}
 
     def _check_history(self, number: int, digest: str, answer: Answer) -> None:
         """Check that a round that this peer went on from is the server's newest one, if they have one number."""
@@ -242,19 +252,25 @@ class SyncClient:
                 "server's values, or begin a run under another name"
             )
 
-    def _resume_alone(self, number: int, digest: str) -> dict[str, torch.Tensor] | None:
+    def _resume_alone(self, number: int, digest: str, begun: Progress | None) -> dict[str, torch.Tensor] | None:
         """Go on in the middle of an interval while others make rounds."""
         while self._contributed is not None and self._contributed > number:
             # What an earlier process has made of the interval counts; it is not made twice.
             answer = self._await_pending(self._contributed)
             if answer is not None:
-                log.warning("what this peer has made after round %d counts already; it goes on from there", number)
-                self.residuals = {}
+                log.warning("what this peer has made after round %d is judged already; it goes on from there", number)
+                if self._contributed == number + 1:
+                    self._drop_paid(answer)
+                else:
+                    self.residuals = {}  # the server does not remember those before, of which some have counted
                 return self._adopt(answer)
             self.register()  # what there was before the lost one
         self.uploaded = False
         answer = self._await(number + 1, {}, again=True)
         self._check_history(number, digest, answer)
+        if begun is not None and answer.counted is not None and answer.counted.samples > begun.samples:
+            log.warning("another peer has gone on in this one's place since round %d; it goes on from there", number)
+            return self._adopt(self._await(0, {}))
         taken = self._adopt(answer)
         if self.round == number:
             return None
@@ -283,10 +299,12 @@ class SyncClient:
         """
         number = self.round + 1
         self._out = checked_memory(self.parts, out or {}, values)
+        # What an earlier process has uploaded may be wanted again.
+        self._report = report or Report()
         self._route.take_traffic()  # of the start
         try:
             if not self.uploaded:
-                self.upload(number, values, report or Report())
+                self.upload(number, values)
             return self.fetch(number, values, frozen)
         except BaseException:  # Ctrl-C too; raised again
             self._take_ahead(-1)  # nothing is written into the memory any more

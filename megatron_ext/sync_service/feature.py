@@ -57,6 +57,7 @@ class SyncServiceFeature(Feature):
         self._groups: WorkerGroups | None = None
         self._peer: Peer | None = None
         self._saved: dict[str, Any] | None = None
+        self._begun: checkpoint.Begun | None = None
         self._ended: checkpoint.Place | None = None
         self._sample_parts: int | None = None
         self._residuals: dict[str, torch.Tensor] = {}
@@ -128,17 +129,22 @@ class SyncServiceFeature(Feature):
         if self._sample_parts is not None:
             go_on_in_part(context.args, peer.client.peers, self._sample_parts)
         if adopted is not None:
-            steps = 0 if self._saved is None else self._saved["steps"]
-            go_on_after(context, peer.client.counted or progress_before(context, steps))
+            go_on_after(context, peer.client.counted or progress_before(context, self._lost_steps(peer)))
             peer.begin_interval()
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
+    def _lost_steps(self, peer: Peer) -> int:
+        """Return how many steps of the checkpoint were made after the last round that this run has of its values."""
+        begun, client = self._begun, peer.client
+        return begun.steps if begun is not None and begun.is_before(client.round, client.digest) else 0
+
     def _resume(self, context: ModelContext, peer: Peer, saved: dict[str, Any]) -> Any:
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
         peer.client.residuals, self._residuals = self._residuals, {}
-        adopted = peer.client.resume(saved["round"], saved["digest"], repeats=peer.interval.repeats)
+        begun = progress_before(context, saved["steps"])
+        adopted = peer.client.resume(saved["round"], saved["digest"], repeats=peer.interval.repeats, begun=begun)
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])
         else:
@@ -293,6 +299,7 @@ class SyncServiceFeature(Feature):
     def on_load(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
         self._sample_parts = checkpoint.parts_of_samples(context)
+        self._begun = checkpoint.begun(context)
         self._saved = checkpoint.take_state(context)
         if not context.common_only:
             self._residuals = checkpoint.take_residuals(context)
@@ -332,5 +339,7 @@ def _timed() -> Iterator[None]:
 
     timer = get_timers()(_TIMER, log_level=1)
     timer.start()
-    yield
-    timer.stop()
+    try:
+        yield
+    finally:
+        timer.stop()

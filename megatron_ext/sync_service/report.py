@@ -25,6 +25,9 @@ class Progress:
     schedule: float
     """What the schedules of learning rate and weight decay count; not always whole."""
 
+    batch: int = 0
+    """Samples of an iteration; 0 where that was not said."""
+
     @classmethod
     def of(cls, message: Any) -> Progress:
         """Return what the protocol's message says.
@@ -34,7 +37,7 @@ class Progress:
         """
         if not math.isfinite(message.schedule):
             raise Refusal("invalid", f"progress.schedule is {message.schedule}; it has to be a number")
-        return cls(message.iteration, message.samples, message.schedule)
+        return cls(message.iteration, message.samples, message.schedule, message.batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,7 +303,7 @@ class RunState:
         if member is not None:
             self.evicted[member.name] = (member.instance, event["reason"])
         if self.closing is None or event.get("reopens"):
-            self.uploaded.pop(event["peer"], None)
+            self._drop_upload(event["peer"])
         if event.get("reopens"):
             self.closing = None
         self._gone(event)
@@ -315,10 +315,14 @@ class RunState:
             self._reported[peer] = index, Progress(*event["progress"])
 
     def _forgotten(self, event: Event) -> None:
-        self.uploaded.pop(event["peer"], None)
-        for peer in self.evicted:
-            self.uploaded.pop(peer, None)
+        for peer in (event["peer"], *self.evicted):
+            self._drop_upload(peer)
         self.closing = None
+
+    def _drop_upload(self, peer: str) -> None:
+        """Let a contribution to the open round not count."""
+        self.uploaded.pop(peer, None)
+        self._reported.pop(peer, None)
 
     def _closed(self, event: Event) -> None:
         self.closing = tuple(event["peers"])

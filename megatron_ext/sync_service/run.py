@@ -277,7 +277,8 @@ class Run:
             newest, used = self._state.newest, self._state.outcome(peer, number)
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
-            own = self._state.results.get(number - 1) if again else used if self.config.is_asynchronous else None
+            alone = used if self.config.is_asynchronous and number > 0 else None  # who published goes on like all
+            own = self._state.results.get(number - 1) if again else alone
             taken = own if own is not None and own.number in self._store.shard.snapshots else newest
             member = self._state.members.get(peer)  # it may have been evicted meanwhile
             return taken, used, None if member is None else self._state.counted.get(member.index)

@@ -378,6 +378,18 @@ def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_servi
     assert contributed == [(["p1"], 1), (["p1"], 2), (["p0"], 1), (["p1"], 3), (["p1"], 5), (["p1"], 6)]
 
 
+def test_who_published_the_start_begins_again_with_the_newest_round(make_service: MakeService):
+    service = make_service(peers=2, **ASYNC)
+    service.start()
+    start = start_values(7)
+    with service.client("p0", start) as publishing:
+        publishing.start(start)
+    with service.client("p1", start) as other:
+        values = other.sync(trained(other.start(start), 1, 1)).values
+    with service.client("p0", start) as again:
+        assert digest(again.start(start_values(1))) == digest(values) and again.round == 1
+
+
 @pytest.mark.parametrize("shards", [1, 3])
 def test_what_is_too_old_or_broken_does_not_count_and_a_late_peer_begins_with_the_newest(
     make_service: MakeService, shards: int

@@ -292,6 +292,32 @@ def test_a_peer_of_asynchronous_rounds_waits_for_what_is_being_made_of_its_contr
         assert again.round == 1 and again.counted == Progress(7, 28, 0.0)
 
 
+def test_what_is_uploaded_again_for_an_earlier_process_is_reported_too(make_service: MakeService):
+    service = make_service()
+    service.start()
+    report = Report(loss=1.0, steps=7, progress=Progress(7, 28, 0.0, 4))
+    with ThreadPoolExecutor(1) as pool, service.client("a", START) as lasting:
+        held = pool.submit(lasting.start, START)
+        with service.client("b", START) as dying:
+            values = dying.start(START)
+            saved = dying.round, dying.digest
+            dying.upload(1, moved(values, 2.0), report)
+        held = held.result()
+        with service.client("b", START) as again:
+            assert again.resume(*saved) is None and again.uploaded
+            assert service.server is not None
+            service.server.kill()
+            service.server.wait()
+            for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
+                frames.unlink()
+            service.start()
+            ours = pool.submit(again.sync, moved(values, 2.0), report)
+            lasting.sync(moved(held, 1.0), report)
+            assert ours.result().contributed
+    events = [event for event in service.events("uploaded") if (event["peer"], event["round"]) == ("b", 1)]
+    assert [(event["loss"], event["steps"], event["progress"]) for event in events] == [(1.0, 7, [7, 28, 0.0, 4])] * 2
+
+
 def test_who_takes_a_peers_place_goes_on_in_its_part_of_the_samples(make_service: MakeService):
     service = make_service(rounds="asynchronous")
     service.start()

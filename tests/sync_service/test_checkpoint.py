@@ -20,6 +20,7 @@ ARGS = {
     "sync_service_peer": "a",
     "sync_service_index": None,
     "sync_service_codec": "int4",
+    "global_batch_size": 4,
     "world_size": 2,
     "tensor_model_parallel_size": 2,
     "pipeline_model_parallel_size": 1,
@@ -42,7 +43,7 @@ SAVED = {
 
 def context(**args: Any) -> LoadContext:
     """Return what is read by a run with other arguments than the one that saved."""
-    state = {"sync_service": dict(SAVED)}
+    state = {"sync_service": dict(SAVED), "args": SimpleNamespace(global_batch_size=4)}
     return LoadContext(args=SimpleNamespace(**{**ARGS, **args}), directory="there", state=state, common_only=True)
 
 
@@ -82,6 +83,7 @@ def test_a_job_that_is_no_peer_is_told_whose_samples_were_counted():
         ({"sync_service_index": 0}, "saved by the peer of index 1, and --sync-service-index is 0"),
         ({"sync_service_codec": "fp32"}, "saved with --sync-service-codec int4, now it is fp32"),
         ({"world_size": 4}, "owes the other peers was saved by 2 ranks, TP 2, .* this run has 4 ranks, TP 2"),
+        ({"global_batch_size": 8}, "saved with --global-batch-size 4, now it is 8, .* give --global-batch-size 4"),
         ({"use_distributed_optimizer": False}, "this run has 2 ranks, TP 2, PP 1, EP 1, no distributed optimizer"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.sync_service.client import SyncClient
+from tests.support.waiting import until
 from tests.sync_service.service import Service
 
 MakeService = Callable[..., Service]
@@ -35,12 +36,12 @@ class Job:
     def checkpoint(self) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
         return self.client.round, self.values.clone(), {key: value.clone() for key, value in self.owed.items()}
 
-    def restart(self, saved: tuple[int, torch.Tensor, dict[str, torch.Tensor]]) -> bool:
+    def restart(self, saved: tuple[int, torch.Tensor, dict[str, torch.Tensor]], *, repeats: bool = True) -> bool:
         """Go on from a checkpoint; return whether in the middle of its interval."""
         self.client.close()
         self.client = self.open()
         number, self.values, self.client.residuals = saved
-        newest = self.client.resume(number)
+        newest = self.client.resume(number, repeats=repeats)
         self.values = self.values if newest is None else newest["w"]
         return newest is None
 
@@ -135,3 +136,39 @@ def test_what_was_owed_and_has_come_in_a_later_round_is_not_sent_again(make_serv
         assert together(job.interval())
         assert not job.restart(saved)
         assert not job.owed
+
+
+def test_what_is_owed_stays_so_when_the_round_that_was_awaited_refuses_what_was_sent(make_service: MakeService):
+    service = make_service(peers=2, max_norm=1e4)
+    service.start()
+    with ThreadPoolExecutor(1) as pool, service.client("p1", START, codec="int4") as other:
+        beginning = pool.submit(other.start, START)
+        job = Job(service)
+        held = beginning.result()["w"]
+        theirs = pool.submit(other.sync, {"w": held})
+        job.train()
+        held, saved, owed = theirs.result().values["w"], job.checkpoint(), job.owed["w"].clone()
+        assert owed.abs().max() > 0.02
+        job.client.upload(2, {"w": job.values + 1e6})
+        restarted = pool.submit(job.restart, saved, repeats=False)
+        until(lambda: len(service.events("joined")) == 3, "the new process")
+        other.sync({"w": held})
+        assert not restarted.result()
+        torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+
+
+def test_what_is_owed_stays_so_when_what_was_sent_with_it_was_too_old(make_service: MakeService):
+    service = make_service(peers=2, rounds="asynchronous", max_staleness=1)
+    service.start()
+    job = Job(service)
+    job.train()
+    saved, owed = job.checkpoint(), job.owed["w"].clone()
+    assert owed.abs().max() > 0.02
+    with service.client("p1", START, codec="int4") as other:
+        held = other.start(START)
+        for _ in range(4):
+            held = other.sync(held).values
+    job.train()
+    assert len(service.events("stale")) == 1
+    assert not job.restart(saved)
+    torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)

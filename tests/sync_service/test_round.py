@@ -270,3 +270,15 @@ def test_an_evicted_peers_contribution_is_gone_when_the_round_has_to_be_closed_a
     assert machine.state.closing == ("a", "b", "c")  # what is being made is not disturbed
     machine.record({"event": "forgotten", "round": 1, "peer": "c", "reason": "damaged"})
     assert list(machine.state.uploaded) == ["a"]
+
+
+def test_how_far_an_evicted_peer_was_is_not_known_by_what_it_sent_in_vain():
+    machine = Machine(peers=2).join("a", "b").upload("a").close_and_commit_start()
+    event = {"event": "uploaded", "round": 1, "peer": "b"}
+    machine.record({**event, "progress": [7, 28, 0.0, 4]})
+    machine.record({"event": "evicted", "peer": "b", "reason": "broken"})
+    machine.record(machine.state.check_joining("b", "another process", None))
+    machine.record(event)
+    machine.upload("a").close()
+    machine.commit()
+    assert machine.state.counted == {}

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A peer goes on where its part of the samples is trained up to, whoever had its place and whatever it loads."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.protocol import pb2
+from tests.support.presets import Options
+from tests.sync_service.jobs import (
+    SINGLE,
+    die_in_step,
+    failing_job,
+    model_of,
+    remember_samples,
+    run_job,
+    same_bits,
+    samples_of,
+    start_job,
+)
+from tests.sync_service.service import Service
+
+MakeService = Callable[..., Service]
+PART = list(range(1, 96, 2))
+"""What part 1 of 2 has of 12 steps of 2 x 4 samples."""
+
+
+def evict(service: Service, name: str) -> None:
+    """End the membership of a peer whose process was killed."""
+    connection = Connection(ConnectionConfig(server=service.address))
+    connection.call("Evict", pb2.EvictRequest(run="demo", peer=name, reason="gone"))
+    connection.close()
+
+
+def test_a_peer_that_comes_back_leaves_out_what_another_one_has_trained_in_its_place(
+    make_service: MakeService, tmp_path: Path
+):
+    service = make_service(rounds="asynchronous")
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_index": 1}
+    failing_job(service, "b", SINGLE, before=die_in_step(3), save=str(tmp_path), save_interval=3, **options)
+    evict(service, "b")
+    failing_job(service, "c", SINGLE, before=die_in_step(5), **options)
+    evict(service, "c")
+    again = run_job(service, "b", SINGLE, before=remember_samples, load=str(tmp_path), **options)
+    assert "goes on at iteration 4, because 1 steps" in again[0].stdout
+    assert samples_of(again) == PART[16:]
+    reported = [event["progress"][0] for event in service.events("uploaded") if event["round"] > 0]
+    assert reported == [2, 4, 6, 8, 10, 12]
+
+
+@pytest.mark.parametrize(("batch", "iterations", "begins_at"), [(8, 6, 4), (2, 24, 16)])
+def test_with_another_batch_it_goes_on_at_the_same_samples(
+    make_service: MakeService, batch: int, iterations: int, begins_at: int
+):
+    service = make_service(quorum=1, grace_seconds=0.5)
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_index": 1}
+    failing_job(service, "b", SINGLE, before=die_in_step(9), **options)
+    options = {**options, "global_batch_size": batch, "train_iters": iterations}
+    again = run_job(service, "b", SINGLE, before=remember_samples, **options)
+    assert f"goes on at iteration {begins_at}, because" in again[0].stdout
+    assert samples_of(again) == PART[32:]
+    assert again[0].record.steps[-1].iteration == iterations
+
+
+def test_in_the_middle_of_a_batch_of_another_size_it_does_not_begin(make_service: MakeService):
+    service = make_service(quorum=1, grace_seconds=0.5)
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_index": 1}
+    failing_job(service, "b", SINGLE, before=die_in_step(9), **options)
+    said = failing_job(service, "b", SINGLE, **{**options, "global_batch_size": 12, "train_iters": 4})
+    assert "--global-batch-size 12: this peer's part of the samples is trained up to iteration 8 of 4" in said
+
+
+@pytest.mark.parametrize("contributes", [True, False], ids=["after a contribution", "before any"])
+def test_weights_alone_from_the_first_interval_leave_no_sample_out(
+    make_service: MakeService, tmp_path: Path, contributes: bool
+):
+    service = make_service()
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2}
+    own: Options = {**options, "sync_service_index": 1, "save": str(tmp_path), "save_interval": 1}
+    if contributes:
+        # Saved after the first step, and gone while its round awaits the other peer.
+        said = failing_job(service, "b", SINGLE, **{**own, "sync_service_round_seconds": 1})
+        assert "round 1 has not come" in said
+    else:
+        failing_job(service, "b", SINGLE, before=die_in_step(1), **own)
+    other = start_job(service, "a", SINGLE, sync_service_index=0, **options)
+    own = {**own, "load": str(tmp_path), "no_load_optim": True, "save_interval": 100}
+    again = run_job(service, "b", SINGLE, before=remember_samples, **own)
+    assert "goes on at iteration 0, because what this peer had made after it, up to iteration 1," in again[0].stdout
+    assert samples_of(again) == PART
+    assert same_bits(model_of(other.result()), model_of(again))
+    counted = [event["contributors"] for event in service.events("committed")[1:]]
+    assert counted == [["a", "b"]] * 6
+
+
+def test_schedules_go_on_where_the_iteration_of_the_weights_is_that_of_the_last_round(
+    make_service: MakeService, tmp_path: Path
+):
+    service = make_service(quorum=1, grace_seconds=0.2)
+    service.start()
+    options: Options = {"train_iters": 8, "sync_service_interval": 2, "sync_service_index": 1}
+    options = {**options, "lr_decay_style": "linear", "min_lr": 0.0, "log_interval": 1}
+    failing_job(service, "b", SINGLE, before=die_in_step(5), save=str(tmp_path), save_interval=4, **options)
+    again = run_job(service, "b", SINGLE, load=str(tmp_path), no_load_optim=True, **options)
+    assert "goes on at iteration 4, because this peer's last contribution ended there, with 16" in again[0].stdout
+    rates = [float(rate) for rate in re.findall(r"learning rate: (\S+)", again[-1].stdout)]
+    assert rates == pytest.approx([1e-2 * left / 8 for left in (3, 2, 1, 0)], abs=1e-9)
