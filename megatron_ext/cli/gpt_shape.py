@@ -16,6 +16,9 @@ __all__ = ["add_shape_options", "add_topk_option", "read_shape", "topk_problems"
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
 
+_MOST_EXPERTS = 1_000_000
+"""Of all layers together, a dense one counting as one: far more than any model has, and planned in minutes."""
+
 _FIELDS = (
     *_REQUIRED,
     *("ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "qk_layernorm", "add_qkv_bias"),
@@ -82,6 +85,10 @@ def read_shape(options: argparse.Namespace) -> GptShape:
     from megatron_ext.params import GptShape
 
     given = _given(options)
+    layers, experts = given.get("num_layers", 1), given.get("num_moe_experts", 1)
+    if layers * max(experts, 1) > _MOST_EXPERTS:
+        problem = f"is {layers}, with {experts} experts in each; more than {_MOST_EXPERTS} in all cannot be planned"
+        raise combine([problem], "--num-layers")
     if options.model is not None:
         if options.model not in PRESETS:
             raise combine([f"'{options.model}' is not known; use one of {', '.join(PRESETS)}"], "--model")

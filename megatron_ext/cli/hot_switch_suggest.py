@@ -178,11 +178,12 @@ def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
                 raise ValueError(f"{key!r} has {numbers}, which are not all numbers")
             if not all(math.isfinite(number) and number >= 0 for number in map(float, numbers)) or not any(numbers):
                 raise ValueError(f"{key!r} has {numbers}, which must be finite and 0 or more, and not all 0")
-        found = {
-            (int(tp), int(pp)): Coefficients(squared=float(a), linear=float(b), constant=float(c))
-            for key, (a, b, c) in content.items()
-            for tp, pp in [key.split(",")]
-        }
+        found: dict[tuple[int, int], Coefficients] = {}
+        for key, (a, b, c) in content.items():
+            tp, pp = map(int, key.split(","))
+            if (tp, pp) in found:
+                raise ValueError(f"'{tp},{pp}' is there twice, once as {key!r}")
+            found[tp, pp] = Coefficients(squared=float(a), linear=float(b), constant=float(c))
         if any(min(sizes) < 1 for sizes in found):
             raise ValueError("TP and PP must be 1 or more")
         return found

@@ -96,10 +96,11 @@ def test_bad_input_is_refused_by_name(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("again", ["1,1", " 1,1", "1,01"])
 def test_times_that_are_given_twice_are_refused(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], again: str
 ) -> None:
-    (tmp_path / "times").write_text('{"1,1": [1, 1, 1], "1,1": [2, 2, 2]}')
+    (tmp_path / "times").write_text(f'{{"1,1": [1, 1, 1], "{again}": [2, 2, 2]}}')
     assert main([*command, "--times", str(tmp_path / "times")]) == 2
     assert "'1,1' is there twice" in capsys.readouterr().err
 
