@@ -30,6 +30,7 @@ REFUSED = [
     "--fp8-format hybrid",
     "--fp4-format e2m1",
     "--moe-grouped-gemm",
+    "--moe-latent-size 16",
     "--moe-permute-fusion",
     "--moe-router-fusion",
     "--moe-token-dispatcher-type flex",

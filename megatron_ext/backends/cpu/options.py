@@ -198,6 +198,11 @@ RULES: tuple[Rule, ...] = (
         why="grouped matrix products are CUDA kernels",
         way_out="without it the experts run one after the other",
     ),
+    Rule(
+        option="--moe-latent-size",
+        asked=lambda args: args.moe_latent_size is not None,
+        why=_NEEDS_TE,
+    ),
     Rule(option="--moe-permute-fusion", asked=lambda args: args.moe_permute_fusion, why=_NEEDS_TE),
     Rule(option="--moe-router-fusion", asked=lambda args: args.moe_router_fusion, why=_NEEDS_TE),
     Rule(
