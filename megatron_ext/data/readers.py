@@ -185,4 +185,4 @@ def _parquet_row(value: Any, path: str, position: str, source_bytes: int) -> Ite
 def _is_text(arrow: Any, kind: Any) -> bool:
     if arrow.types.is_dictionary(kind):
         kind = kind.value_type
-    return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind))
+    return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind) or arrow.types.is_string_view(kind))

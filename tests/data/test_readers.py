@@ -141,11 +141,12 @@ def test_each_parquet_row_is_a_document(tmp_path: Path) -> None:
         "id": list(range(2500)),
         "text": texts,
         "large": pa.array(texts, pa.large_string()),
+        "view": pa.array(texts, pa.string_view()),
         "dictionary": pa.array(texts).dictionary_encode(),
     }
     pq.write_table(pa.table(columns), tmp_path / "a.parquet", row_group_size=700)
     size = (tmp_path / "a.parquet").stat().st_size
-    for column in ("text", "large", "dictionary"):
+    for column in ("text", "large", "view", "dictionary"):
         documents = [
             item for item in read(tmp_path / "a.parquet", column=column) if isinstance(item, Document)
         ]
