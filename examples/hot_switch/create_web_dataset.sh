@@ -19,12 +19,15 @@ read_options 10000 "$@"
 ((${#POSITIONAL[@]} >= 2)) || launch_error "takes PREFIX PARQUET...; see --help"
 PREFIX="${POSITIONAL[0]}"
 COLUMN="${COLUMN:-content}"
+WORKERS="${WORKERS:-1}"
+require_positive WORKERS
+[[ -n $PREFIX && $PREFIX != */ && ! -d $PREFIX ]] || launch_error "PREFIX '$PREFIX' names a folder; give what files begin with"
 LINES_ARGS=("${POSITIONAL[@]:1}" --output "$PREFIX.jsonl" --column "$COLUMN")
 PREPARE_ARGS=(
     data prepare "$PREFIX.jsonl"
     --jsonl-key "$COLUMN"
     --output-prefix "$PREFIX"
-    --workers "${WORKERS:-1}"
+    --workers "$WORKERS"
     --reuse
     --overwrite
     ${TOKENIZER:+--tokenizer "$TOKENIZER"}
@@ -36,8 +39,9 @@ if [[ $DRY_RUN == 1 ]]; then
 fi
 
 find_python
-mkdir -p "$(dirname "$PREFIX")"
-exec {LOCK}>"$PREFIX.lock"
+{ mkdir -p "$(dirname "$PREFIX")" && : >>"$PREFIX.lock"; } 2>/dev/null ||
+    launch_error "PREFIX '$PREFIX': there can be no files; give it in a folder where you may write"
+exec {LOCK}>>"$PREFIX.lock"
 flock --nonblock "$LOCK" || launch_error "$PREFIX is being made by another process; wait for it, or give another PREFIX"
 python "$ROOT/examples/hot_switch/create_web_dataset.py" "${LINES_ARGS[@]}"
 python -m megatron_ext.cli.main "${PREPARE_ARGS[@]}"

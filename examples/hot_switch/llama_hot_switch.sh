@@ -38,6 +38,7 @@ require_positive CONTEXT GLOBAL_BATCH STEPS EPOCHS
 read_model "$MODEL"
 read_hostfile "$HOSTFILE"
 choose_strategies "$MODEL" $((${#HOSTS[@]} * SLOTS)) "$CONTEXT" "$COMBINATION"
+check_batch
 check_data
 
 # shellcheck source=examples/hot_switch/lib/llama_arguments.sh

@@ -38,6 +38,7 @@ else
     STRATEGIES=("${STRATEGIES[0]}")
 fi
 BUCKETS=("$CONTEXT" 0)
+check_batch
 check_data
 
 # shellcheck source=examples/hot_switch/lib/llama_arguments.sh

@@ -285,6 +285,8 @@ def own(buckets: str, strategies: str) -> dict[str, str]:
         (HOT, [], own("32768 0", "1,4,4"), "1,4,4, which is for 16 GPUs, but there are 8"),
         (HOT, [], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
         (HOT, [], {}, "no NVIDIA GPU here"),
+        (HOT, ["7b", "4096", "12"], {}, "GLOBAL_BATCH is 12, which is no multiple of 8, the DP 8 of home (8,1,1)"),
+        (STATIC, ["7b", "4096", "512", "3"], {}, "GLOBAL_BATCH is 512, which is no multiple of 24, the DP 8 of home"),
         (STATIC, ["7b", "4096", "512", "0"], {}, "MICRO_BATCH is '0'"),
         (STATIC, [], {"ALL_PARALLEL_STRATEGY": "1,4,4"}, "1,4,4, which is for 16 GPUs, but there are 8"),
         (A100, ["nope"], {}, "nope"),
@@ -292,6 +294,10 @@ def own(buckets: str, strategies: str) -> dict[str, str]:
         (paper_script("github", "7b", 8), [], own("4096 0", "8,1,1"), "BUCKET_SIZES is for llama_hot_switch.sh"),
         (paper_script("github", "7b", 16), [], {}, "this experiment needs 16 GPUs, and"),
         (DATASET, ["corpus"], {}, "takes PREFIX PARQUET..."),
+        (DATASET, [".", "a.parquet"], {}, "PREFIX '.' names a folder"),
+        (DATASET, ["corpus/", "a.parquet"], {}, "PREFIX 'corpus/' names a folder"),
+        (DATASET, ["/proc/corpus", "a.parquet"], {}, "PREFIX '/proc/corpus': there can be no files"),
+        (DATASET, ["corpus", "a.parquet"], {"WORKERS": "0"}, "WORKERS is '0'; give an integer of at least 1"),
     ],
 )
 def test_bad_input_is_refused_with_the_way_out(

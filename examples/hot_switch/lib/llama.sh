@@ -108,6 +108,15 @@ check_strategies() {
     ((above == 0)) || launch_error "BUCKET_SIZES ends with $above; end it with 0, so that no short sequence is lost"
 }
 
+# Refuses a GLOBAL_BATCH that home cannot divide, before anything starts on other hosts.
+check_batch() {
+    local home="${STRATEGIES[0]}"
+    local together=$((${home%%,*} * MICRO_BATCH))
+    ((GLOBAL_BATCH % together == 0)) ||
+        launch_error "GLOBAL_BATCH is $GLOBAL_BATCH, which is no multiple of $together, the DP ${home%%,*} of home ($home) times a" \
+            "micro-batch of $MICRO_BATCH; give a multiple"
+}
+
 # Refuses a DATA_PATH without files, or in another vocabulary than TOKENIZER's.
 check_data() {
     local how="make it with examples/hot_switch/create_web_dataset.sh or \`megatron-ext data prepare\`"

@@ -36,7 +36,7 @@ GPT_MODEL_ARGS=(
 )
 
 TRAINING_ARGS=(
-    --micro-batch-size "$MICRO_BATCH"
+    --micro-batch-size 1
     --global-batch-size 16
     --train-iters $((STEPS * EPOCHS))
     --lr 1e-3
