@@ -27,15 +27,15 @@ def progress_after_step(context: ModelContext) -> Progress:
     )
 
 
-def progress_before(context: ModelContext, steps: int) -> Progress:
-    """Return how far training was so many steps ago, where no round knows of this peer."""
-    args, samples = context.args, steps * context.args.global_batch_size
+def progress_before(context: ModelContext, steps: int, batch: int) -> Progress:
+    """Return how far training was so many steps of such a batch ago, where no round knows of this peer."""
+    args, samples = context.args, steps * batch
     return Progress(
         iteration=args.iteration - steps,
         samples=args.consumed_train_samples - samples,
         # Weights alone begin with fresh schedules.
         schedule=max(0, context.scheduler.num_steps - samples),
-        batch=args.global_batch_size,
+        batch=batch,
     )
 
 

@@ -73,6 +73,9 @@ class Place:
 class Begun:
     """Where the interval began in which a checkpoint was saved."""
 
+    index: int
+    """Of the peer that saved it."""
+
     number: int
     """The round that it began with."""
 
@@ -81,6 +84,9 @@ class Begun:
 
     steps: int
     """Completed since, which are lost where a peer takes over other values."""
+
+    batch: int
+    """Samples of a step."""
 
     def is_before(self, number: int, digest: str) -> bool:
         """Return whether a round is that one or a later one, and not one of another run of the same name."""
@@ -148,7 +154,13 @@ def begun(context: LoadContext) -> Begun | None:
     saved, args = context.state.get(_STATE), context.args
     if saved is None or args.finetune or saved["run"] != args.sync_service_run:
         return None
-    return Begun(number=saved["round"], digest=saved["digest"], steps=saved["steps"])
+    return Begun(
+        index=saved["index"],
+        number=saved["round"],
+        digest=saved["digest"],
+        steps=saved["steps"],
+        batch=_batch_of(context),
+    )
 
 
 def take_state(context: LoadContext) -> dict[str, Any] | None:
@@ -172,7 +184,7 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
     if saved["peer"] != args.sync_service_peer:
         raise UserError(
             f"{where}: it was saved by peer {saved['peer']!r}, and --sync-service-peer is {args.sync_service_peer!r}; "
-            "give every peer its own checkpoint, or start this one with --no-load-optim"
+            "give every peer its own checkpoint, or start this one without --load: it takes the newest round's values"
         )
     if args.sync_service_index not in (None, saved["index"]):
         raise UserError(
@@ -189,7 +201,7 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
             f"{where}: what its codec still owes the other peers was saved by {saved['residuals_of']}, this run has "
             f"{_layout(args)}; give that layout, or start with --no-load-optim"
         )
-    then = getattr(context.state.get("args"), "global_batch_size", args.global_batch_size)
+    then = _batch_of(context)
     if then != args.global_batch_size:
         raise UserError(
             f"{where}: it was saved with --global-batch-size {then}, now it is {args.global_batch_size}, and its "
@@ -218,6 +230,11 @@ def check_residuals(residuals: Mapping[str, torch.Tensor], parts: Iterable[Part]
                 f"--load: what the codec still owes the other peers for {key} is not this rank's in this run; give the "
                 "parallel options of the run that saved it, or start with --no-load-optim"
             )
+
+
+def _batch_of(context: LoadContext) -> int:
+    """Return the global batch size of the job that saved."""
+    return int(context.state["args"].global_batch_size)
 
 
 def _of_this_rank(residuals: dict[str, torch.Tensor] | None) -> Any:

@@ -90,6 +90,7 @@ class SyncClient:
         self.counted: Progress | None = None
         self.asynchronous = False
         self._contributed: int | None = None
+        self._pending: Progress | None = None
         self._sent = -1
         self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
@@ -133,12 +134,15 @@ class SyncClient:
         registered = self._membership.register(self.catalog)
         self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
         self.asynchronous, self._contributed = registered.asynchronous, registered.contributed
+        self._pending = registered.pending
         self._outgoing.sends_gradients |= registered.asynchronous
         self._looks_ahead = registered.looks_ahead
         self._job.on_all(lambda: self._route.lead(registered.shards, self.catalog, registered.shard_of))
         return registered.open_round
 
-    def start(self, values: Values, *, repeats: bool = True) -> dict[str, torch.Tensor]:
+    def start(
+        self, values: Values, *, repeats: bool = True, ends: Progress | None = None
+    ) -> dict[str, torch.Tensor]:
         """Register, and return the values that everybody goes on from.
 
         They are those of the newest round. At the beginning of a run there is none yet, and one peer, whom the server
@@ -148,6 +152,8 @@ class SyncClient:
             values: this peer's.
             repeats: whether this process makes again, exactly, the run's first interval of which an earlier one has
                 contributed to the open round, before it asks for that. Otherwise the round is awaited here.
+            ends: how far this peer's training is at the end of its first interval. That of an earlier process was
+                another one if it ended elsewhere.
 
         Raises:
             UserError: the server refuses, or nobody publishes.
@@ -158,7 +164,8 @@ class SyncClient:
                 self._await_pending(self._contributed)
             return self._adopt(self._await(0, values))
         # After the first interval nobody knows which one was contributed.
-        if self.uploaded and open_round > 0 and not (repeats and open_round == 1):
+        repeats = repeats and open_round == 1 and (None in (ends, self._pending) or ends == self._pending)
+        if self.uploaded and open_round > 0 and not repeats:
             answer = self._await_pending(open_round)
             if answer is not None:
                 return self._adopt(answer)
@@ -213,8 +220,7 @@ class SyncClient:
         if newest > number:
             for over in range(number + 1, newest + 1):
                 answer = self._await(over, {})
-                self._drop_paid(answer)
-                if not self._outgoing.residuals:
+                if self._drop_paid(answer) or not lossy:
                     break  # nothing is owed, so that no other round has to be asked about
             return self._adopt(answer)
         was_uploaded = self.uploaded
@@ -233,14 +239,18 @@ class SyncClient:
             self._sent = number + 1
         return None
 
-    def _drop_paid(self, answer: Answer) -> None:
-        """Drop what is owed of the parts in which a contribution of an earlier process has counted."""
-        if answer.contributed:
+    def _drop_paid(self, answer: Answer) -> bool:
+        """Drop what is owed of the parts in which a contribution of an earlier process has counted.
+
+        Returns:
+            Whether no process of the job owes anything any more, which all of them say alike.
+        """
+        # A round that the server has forgotten has neither: this peer has rather gone on since.
+        is_forgotten = not (answer.contributors or answer.message)
+        if answer.contributed or is_forgotten:
             still = {part.key for part in self.parts if part.spec.judged_title in answer.excluded}
             self._outgoing.residuals = {key: owed for key, owed in self._outgoing.residuals.items() if key in still}
-        elif not (answer.contributors or answer.message):
-            # A round that the server has forgotten has neither: this peer has rather gone on since.
-            self._outgoing.residuals = {}
+        return (answer.contributed or is_forgotten) and not answer.excluded
 
     def _check_history(self, number: int, digest: str, answer: Answer) -> None:
         """Check that a round that this peer went on from is the server's newest one, if they have one number."""

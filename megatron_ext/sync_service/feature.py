@@ -35,8 +35,9 @@ from megatron_ext.sync_service.joining import Peer, join
 from megatron_ext.sync_service.whole_run import count_schedule_in_own_samples, go_on_in_part
 
 if TYPE_CHECKING:
-    from megatron_ext.sync_service.client import RoundOutcome
+    from megatron_ext.sync_service.client import RoundOutcome, SyncClient
     from megatron_ext.sync_service.parts import Values
+    from megatron_ext.sync_service.report import Progress
 
 __all__ = ["SyncServiceFeature"]
 
@@ -112,13 +113,17 @@ class SyncServiceFeature(Feature):
             )
             self._ended = checkpoint.Place.of(self._saved, self._residuals)
             return
+        if self._sample_parts is not None:
+            go_on_in_part(context.args, context.args.sync_service_peers, self._sample_parts)
         self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
         if self._saved is None and self._groups is not None:
             # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
             hooks.fire("before_weights_shared", context.args.iteration)
             peer.values.refresh(now=True)
         if self._saved is None:
-            adopted = peer.client.start(peer.slices.read(), repeats=peer.interval.repeats)
+            steps = 0 if self._begun is None else self._begun.steps
+            ends = peer.interval.ends(progress_before(context, steps, context.args.global_batch_size))
+            adopted = peer.client.start(peer.slices.read(), repeats=peer.interval.repeats, ends=ends)
         else:
             adopted = self._resume(context, peer, self._saved)
         if adopted is not None:
@@ -126,24 +131,30 @@ class SyncServiceFeature(Feature):
             peer.values.refresh(now=True)
             hooks.fire("on_weights_replaced")
         peer.client.rest()
-        if self._sample_parts is not None:
-            go_on_in_part(context.args, peer.client.peers, self._sample_parts)
         if adopted is not None:
-            go_on_after(context, peer.client.counted or progress_before(context, self._lost_steps(peer)))
+            go_on_after(context, peer.client.counted or self._before_interval(context, peer.client))
             peer.begin_interval()
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
-    def _lost_steps(self, peer: Peer) -> int:
-        """Return how many steps of the checkpoint were made after the last round that this run has of its values."""
-        begun, client = self._begun, peer.client
-        return begun.steps if begun is not None and begun.is_before(client.round, client.digest) else 0
+    def _before_interval(self, context: ModelContext, client: SyncClient) -> Progress:
+        """Return how far training was when the interval of the checkpoint began, where its values are this run's."""
+        begun = self._begun
+        if begun is None or not begun.is_before(client.round, client.digest):
+            return progress_before(context, 0, context.args.global_batch_size)
+        before = progress_before(context, begun.steps, begun.batch)
+        if begun.index != client.index:
+            say(
+                f"sync service: --load is the checkpoint of part {begun.index} of the samples; the first "
+                f"{before.samples} of part {client.index}, of which no round has any, are left out"
+            )
+        return before
 
     def _resume(self, context: ModelContext, peer: Peer, saved: dict[str, Any]) -> Any:
         peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
         peer.client.residuals, self._residuals = self._residuals, {}
-        begun = progress_before(context, saved["steps"])
+        begun = progress_before(context, saved["steps"], context.args.global_batch_size)
         adopted = peer.client.resume(saved["round"], saved["digest"], repeats=peer.interval.repeats, begun=begun)
         if adopted is None:
             peer.interval.resume(saved["steps"], saved["seconds"])

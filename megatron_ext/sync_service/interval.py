@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from megatron_ext.sync_service.job import Job
+from megatron_ext.sync_service.report import Progress
 
 __all__ = ["Interval"]
 
@@ -46,6 +47,14 @@ class Interval:
     def repeats(self) -> bool:
         """Whether it has as many steps when a process makes it again."""
         return self._wanted_steps is not None
+
+    def ends(self, begun: Progress) -> Progress | None:
+        """Return how far training is when the interval ends that begins there; None where time decides."""
+        steps = self._wanted_steps
+        if steps is None:
+            return None
+        samples = steps * begun.batch
+        return Progress(begun.iteration + steps, begun.samples + samples, begun.schedule + samples, begun.batch)
 
     @property
     def seconds(self) -> float:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from megatron_ext.sync_service.report import Progress
+
 __all__ = ["Admission", "Member", "Policy", "RoundResult"]
 
 
@@ -77,6 +79,10 @@ class RoundResult:
     kept: tuple[int, ...] = ()
     """Places in the catalog of tensors that it has left as they were, because nobody who trains them counted."""
 
+    def why_without(self, peer: str) -> str:
+        """Return why a peer did not count; empty where it did, or is not known to have been in."""
+        return self.rejected.get(peer, "" if self.contributors else "nobody's contribution counted")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
@@ -93,6 +99,9 @@ class Admission:
 
     contributed: int | None
     """The round that its last contribution was made for."""
+
+    pending: Progress | None = None
+    """How far its training was at the end of the one that is not used yet."""
 
     shards: tuple[str, ...] = ()
     """Addresses of the servers that have parts of the values, the first one first; none where one has all."""

@@ -46,6 +46,9 @@ class Registered:
     contributed: int | None
     """The round that this peer's last contribution was made for, where they are."""
 
+    pending: Progress | None
+    """How far this peer's training was at the end of a contribution that waits for its round, if it has said so."""
+
     shards: tuple[str, ...]
     """Addresses of the servers that have parts of the values; none where the one that was asked has all."""
 
@@ -141,6 +144,7 @@ class Membership:
                 uploaded=reply.uploaded,
                 asynchronous=reply.asynchronous,
                 contributed=reply.contributed if reply.HasField("contributed") else None,
+                pending=Progress.of(reply.pending) if reply.HasField("pending") else None,
                 shards=tuple(reply.shards),
                 shard_of=tuple(reply.shard_of),
                 looks_ahead=reply.looks_ahead,

@@ -81,6 +81,10 @@ class RunState:
         """Return the open round when a peer's contribution to it is there, else None."""
         return self.open_round if peer in self.uploaded else None
 
+    def pending(self, peer: str) -> Progress | None:
+        """Return how far a peer was at the end of a contribution that waits for its round, if it has said so."""
+        return self._reported[peer][1] if peer in self._reported else None
+
     def outcome(self, peer: str, number: int) -> RoundResult | None:
         """Return the round in which a peer's contribution to a round was used, while that is remembered."""
         return self.results.get(number)

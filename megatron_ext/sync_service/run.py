@@ -165,6 +165,7 @@ class Run:
                 open_round=self._state.open_round,
                 uploaded=peer in self._state.uploaded,
                 contributed=self._state.contributed(peer),
+                pending=self._state.pending(peer),
                 shards=self._addresses,
                 shard_of=self._store.shard_of if self._addresses else (),
             )

@@ -60,6 +60,7 @@ class Servicer(ValuesServicer):
                 uploaded=admission.uploaded,
                 asynchronous=config.is_asynchronous,
                 contributed=admission.contributed,
+                pending=_progress(admission.pending),
                 shards=admission.shards,
                 shard_of=admission.shard_of,
                 looks_ahead=not config.is_asynchronous,
@@ -94,7 +95,7 @@ class Servicer(ValuesServicer):
             if answer != "committed":
                 return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
             taken, asked, counted = run.result(caller.peer, request.round, again=request.again)
-            reason = "" if asked is None else asked.rejected.get(caller.peer, "")
+            reason = "" if asked is None else asked.why_without(caller.peer)
             excluded = {} if asked is None else asked.excluded.get(caller.peer, {})
             return pb2.AwaitReply(
                 state=pb2.AwaitReply.COMMITTED,
@@ -105,7 +106,7 @@ class Servicer(ValuesServicer):
                 message=reason,
                 excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
                 kept=taken.kept,
-                counted=None if counted is None else pb2.Progress(**asdict(counted)),
+                counted=_progress(counted),
             )
 
     def Leave(self, request: Any, context: Any) -> Any:
@@ -148,6 +149,10 @@ def _name(text: str, what: str) -> str:
             "invalid", f"{text[:100]!r} cannot be the name of a {what}; use up to 64 letters, digits, '.', '_', '-'"
         )
     return text
+
+
+def _progress(progress: Progress | None) -> Any:
+    return None if progress is None else pb2.Progress(**asdict(progress))
 
 
 def _catalog(messages: Any) -> Catalog:

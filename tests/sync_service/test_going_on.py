@@ -10,6 +10,7 @@ import pytest
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.protocol import pb2
 from tests.support.presets import Options
+from tests.support.waiting import until
 from tests.sync_service.jobs import (
     SINGLE,
     die_in_step,
@@ -90,14 +91,74 @@ def test_weights_alone_from_the_first_interval_leave_no_sample_out(
         assert "round 1 has not come" in said
     else:
         failing_job(service, "b", SINGLE, before=die_in_step(1), **own)
-    other = start_job(service, "a", SINGLE, sync_service_index=0, **options)
     own = {**own, "load": str(tmp_path), "no_load_optim": True, "save_interval": 100}
-    again = run_job(service, "b", SINGLE, before=remember_samples, **own)
+    beginning = start_job(service, "b", SINGLE, before=remember_samples, **own)
+    until(lambda: len(service.events("joined")) == 2, "the new process")
+    other = start_job(service, "a", SINGLE, sync_service_index=0, **options)
+    again = beginning.result()
     assert "goes on at iteration 0, because what this peer had made after it, up to iteration 1," in again[0].stdout
     assert samples_of(again) == PART
     assert same_bits(model_of(other.result()), model_of(again))
     counted = [event["contributors"] for event in service.events("committed")[1:]]
     assert counted == [["a", "b"]] * 6
+
+
+@pytest.mark.parametrize(("batch", "iterations"), [(2, 24), (1, 48)])
+def test_they_leave_none_out_with_another_batch_either(
+    make_service: MakeService, tmp_path: Path, batch: int, iterations: int
+):
+    service = make_service(quorum=1, grace_seconds=0.2)
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_index": 1}
+    failing_job(service, "b", SINGLE, before=die_in_step(1), save=str(tmp_path), save_interval=1, **options)
+    options = {**options, "global_batch_size": batch, "train_iters": iterations}
+    again = run_job(
+        service, "b", SINGLE, before=remember_samples, load=str(tmp_path), no_load_optim=True, **options
+    )
+    assert samples_of(again) == PART
+
+
+def test_a_contribution_with_another_batch_is_not_taken_for_the_one_that_is_made_again(make_service: MakeService):
+    service = make_service()
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2}
+    own: Options = {**options, "sync_service_index": 1}
+    assert "round 1 has not come" in failing_job(service, "b", SINGLE, **own, sync_service_round_seconds=1)
+    options = {**options, "global_batch_size": 8, "train_iters": 6}
+    own = {**options, "sync_service_index": 1}
+    beginning = start_job(service, "b", SINGLE, before=remember_samples, **own, exit_interval=3)
+    until(lambda: len(service.events("joined")) == 2, "the new process")
+    # It has made one step of that size when this one has made two, and both end with the second round.
+    run_job(service, "a", SINGLE, sync_service_index=0, **options, exit_interval=4)
+    again = beginning.result()
+    assert "goes on at iteration 1, because 1 steps" in again[0].stdout
+    assert samples_of(again) == PART[8:24]
+
+
+def test_weights_alone_of_another_peer_say_what_is_left_out(make_service: MakeService, tmp_path: Path):
+    service = make_service(quorum=1, grace_seconds=0.2)
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2}
+    saving: Options = {**options, "sync_service_index": 0, "save": str(tmp_path), "save_interval": 5}
+    failing_job(service, "a", SINGLE, before=die_in_step(5), **saving)
+    own: Options = {**options, "sync_service_index": 1, "load": str(tmp_path), "no_load_optim": True}
+    again = run_job(service, "b", SINGLE, before=remember_samples, **own)
+    assert "the first 16 of part 1, of which no round has any, are left out" in again[0].stdout
+    assert samples_of(again) == PART[16:]
+
+
+def test_all_ranks_of_a_peer_ask_about_the_same_rounds(make_service: MakeService, tmp_path: Path):
+    # Of two data parallel ranks one uploads, and only that one owes anything.
+    service = make_service(quorum=1, grace_seconds=0.2)
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_codec": "int8"}
+    own: Options = {**options, "sync_service_index": 1, "save": str(tmp_path)}
+    kind = ("single", "fp32", 2)
+    failing_job(service, "b", kind, before=die_in_step(5), save_interval=5, **own)
+    run_job(service, "a", SINGLE, sync_service_index=0, **options)
+    assert len(service.events("committed")) > 4
+    again = run_job(service, "b", kind, load=str(tmp_path), save_interval=100, before=remember_samples, **own)
+    assert samples_of(again) == PART[16:]
 
 
 def test_schedules_go_on_where_the_iteration_of_the_weights_is_that_of_the_last_round(

@@ -172,3 +172,18 @@ def test_what_is_owed_stays_so_when_what_was_sent_with_it_was_too_old(make_servi
     assert len(service.events("stale")) == 1
     assert not job.restart(saved)
     torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+
+
+def test_a_round_in_which_nobody_counted_takes_nothing_of_what_is_owed(make_service: MakeService):
+    service = make_service(quorum=1, grace_seconds=0.0, max_norm=1e4)
+    service.start()
+    job = Job(service)
+    job.train()
+    saved, owed = job.checkpoint(), job.owed["w"].clone()
+    assert owed.abs().max() > 0.02
+    with service.client("p1", START, codec="int4") as other:
+        held = other.start(START)
+        assert not other.sync({"w": held["w"] + 1e6}).contributed
+    assert service.events("committed")[-1]["contributors"] == []
+    assert not job.restart(saved)
+    torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
