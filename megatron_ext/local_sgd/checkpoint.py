@@ -205,7 +205,8 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
         if not summary["in_warmup"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
             raise UserError(
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
-                f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it"
+                f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it, "
+                "or that iteration"
             )
     refuse_bound_format(context)
     return plan

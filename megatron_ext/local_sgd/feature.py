@@ -140,7 +140,7 @@ class LocalSGDFeature(Feature):
             # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
             # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
             context.config.batch_p2p_sync = False
-        if context.args.iteration < config.local_sgd_warmup_steps:
+        if engine.in_warmup and context.args.iteration < config.local_sgd_warmup_steps:
             gradients.install_synchronous_warmup(
                 context.config, self._require_groups(), lambda: self._in_warmup
             )
@@ -166,7 +166,8 @@ class LocalSGDFeature(Feature):
     def before_step(self, context: StepContext) -> None:
         """Decide whether this step is synchronous; take the anchor before the first one that is not."""
         engine = self._require_engine()
-        self._in_warmup = context.iteration < engine.config.local_sgd_warmup_steps
+        # Once over it stays so, also where a peer of a sync service has gone back: workers' moments differ by then.
+        self._in_warmup = engine.in_warmup and context.iteration < engine.config.local_sgd_warmup_steps
         if not self._in_warmup and engine.in_warmup:
             engine.take_anchor()
 

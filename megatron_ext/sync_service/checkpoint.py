@@ -152,7 +152,7 @@ def begun(context: LoadContext) -> Begun | None:
     Asked before the peer's state is taken out.
     """
     saved, args = context.state.get(_STATE), context.args
-    if saved is None or args.finetune or saved["run"] != args.sync_service_run:
+    if saved is None or args.finetune or saved["run"] != args.sync_service_run or saved["format"] != _FORMAT:
         return None
     return Begun(
         index=saved["index"],

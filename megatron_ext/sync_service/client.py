@@ -248,8 +248,7 @@ class SyncClient:
         # A round that the server has forgotten has neither: this peer has rather gone on since.
         is_forgotten = not (answer.contributors or answer.message)
         if answer.contributed or is_forgotten:
-            still = {part.key for part in self.parts if part.spec.judged_title in answer.excluded}
-            self._outgoing.residuals = {key: owed for key, owed in self._outgoing.residuals.items() if key in still}
+            self._outgoing.owe_no_more(answer.excluded)
         return (answer.contributed or is_forgotten) and not answer.excluded
 
     def _check_history(self, number: int, digest: str, answer: Answer) -> None:

@@ -171,10 +171,22 @@ class Outgoing:
             excluded: titles of what it did not count in, where what was owed before still is.
         """
         settled.is_over = True
-        still = {part.key for part in self._all_parts if part.spec.judged_title in excluded}
-        before = self.residuals
+        still, before = self._keys_of(excluded), self.residuals
         self.residuals = before | {key: memory for key, memory in settled.residuals.items() if key not in still}
         self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals[key]}
+
+    def owe_no_more(self, excluded: Collection[str] = ()) -> None:
+        """Drop what is owed: a round has counted a contribution of an earlier process, which brought it.
+
+        Args:
+            excluded: as for `owe`.
+        """
+        still = self._keys_of(excluded)
+        self.residuals = {key: memory for key, memory in self.residuals.items() if key in still}
+
+    def _keys_of(self, titles: Collection[str]) -> set[str]:
+        """Return the keys of parts that are judged as what has these titles."""
+        return {part.key for part in self._all_parts if part.spec.judged_title in titles}
 
     @staticmethod
     def _memory(held: dict[str, torch.Tensor], part: Part) -> torch.Tensor:

@@ -280,7 +280,9 @@ class Run:
                 raise Refusal("not_found", "no round has been committed yet")
             alone = used if self.config.is_asynchronous and number > 0 else None  # who published goes on like all
             own = self._state.results.get(number - 1) if again else alone
-            taken = own if own is not None and own.number in self._store.shard.snapshots else newest
+            # What began with values that are too old would not count.
+            is_of_use = own is not None and not self._state.policy.is_stale(own.number + 1, self._state.open_round)
+            taken = own if own is not None and is_of_use and own.number in self._store.shard.snapshots else newest
             member = self._state.members.get(peer)  # it may have been evicted meanwhile
             return taken, used, None if member is None else self._state.counted.get(member.index)
 

@@ -378,6 +378,29 @@ def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_servi
     assert contributed == [(["p1"], 1), (["p1"], 2), (["p0"], 1), (["p1"], 3), (["p1"], 5), (["p1"], 6)]
 
 
+def test_a_peer_does_not_go_on_from_values_that_are_too_old_to_count(make_service: MakeService):
+    service = make_service(peers=2, max_staleness=1, **ASYNC)
+    service.extra = {"keep_snapshots": 10}
+    service.start()
+    start = start_values(7)
+    with ExitStack() as stack:
+        slow, fast = (stack.enter_context(service.client(name, start)) for name in ("slow", "fast"))
+        values, held = slow.start(start), fast.start(start)
+        slow.sync(trained(values, 0, 1))
+        for _ in range(2):
+            held = fast.sync(trained(held, 1, 1)).values
+        # Round 1 was its own, and after two others nothing counts that begins there.
+        after = stack.enter_context(service.client("slow", start))
+        assert digest(after.resume(0)) == digest(held) and after.round == 3
+        held = fast.sync(trained(held, 1, 1)).values
+        within = stack.enter_context(service.client("slow", start))
+        assert within.resume(3) is None
+        for _ in range(2):
+            held = fast.sync(trained(held, 1, 1)).values
+        late = stack.enter_context(service.client("slow", start))
+        assert digest(late.resume(3)) == digest(held) and late.round == 6
+
+
 def test_who_published_the_start_begins_again_with_the_newest_round(make_service: MakeService):
     service = make_service(peers=2, **ASYNC)
     service.start()

@@ -10,7 +10,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.checkpoint import check_residuals, samples_notice, take_state
+from megatron_ext.sync_service.checkpoint import begun, check_residuals, samples_notice, take_state
 from megatron_ext.sync_service.parts import whole_parts
 
 ARGS = {
@@ -65,6 +65,18 @@ def test_the_same_peer_goes_on_where_it_was():
 @pytest.mark.parametrize("change", [{"sync_service_run": "other"}, {"finetune": True}, {"no_load_optim": True}])
 def test_weights_alone_begin_something_new(change: dict[str, Any]):
     assert take_state(context(**change)) is None
+
+
+def test_where_an_interval_began_is_known_for_weights_alone_too():
+    found = begun(context(no_load_optim=True))
+    assert found is not None and (found.index, found.steps, found.batch) == (1, 2, 4)
+    rounds = [(5, "cd"), (4, "ab"), (4, "cd"), (3, "ab")]
+    assert [found.is_before(*newest) for newest in rounds] == [True, True, False, False]
+    for change in ({"finetune": True}, {"sync_service_run": "other"}):
+        assert begun(context(**change)) is None
+    old = context(no_load_optim=True)
+    old.state["sync_service"] = {"format": 3, "run": "demo"}
+    assert begun(old) is None and take_state(old) is None
 
 
 def test_a_job_that_is_no_peer_is_told_whose_samples_were_counted():

@@ -53,6 +53,18 @@ def test_a_peer_that_comes_back_leaves_out_what_another_one_has_trained_in_its_p
     assert reported == [2, 4, 6, 8, 10, 12]
 
 
+def test_a_peer_of_asynchronous_rounds_goes_on_in_mid_interval_where_nobody_else_had_its_place(
+    make_service: MakeService, tmp_path: Path
+):
+    service = make_service(rounds="asynchronous")
+    service.start()
+    options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_index": 1}
+    failing_job(service, "b", SINGLE, before=die_in_step(3), save=str(tmp_path), save_interval=3, **options)
+    again = run_job(service, "b", SINGLE, before=remember_samples, load=str(tmp_path), **options)
+    assert "part 1 of 2 of the samples, 1 steps after round 1" in again[0].stdout
+    assert samples_of(again) == PART[12:]
+
+
 @pytest.mark.parametrize(("batch", "iterations", "begins_at"), [(8, 6, 4), (2, 24, 16)])
 def test_with_another_batch_it_goes_on_at_the_same_samples(
     make_service: MakeService, batch: int, iterations: int, begins_at: int

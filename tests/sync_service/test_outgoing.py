@@ -60,3 +60,13 @@ def test_a_call_that_was_given_up_changes_nothing_of_what_is_owed():
     values["a"].fill_(7.0)
     list(frames)
     assert all(torch.equal(residual, before[name]) for name, residual in owed(outgoing).items())
+
+
+def test_what_an_earlier_process_has_brought_is_owed_no_more_but_where_that_was_left_out():
+    outgoing = started()
+    contribute(outgoing, 1)
+    before = owed(outgoing)
+    outgoing.owe_no_more(excluded=("layer.a",))
+    assert owed(outgoing).keys() == {"a"} and torch.equal(owed(outgoing)["a"], before["a"])
+    outgoing.owe_no_more()
+    assert not owed(outgoing)

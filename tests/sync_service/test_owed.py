@@ -187,3 +187,20 @@ def test_a_round_in_which_nobody_counted_takes_nothing_of_what_is_owed(make_serv
     assert service.events("committed")[-1]["contributors"] == []
     assert not job.restart(saved)
     torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+
+
+def test_what_was_owed_is_not_sent_again_when_the_one_before_the_last_brought_it(make_service: MakeService):
+    service = make_service(peers=2, rounds="asynchronous", max_staleness=1)
+    service.start()
+    job = Job(service)
+    job.train()
+    saved = job.checkpoint()
+    job.train()
+    with service.client("p1", START, codec="int4") as other:
+        held = other.start(START)
+        for _ in range(4):
+            held = other.sync(held).values
+    job.train()
+    assert len(service.events("stale")) == 1
+    assert not job.restart(saved)
+    assert not job.owed

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peers with workers inside: one upload speaks for all workers, and all take what comes back."""
 
+import functools
 import os
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -97,3 +99,33 @@ def test_workers_that_stand_apart_meet_for_the_peers_round(make_service: MakeSer
     assert "the workers meet 1 step into their interval, for the job's round with its peers" in resumed[0].stdout
     assert len({ranks.losses[-1] for ranks in resumed}) == 2  # they have trained apart
     model_of(resumed)
+
+
+def count_steps() -> None:
+    """Before: say which steps are none of warm-up."""
+    from megatron.training import get_args
+
+    from megatron_ext.local_sgd.engine import LocalSGD
+
+    original = LocalSGD.count_step
+
+    @functools.wraps(original)
+    def count_step(self):
+        print(f"step {get_args().curr_iteration} is a worker's own")
+        return original(self)
+
+    LocalSGD.count_step = count_step
+
+
+def test_workers_that_go_back_are_not_in_warm_up_again(make_service: MakeService, tmp_path):
+    service = make_service(quorum=1, grace_seconds=0.2)
+    service.start()
+    kind, options = ("single", "fp32", 2), {"sync_service_interval": 4}
+    own = {**options, **WORKERS, "local_sgd_warmup_steps": 2, "sync_service_index": 1}
+    failing_job(service, "b", kind, before=die_in_step(3), save=str(tmp_path), save_interval=3, **own)
+    run_job(service, "a", ("single", "fp32", 1), sync_service_index=0, **options)
+    # Each worker has moments of its own by then, which would make them differ.
+    again = run_job(service, "b", kind, before=count_steps, load=str(tmp_path), **own)
+    assert "goes on at iteration 0, because" in again[0].stdout
+    assert re.findall(r"step (\d) is a worker's own", again[0].stdout) == [str(step) for step in range(8)]
+    model_of(again)
