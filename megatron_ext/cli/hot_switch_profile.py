@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["add_profile", "run_profile"]
 
+_FAR_OFF = 0.25
+"""Largest error of a fit from which on it is said that the times are no sum of such terms."""
+
 _DESCRIPTION = """\
 Measure how long a row takes on one pipeline stage, forward and backward, on the installed Megatron, for
 every TP and PP that is given, and fit t = a s^2 + b s + c seconds to it. A stage is built on TP
@@ -94,6 +97,7 @@ def run_profile(options: argparse.Namespace) -> int:
 
 def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
     """Add the coefficients of every (TP, PP) to what is found, and print and write them."""
+    far_off = []
     from megatron_ext.hot_switch.fit import fit_coefficients
 
     print(
@@ -101,7 +105,7 @@ def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, 
     )
     for tp in options.tp:
         for pp in options.pp:
-            seconds = _measure(replace(shape, num_layers=-(-shape.num_layers // pp)), tp, options)
+            seconds = _measure(replace(shape, num_layers=shape.num_layers // pp), tp, options)
             fitted = fit_coefficients(options.lengths, seconds)
             found[f"{tp},{pp}"] = [fitted.squared, fitted.linear, fitted.constant]
             _write(options.output, json.dumps(found, indent=2) + "\n")
@@ -111,6 +115,13 @@ def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, 
             )
             times = "".join(f"{1000 * time:>12.2f}" for time in seconds)
             print(f"{f'{tp},{pp}':>7}  {times}   {error:.1%}", flush=True)
+            if error > _FAR_OFF:
+                far_off.append(f"{tp},{pp}")
+    if far_off:
+        print(
+            f"\nno a, b, c come near the times of {' and '.join(far_off)}, and `suggest` would go by something else: "
+            "measure again when the machine has nothing else to do, with more --repeats or longer --lengths"
+        )
 
 
 def _write(file: Path, text: str) -> None:
@@ -143,8 +154,8 @@ def _check(options: argparse.Namespace, shape: GptShape) -> None:
         problems.append(f"--repeats is {options.repeats}; it must be at least 1")
     problems += topk_problems(options.moe_router_topk, shape)
     for pp in options.pp:
-        if pp > shape.num_layers:
-            problems.append(f"--pp {pp} is more than the {shape.num_layers} layers; give another one")
+        if pp > 0 and shape.num_layers % pp:
+            problems.append(f"--pp {pp}: {shape.num_layers} layers cannot be divided over {pp} stages; give a divisor")
     for tp in options.tp:
         if tp > 1:
             strategy = Strategy(dp=1, tp=tp, pp=1, sequence_parallel=True)

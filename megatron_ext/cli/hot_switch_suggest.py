@@ -136,7 +136,7 @@ def run_suggest(options: argparse.Namespace) -> int:
         }
         print(json.dumps(content, indent=2))
         return 0
-    _print_report(options, static, best, measured=len(times.measured))
+    _print_report(options, static, best, measured=len(times.measured), unused=suggester.unused)
     return 0
 
 
@@ -224,9 +224,19 @@ def _bounds(suggestion: Suggestion) -> list[int]:
     return sorted({bucket.up_to for bucket in suggestion.strategies.buckets} | {0}, reverse=True)
 
 
-def _print_report(options: argparse.Namespace, static: list[Suggestion], best: Suggestion, *, measured: int) -> None:
+def _print_report(
+    options: argparse.Namespace,
+    static: list[Suggestion],
+    best: Suggestion,
+    *,
+    measured: int,
+    unused: list[tuple[int, int]],
+) -> None:
     source = f"measured, for {measured} of (TP, PP) and no others" if measured else "modelled, not measured"
     print(f"times are {source}; {options.global_batch_size} sequences a step, lengths as in {options.lengths}\n")
+    if unused:
+        left_out = " and ".join(f"{tp},{pp}" for tp, pp in unused)
+        print(f"measured, but not possible for this model on {options.gpus} GPUs: {left_out}\n")
     print("single strategies, every sequence packed into rows of the whole context:")
     for suggestion in static[:5]:
         (strategy,) = suggestion.strategies.strategies

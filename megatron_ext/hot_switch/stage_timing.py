@@ -57,13 +57,16 @@ def _row_seconds(
         model: the stage.
         shape: its shape.
         lengths: of rows with one document each.
-        repeats: measured passes of each, after one that is not counted.
+        repeats: measured passes of each, after two that are not counted.
         by_document: whether the model takes lengths of documents in place of a mask.
     """
     device = next(model.parameters()).device
+    rows = [_row(length, shape, device, by_document=by_document) for length in lengths]
+    for row in rows:
+        # The first passes of a process find neither memory nor kernels ready.
+        _pass_seconds(model, row, device)
     found = []
-    for length in lengths:
-        row = _row(length, shape, device, by_document=by_document)
+    for row in rows:
         times = [_pass_seconds(model, row, device) for _ in range(repeats + 1)][1:]
         slowest = torch.tensor(statistics.median(times), device=device)
         torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)

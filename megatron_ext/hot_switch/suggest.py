@@ -117,6 +117,11 @@ class Suggester:
             )
         self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
 
+    @property
+    def unused(self) -> list[tuple[int, int]]:
+        """The (TP, PP) that were measured and are not possible for this model on so many GPUs."""
+        return sorted({*self.times.times.measured} - {(strategy.tp, strategy.pp) for strategy in self._strategies})
+
     def static(self) -> list[Suggestion]:
         """Return every single strategy that fits, the quickest first; all sequences are packed into full rows.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.cli import hot_switch_profile
 from megatron_ext.cli.hot_switch_profile import _write, stage_arguments
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
@@ -87,7 +88,7 @@ def test_what_no_stage_can_be_is_said_before_anything_is_measured(tmp_path: Any,
     bad = [*shape, "--lengths", "16", "32", "64", "--tp", "4", "--pp", "3", "--output", str(tmp_path)]
     assert main(["hot-switch", "profile", *bad]) == 2
     said = capsys.readouterr().err
-    for part in ("--tp 4: a vocabulary of 130 rows", "--pp 3 is more than the 2 layers", "is a folder; name a file"):
+    for part in ("--tp 4: a vocabulary of 130 rows", "--pp 3: 2 layers cannot be divided", "is a folder; name a file"):
         assert part in said
 
 
@@ -137,3 +138,14 @@ def test_measured_times_are_written_for_suggest(tmp_path: Any, capsys: Any) -> N
     asked = ["--lengths", str(tmp_path / "lengths.txt"), "--context", "512", "--gpus", "4", "--times", str(output)]
     assert main(["hot-switch", "suggest", *shape, *asked, "--global-batch-size", "16"]) == 0
     assert "--hot-switch-strategies" in capsys.readouterr().out
+
+
+def test_times_that_are_no_sum_of_such_terms_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {1: [1.6, 0.3, 0.4], 2: [0.1, 0.2, 0.4]}
+    monkeypatch.setattr(hot_switch_profile, "_measure", lambda stage, tp, options: seconds[tp])
+    shape = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4", "--padded-vocab-size", "128"]
+    asked = ["--tp", "1", "2", "--lengths", "64", "128", "256", "--output", str(tmp_path / "times.json")]
+    assert main(["hot-switch", "profile", *shape, *asked]) == 0
+    assert "no a, b, c come near the times of 1,1, and `suggest` would" in capsys.readouterr().out

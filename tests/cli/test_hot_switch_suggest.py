@@ -66,6 +66,15 @@ def test_measured_times_change_the_choice(
     assert set(content["suggestion"]["strategies"]) <= {"1,8,1", "2,4,1"}
 
 
+def test_measured_times_of_what_is_not_possible_are_left_out_and_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linear = {"8,1": 2.0, "1,3": 1.0, "16,1": 1.0}
+    (tmp_path / "times").write_text(json.dumps({key: [0.0, seconds, 0.0] for key, seconds in linear.items()}))
+    assert main([*command, "--memory-gib", "70", "--times", str(tmp_path / "times")]) == 0
+    assert "measured, but not possible for this model on 8 GPUs: 1,3 and 16,1\n" in capsys.readouterr().out
+
+
 def test_measured_times_of_nothing_that_is_possible_are_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
