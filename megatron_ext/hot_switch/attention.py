@@ -216,6 +216,7 @@ def _attend_at_once(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Attend within the documents of all rows in one call of `TEDotProductAttention.forward`; see there."""
+    _require_rows(lengths, query)
     positions, rows = query.shape[:2]
     joined = [tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value)]
     kwargs["packed_seq_params"] = _packed(tuple(map(tuple, lengths.tolist())), positions, query.device)
@@ -256,6 +257,7 @@ def _attend_to_rows(
     dropout: float,
 ) -> torch.Tensor:
     """Attend one document at a time, from this rank's parts of the rows to all of them."""
+    _require_rows(lengths, query, group.size())
     parts = row_parts(query.shape[0], group)
     if group.size() > 1:
         # Latent attention has values of another size.
@@ -277,3 +279,18 @@ def _generator(module: Any, dropout: float) -> contextlib.AbstractContextManager
         return contextlib.nullcontext()
     forked: contextlib.AbstractContextManager[None] = tensor_parallel.get_cuda_rng_tracker().fork()
     return forked
+
+
+def _require_rows(lengths: torch.Tensor, query: torch.Tensor, parts: int = 1) -> None:
+    """Check that documents lie in the rows that the model was given.
+
+    Raises:
+        UserError: they cannot.
+    """
+    rows, positions, longest = query.shape[1], query.shape[0] * parts, int(lengths.sum(1).max())
+    if lengths.shape[0] != rows or longest > positions:
+        raise UserError(
+            f"hot switching: the model is given {rows} rows of {positions} positions, and the documents of the "
+            f"micro-batch are {lengths.shape[0]} rows of up to {longest}; let get_batch return what it takes from its "
+            "iterator whole"
+        )

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron_ext.hot_switch.documents import Documents
 from megatron_ext.hot_switch.packing import StrategyBatch, plan_batch
@@ -17,7 +15,7 @@ from megatron_ext.hot_switch.rows import PackedBatch, pack_rows
 from megatron_ext.hot_switch.sequences import Sequence, SequenceOrder
 from megatron_ext.hot_switch.strategy_list import StrategyList
 
-__all__ = ["BatchReader", "GlobalBatch", "batch_dictionaries"]
+__all__ = ["BatchReader", "GlobalBatch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +92,3 @@ class BatchReader:
         return self._documents.read(sequence.document, sequence.offset, sequence.positions + 1)
 
 
-def batch_dictionaries(batches: list[PackedBatch]) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield micro-batches in the form in which Megatron's GPT dataset gives them, without an attention mask."""
-    for batch in batches:
-        yield {
-            "tokens": batch.tokens,
-            "labels": batch.labels,
-            "loss_mask": batch.loss_mask,
-            "position_ids": batch.position_ids,
-        }

@@ -3,59 +3,16 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.loss_checks import require_names
 from megatron_ext.hot_switch.router_losses import RouterReport
 
-__all__ = ["GuestLosses", "with_checked_losses"]
-
-
-def with_checked_losses(forward_step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward step whose loss function is refused where the losses of strategies cannot be added.
-
-    Megatron takes (mean loss, report), too, and divides it by the number of micro-batches, which strategies share.
-
-    Args:
-        forward_step: returns the model's output and the loss function.
-    """
-
-    @functools.wraps(forward_step)
-    def checked_step(*args: Any, **kwargs: Any) -> Any:
-        output, loss_function, *rest = forward_step(*args, **kwargs)
-        if loss_function is None:
-            return (output, loss_function, *rest)
-
-        def checked(output: Any, *more: Any, **options: Any) -> Any:
-            found = loss_function(output, *more, **options)
-            if not options:
-                _check(found)
-            return found
-
-        return (output, checked, *rest)
-
-    return checked_step
-
-
-def _check(found: Any) -> None:
-    if len(found) != 3:
-        raise UserError(
-            f"hot switching: the loss function returns {len(found)} values; let it return the sum of the losses, the "
-            "number of tokens and the report, as Megatron's pretrain_gpt.py does, so that the losses of strategies can "
-            "be added"
-        )
-    for name, value in found[2].items():
-        if value.numel() != 2:
-            what = "a single number" if value.numel() == 1 else f"{value.numel()} numbers"
-            raise UserError(
-                f"hot switching: the loss function reports {what} as {name!r}; report its sum and the number of tokens "
-                "as Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
-            )
+__all__ = ["GuestLosses"]
 
 
 class GuestLosses:
@@ -104,11 +61,8 @@ class GuestLosses:
             everyone: list[tuple[str, ...]] = [()] * dist.get_world_size(self._group)
             dist.all_gather_object(everyone, tuple(sorted(self._mine)), group=self._group)
             self._names = max(everyone, key=len)
-        if self._mine and tuple(sorted(self._mine)) != self._names:
-            raise UserError(
-                f"hot switching: the loss function reports {sorted(self._mine)}; it reported {list(self._names)} "
-                "before: let it report the same names in every step"
-            )
+        if self._mine:
+            require_names(self._mine, self._names)
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         pairs = [self._mine.get(name, nothing) for name in self._names]
         routers = self._routers.sums
@@ -129,6 +83,10 @@ class GuestLosses:
         Args:
             like: the losses of one of home's micro-batches.
             counts: whether this rank adds them; the sum over home's replicas must have them once.
+
+        Raises:
+            UserError: they have other names.
         """
+        require_names(like, self._mine)
         factor = 1.0 if counts else 0.0
         return {name: (self._mine[name] * factor).to(value.dtype).view_as(value) for name, value in like.items()}

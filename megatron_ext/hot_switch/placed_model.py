@@ -48,6 +48,8 @@ class PlacedModel:
         is_last_stage: whether this rank has the last pipeline stage.
         reports: whether losses and tokens of this rank's positions are its to report.
         adds_for_all: whether this rank is the one, of those among which Megatron adds up, that adds other strategies'.
+        reading_chunks: numbers of the chunks for which Megatron's `get_batch` reads here: other ranks are sent what it
+            reads, or need nothing.
         counts_positions: whether what this rank's routers see is not another tensor-parallel rank's to count.
     """
 
@@ -87,6 +89,9 @@ class PlacedModel:
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
         self.reports = self.is_last_stage and is_first
         self.counts_positions = is_first or strategy.sequence_parallel
+        is_first_stage = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+        ends = (0, is_first_stage), (len(self.chunks) - 1, self.is_last_stage)
+        self.reading_chunks = {chunk for chunk, is_end in ends if is_end and is_first}
 
     @property
     def device(self) -> torch.device:

@@ -7,22 +7,26 @@ home trained the whole global batch: summed over its tokens, and divided by thei
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch, batch_dictionaries
+from megatron_ext.hot_switch.batches import BatchReader, GlobalBatch
 from megatron_ext.hot_switch.expert_counts import ExpertCounts
 from megatron_ext.hot_switch.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.guest import Guest, held_tensors
-from megatron_ext.hot_switch.losses import GuestLosses, with_checked_losses
+from megatron_ext.hot_switch.loss_checks import LossChecks
+from megatron_ext.hot_switch.losses import GuestLosses
+from megatron_ext.hot_switch.micro_batches import MicroBatches
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.router_losses import RouterReport
+from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.switch_log import SwitchLog
 from megatron_ext.seams.router import metrics_apart
 
@@ -82,6 +86,7 @@ class SwitchingStep:
         self._routers = RouterReport(home.config, home.device)
         self._worker = worker
         self._losses = GuestLosses(home.device, worker.group, self._routers)
+        self._checks = LossChecks()
         self._counts = ExpertCounts(home, worker.group)
         self._guests_ran = False
         # Memory for them is there from the first that arrive until home has added them.
@@ -135,16 +140,17 @@ class SwitchingStep:
         batch = self.last_batch = self._reader.plan(consumed + self._worker.index * share, share)
         self.lengths = self._reader.positions(consumed, args.global_batch_size)
         seed = args.seed + 1_000_003 * (args.curr_iteration + 1)
-        call["forward_step_func"] = with_checked_losses(call["forward_step_func"])
+        call["forward_step_func"] = self._checks.applied_to(call["forward_step_func"])
         self._run_guests(batch, call["forward_step_func"], seed)
         part = batch.parts[0]
         assert part is not None
         micro_batches = self._reader.read(batch, 0, self._home.replica)
-        with self._home.turn(part.row_length, micro_batches, seed):
-            call["data_iterator"] = _iterators(self._home, micro_batches)
-            call["num_microbatches"] = part.count
+        turn, reading = self._home.turn(part.row_length, micro_batches, seed), self._reading(self._home, micro_batches)
+        with turn, reading as iterators:
+            call["data_iterator"], call["num_microbatches"] = iterators, part.count
             call["seq_length"], call["micro_batch_size"] = part.row_length, self._home.strategy.micro_batch_size
             losses: Losses = original(**call)
+        self._checks.finish()
         if self._routers.names:
             self._routers.finish(batch.trained_micro_batches, self._home.strategy.dp)
         if self._guests_ran and self._home.is_last_stage:
@@ -181,8 +187,9 @@ class SwitchingStep:
             before = number, guest
             micro_batches = self._reader.read(batch, number, guest.replica)
             turn = guest.training(part.row_length, micro_batches, self._home.config, seed + _APART * number)
-            with turn, metrics_apart() as of_routers:
-                losses = _forward_backward(guest, forward_step, part.row_length, micro_batches)
+            reading = self._reading(guest, micro_batches)
+            with turn, metrics_apart() as of_routers, reading as iterators:
+                losses = _forward_backward(guest, forward_step, part.row_length, iterators, part.count)
             if not follows:
                 self.switches.prolong(guest.seconds_of_arrival)
             self._routers.add(of_routers, guest.strategy.tp * guest.strategy.cp)
@@ -193,6 +200,15 @@ class SwitchingStep:
             self._send_gradients(batch, number, guest)
         _give_back(before)
         self._losses.finish()
+
+    @contextlib.contextmanager
+    def _reading(self, model: PlacedModel, micro_batches: list[PackedBatch]) -> Iterator[Any]:
+        """Yield what the schedule takes micro-batches from in the turn of a model, and see that it does."""
+        self._checks.begin(micro_batches)
+        iterators = [MicroBatches(micro_batches) for _ in model.chunks]
+        yield iterators if len(iterators) > 1 else iterators[0]
+        for chunk in model.reading_chunks:
+            iterators[chunk].require_end()
 
     def _send_gradients(self, batch: GlobalBatch, number: int, guest: Guest) -> None:
         """Send a guest's gradients, and those that it got itself, on to the next guest or home."""
@@ -225,23 +241,18 @@ def _give_back(guest: tuple[int, Guest] | None) -> None:
         guest[1].give_back()
 
 
-def _forward_backward(guest: Guest, forward_step: Any, row_length: int, micro_batches: list[Any]) -> Losses:
+def _forward_backward(guest: Guest, forward_step: Any, row_length: int, iterators: Any, count: int) -> Losses:
     """Run the schedule of the layout in place."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     losses: Losses = get_forward_backward_func()(
         forward_step_func=forward_step,
-        data_iterator=_iterators(guest, micro_batches),
+        data_iterator=iterators,
         model=guest.chunks,
-        num_microbatches=len(micro_batches),
+        num_microbatches=count,
         seq_length=row_length,
         micro_batch_size=guest.strategy.micro_batch_size,
         decoder_seq_length=None,
         forward_only=False,
     )
     return losses
-
-
-def _iterators(model: PlacedModel, micro_batches: list[Any]) -> Any:
-    iterators = [batch_dictionaries(micro_batches) for _ in model.chunks]
-    return iterators if len(iterators) > 1 else iterators[0]

@@ -162,6 +162,18 @@ def test_strategies_without_data_in_a_step_change_nothing(strategies, buckets, s
     assert says(hot, says_so)
 
 
+def test_the_gradient_is_the_same_however_sequences_are_shared_out():
+    # So that the parameters are those of the beginning less the gradient.
+    one_step = {"train_iters": 1, "optimizer": "sgd", "sgd_momentum": 0.0, "lr": 1.0, "weight_decay": 0.0}
+    options = {**one_step, "lr_decay_style": "constant", "clip_grad": 0.0}
+    one = hot_run(["1,1,2"], [32, 0], **options)
+    for above in (12, 24):
+        ranks = hot_run(["1,1,2", "2,1,1"], [32, above, 0], **options)
+        assert ranks[0].grad_norms == pytest.approx(one[0].grad_norms, rel=1e-6)
+        for name, value in ranks[0].probe.items():
+            np.testing.assert_allclose(value, one[0].probe[name], rtol=0, atol=1e-6, err_msg=name)
+
+
 def test_bf16_stays_as_near_to_stock_as_rounding_allows():
     options = {**PRECISIONS["bf16-distopt-overlap"], "lr": 2e-3, "train_iters": 10}
     hot = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options)

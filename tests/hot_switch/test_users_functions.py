@@ -72,6 +72,62 @@ def masked_loss(mask, losses):
 
 gpt.masked_loss = masked_loss
 """
+NAMES_BY_LENGTH = """
+loss_function = gpt.masked_loss
+
+def masked_loss(mask, losses):
+    total, count, report = loss_function(mask, losses)
+    if COMPARED(mask.numel(), 12):
+        report["another loss"] = report["lm loss"]
+    return total, count, report
+
+gpt.masked_loss = masked_loss
+"""
+NAMES_OF_SHORT_ROWS = "from operator import le as COMPARED" + NAMES_BY_LENGTH
+NAMES_OF_LONG_ROWS = "from operator import gt as COMPARED" + NAMES_BY_LENGTH
+MASK_OF_ONES = """
+loss_function = gpt.masked_loss
+gpt.masked_loss = lambda mask, losses: loss_function(gpt.torch.ones_like(mask), losses)
+"""
+OWN_TOKENS = """
+next_batch = gpt.next_batch
+
+def random_batch(samples, vp_stage):
+    args = gpt.get_args()
+    shape = args.micro_batch_size, args.seq_length
+    tokens = gpt.torch.randint(64, shape)
+    positions = gpt.torch.arange(args.seq_length).expand(shape)
+    batch = {"tokens": tokens, "labels": tokens, "loss_mask": gpt.torch.ones(shape), "position_ids": positions}
+    return {**batch, "attention_mask": None}
+
+gpt.next_batch = random_batch
+"""
+TWO_BATCHES = """
+next_batch = gpt.next_batch
+
+def every_second_batch(samples, vp_stage):
+    next_batch(samples, vp_stage)
+    return next_batch(samples, vp_stage)
+
+gpt.next_batch = every_second_batch
+"""
+OTHER_KEYS = """
+next_batch = gpt.next_batch
+
+def batch_of_text(samples, vp_stage):
+    return {"tokens": next(samples)["text"]}
+
+gpt.next_batch = batch_of_text
+"""
+HALF_ROWS = """
+next_batch = gpt.next_batch
+
+def half_batch(samples, vp_stage):
+    batch = next_batch(samples, vp_stage)
+    return {key: value[:, : value.shape[1] // 2] if value is not None else None for key, value in batch.items()}
+
+gpt.next_batch = half_batch
+"""
 MODEL_HOOKS = """
 make_config = gpt.gpt_config_from_args
 
@@ -164,6 +220,13 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
         (SINGLE_NUMBERS, "the loss function reports a single number as 'lm loss'; report its sum and the number"),
         (MEANS, "the loss function returns 2 values; let it return the sum of the losses, the number of tokens"),
         (OTHER_NAMES, r"the loss function reports \['another loss', 'lm loss'\]; it reported \['lm loss'\] before"),
+        (NAMES_OF_SHORT_ROWS, r"function reports \['lm loss'\]; it reported \['another loss', 'lm loss'\] before"),
+        (NAMES_OF_LONG_ROWS, r"function reports \['another loss', 'lm loss'\]; it reported \['lm loss'\] before"),
+        (MASK_OF_ONES, r"the loss function counts \d+ tokens more than the documents have, of which the rest of a row"),
+        (OWN_TOKENS, "the forward step took 0 of the \\d+ micro-batches of a turn from its iterator; let get_batch"),
+        (TWO_BATCHES, "the forward step takes more than the \\d+ micro-batches of a turn from its iterator; let get"),
+        (OTHER_KEYS, "get_batch reads 'text', but micro-batches have tokens, labels, loss_mask, position_ids; let it"),
+        (HALF_ROWS, r"the model is given 1 rows of \d+ positions, and the documents of the micro-batch are 1 rows of"),
         (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
         (OWN_ATTENTION, "the model's core attention is Capped, which does not keep the documents of a row apart;"),
         (OPTIONS_OF_THE_CONFIG, "--window-size, as the model's config says, is not supported with hot switching: "),
@@ -176,6 +239,13 @@ def test_functions_that_know_nothing_of_documents_train_the_same(tmp_path):
         "single numbers",
         "means",
         "other names",
+        "names of short rows",
+        "names of long rows",
+        "a mask of ones",
+        "tokens of its own",
+        "two batches at once",
+        "other keys",
+        "half rows",
         "model hooks",
         "attention",
         "options of the config",

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user's loss function has to return, so that the losses of strategies can be added."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.rows import PackedBatch
+
+__all__ = ["LossChecks", "require_names"]
+
+
+class LossChecks:
+    """Looks at what the loss function returns for each micro-batch, on the ranks of last stages."""
+
+    def __init__(self) -> None:
+        """Begin with the first step."""
+        self._batches: list[PackedBatch] = []
+        self._names: list[str] | None = None
+        self._excess: torch.Tensor | None = None
+
+    def begin(self, batches: Sequence[PackedBatch]) -> None:
+        """Say for which micro-batches the loss function is called next, in order."""
+        self._batches = list(batches)
+
+    def applied_to(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward step whose loss function is refused where losses cannot be added.
+
+        Megatron takes (mean loss, report), too, and divides it by the number of micro-batches, which strategies share.
+
+        Args:
+            forward_step: returns the model's output and the loss function.
+        """
+
+        @functools.wraps(forward_step)
+        def checked_step(*args: Any, **kwargs: Any) -> Any:
+            output, loss_function, *rest = forward_step(*args, **kwargs)
+            if loss_function is None:
+                return (output, loss_function, *rest)
+
+            def checked(output: Any, *more: Any, **options: Any) -> Any:
+                found = loss_function(output, *more, **options)
+                if not options:
+                    self._check(found)
+                return found
+
+            return (output, checked, *rest)
+
+        return checked_step
+
+    def finish(self) -> None:
+        """Check the step that was made.
+
+        Raises:
+            UserError: more tokens were counted than the documents have.
+        """
+        excess, self._excess = self._excess, None
+        # Not earlier, because it waits for the device.
+        if excess is not None and excess > 0:
+            raise UserError(
+                f"hot switching: the loss function counts {excess.item():.0f} tokens more than the documents have, of "
+                "which the rest of a row is padding; let it take the sum over the loss_mask of the iterator, and count "
+                "that"
+            )
+
+    def _check(self, found: Any) -> None:
+        if len(found) != 3:
+            raise UserError(
+                f"hot switching: the loss function returns {len(found)} values; let it return the sum of the losses, "
+                "the number of tokens and the report, as Megatron's pretrain_gpt.py does, so that the losses of "
+                "strategies can be added"
+            )
+        _, tokens, report = found
+        for name, value in report.items():
+            if value.numel() != 2:
+                what = "a single number" if value.numel() == 1 else f"{value.numel()} numbers"
+                raise UserError(
+                    f"hot switching: the loss function reports {what} as {name!r}; report its sum and the number of "
+                    "tokens as Megatron's pretrain_gpt.py does, so that the losses of strategies can be added"
+                )
+        require_names(report, report if self._names is None else self._names)
+        self._names = list(report)
+        there = float(self._batches.pop(0).loss_mask.sum())
+        excess = (tokens.detach() - there).clamp(min=0)
+        self._excess = excess if self._excess is None else self._excess + excess
+
+
+def require_names(names: Iterable[str], before: Iterable[str]) -> None:
+    """Check the names of what a loss function reports.
+
+    Raises:
+        UserError: they are not those of another micro-batch, and could not be added.
+    """
+    if set(names) != set(before):
+        raise UserError(
+            f"hot switching: the loss function reports {sorted(names)}; it reported {sorted(before)} before: let it "
+            "report the same names in every step, for rows of every length"
+        )
