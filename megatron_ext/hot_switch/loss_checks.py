@@ -21,12 +21,13 @@ class LossChecks:
     def __init__(self) -> None:
         """Begin with the first step."""
         self._batches: list[PackedBatch] = []
+        self._parts = 1
         self._names: list[str] | None = None
-        self._excess: torch.Tensor | None = None
+        self._with_padding: list[tuple[torch.Tensor, int]] = []
 
-    def begin(self, batches: Sequence[PackedBatch]) -> None:
-        """Say for which micro-batches the loss function is called next, in order."""
-        self._batches = list(batches)
+    def begin(self, batches: Sequence[PackedBatch], parts: int) -> None:
+        """Say for which micro-batches, of rows in so many parts, the loss function is called next, in order."""
+        self._batches, self._parts = list(batches), parts
 
     def applied_to(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward step whose loss function is refused where losses cannot be added.
@@ -57,15 +58,14 @@ class LossChecks:
         """Check the step that was made.
 
         Raises:
-            UserError: more tokens were counted than the documents have.
+            UserError: wherever there was padding it was counted. (Weights may come to more than the documents' tokens.)
         """
-        excess, self._excess = self._excess, None
+        found, self._with_padding = self._with_padding, []
         # Not earlier, because it waits for the device.
-        if excess is not None and excess > 0:
+        if found and all(float(tokens) == positions for tokens, positions in found):
             raise UserError(
-                f"hot switching: the loss function counts {excess.item():.0f} tokens more than the documents have, of "
-                "which the rest of a row is padding; let it take the sum over the loss_mask of the iterator, and count "
-                "that"
+                f"hot switching: the loss function counts all {found[0][1]} positions of a micro-batch, and some of "
+                "them are padding; let it take the sum over the loss_mask of the iterator, and count that"
             )
 
     def _check(self, found: Any) -> None:
@@ -85,9 +85,9 @@ class LossChecks:
                 )
         require_names(report, report if self._names is None else self._names)
         self._names = list(report)
-        there = float(self._batches.pop(0).loss_mask.sum())
-        excess = (tokens.detach() - there).clamp(min=0)
-        self._excess = excess if self._excess is None else self._excess + excess
+        mask = self._batches.pop(0).loss_mask
+        if not mask.all():
+            self._with_padding.append((torch.as_tensor(tokens).detach(), mask.numel() // self._parts))
 
 
 def require_names(names: Iterable[str], before: Iterable[str]) -> None:

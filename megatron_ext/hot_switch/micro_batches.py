@@ -15,6 +15,16 @@ __all__ = ["MicroBatches"]
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
+class _NoMore(UserError, StopIteration):
+    """What Megatron's iterators end with, for a get_batch that reads ahead, and one sentence for any other."""
+
+
+class _NoTensor(UserError, KeyError):
+    """What a dictionary raises, for a get_batch that asks for more than it needs, and one sentence for any other."""
+
+    __str__ = Exception.__str__
+
+
 class MicroBatches(Iterator[dict[str, torch.Tensor]]):
     """Yields micro-batches in the form in which Megatron's GPT dataset gives them, without an attention mask."""
 
@@ -25,7 +35,7 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if self._taken == len(self._batches):
-            raise UserError(
+            raise _NoMore(
                 f"hot switching: the forward step takes more than the {self._taken} micro-batches of a turn from its "
                 "iterator; let get_batch take one for each"
             )
@@ -49,6 +59,6 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
 
 class _Tensors(dict[str, torch.Tensor]):
     def __missing__(self, name: str) -> torch.Tensor:
-        raise UserError(
+        raise _NoTensor(
             f"hot switching: get_batch reads {name!r}, but micro-batches have {', '.join(_KEYS)}; let it read these"
         )

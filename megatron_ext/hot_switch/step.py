@@ -204,7 +204,7 @@ class SwitchingStep:
     @contextlib.contextmanager
     def _reading(self, model: PlacedModel, micro_batches: list[PackedBatch]) -> Iterator[Any]:
         """Yield what the schedule takes micro-batches from in the turn of a model, and see that it does."""
-        self._checks.begin(micro_batches)
+        self._checks.begin(micro_batches, model.strategy.cp)
         iterators = [MicroBatches(micro_batches) for _ in model.chunks]
         yield iterators if len(iterators) > 1 else iterators[0]
         for chunk in model.reading_chunks:
