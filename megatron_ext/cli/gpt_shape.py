@@ -85,14 +85,10 @@ def read_shape(options: argparse.Namespace) -> GptShape:
     from megatron_ext.params import GptShape
 
     given = _given(options)
-    layers, experts = given.get("num_layers", 1), given.get("num_moe_experts", 1)
-    if layers * max(experts, 1) > _MOST_EXPERTS:
-        problem = f"is {layers}, with {experts} experts in each; more than {_MOST_EXPERTS} in all cannot be planned"
-        raise combine([problem], "--num-layers")
     if options.model is not None:
         if options.model not in PRESETS:
             raise combine([f"'{options.model}' is not known; use one of {', '.join(PRESETS)}"], "--model")
-        return replace(PRESETS[options.model], **given)
+        return _planned(replace(PRESETS[options.model], **given))
     missing = [
         f"--{name.replace('_', '-')} is missing; give it, or a preset with --model"
         for name in _REQUIRED
@@ -104,7 +100,21 @@ def read_shape(options: argparse.Namespace) -> GptShape:
     if given.get("gated_linear_unit"):
         width = width * 2 // 3 // 64 * 64
     defaults = {"ffn_hidden_size": width, "share_embeddings_and_output_weights": True, "dtype": torch.bfloat16}
-    return GptShape(**{**defaults, **given})
+    return _planned(GptShape(**{**defaults, **given}))
+
+
+def _planned(shape: GptShape) -> GptShape:
+    """Return a model that plans can be made for in reasonable time.
+
+    Raises:
+        UserError: it has too many layers or experts.
+    """
+    experts = shape.num_moe_experts or 1
+    if shape.num_layers * experts <= _MOST_EXPERTS:
+        return shape
+    each = f", with {experts} experts in each" if shape.num_moe_experts else ""
+    problem = f"is {shape.num_layers}{each}; models of more than {_MOST_EXPERTS} in all cannot be planned"
+    raise combine([problem], "--num-layers")
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:

@@ -97,9 +97,9 @@ def run_profile(options: argparse.Namespace) -> int:
 
 def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
     """Add the coefficients of every (TP, PP) to what is found, and print and write them."""
-    far_off = []
     from megatron_ext.hot_switch.fit import fit_coefficients
 
+    far_off = []
     print(
         f"{'tp,pp':>7}  " + "".join(f"{f'{length} ms':>12}" for length in options.lengths) + "   largest error of fit"
     )

@@ -61,12 +61,12 @@ def _row_seconds(
         by_document: whether the model takes lengths of documents in place of a mask.
     """
     device = next(model.parameters()).device
-    rows = [_row(length, shape, device, by_document=by_document) for length in lengths]
-    for row in rows:
+    for length in lengths:
         # The first passes of a process find neither memory nor kernels ready.
-        _pass_seconds(model, row, device)
+        _pass_seconds(model, _row(length, shape, device, by_document=by_document), device)
     found = []
-    for row in rows:
+    for length in lengths:
+        row = _row(length, shape, device, by_document=by_document)
         times = [_pass_seconds(model, row, device) for _ in range(repeats + 1)][1:]
         slowest = torch.tensor(statistics.median(times), device=device)
         torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)

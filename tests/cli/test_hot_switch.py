@@ -132,7 +132,8 @@ def test_strategies_can_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
     ("arguments", "complaint"),
     [
         (["--model", "llama-8b", "--strategies", "8,1,1"], "'llama-8b' is not known; use one of llama-3b, llama-7b"),
-        (["--num-layers", "99999999999", "--strategies", "8,1,1"], "--num-layers: is 99999999999, with 1 experts"),
+        (["--model", "llama-7b", "--num-layers", "9999999", "--strategies", "8,1,1"], "--num-layers: is 9999999; mod"),
+        (["--model", "llama-7b", "--num-experts", "99999", "--strategies", "8,1,1"], "is 32, with 99999 experts in"),
         (["--num-layers", "2", "--strategies", "8,1,1"], "3. --padded-vocab-size is missing; give it, or a preset"),
         (["--model", "llama-3b"], "give either --strategies"),
         (["--model", "llama-3b", "--strategies", "8,1,1", "--strategy-file", "x"], "give either --strategies"),
