@@ -202,7 +202,10 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
                 f"{where}: saved while rounds of fragments were on their way, so that --local-sgd-sync-interval has to "
                 f"be {summary['interval']}, not {config.local_sgd_sync_interval}; load a checkpoint without any"
             )
-        if not summary["in_warmup"] and context.state.get("iteration", 0) < args.local_sgd_warmup_steps:
+        # A peer that a sync service has sent back is out of it for good.
+        went_back = getattr(args, "sync_service", None) is not None
+        is_before_its_end = context.state.get("iteration", 0) < args.local_sgd_warmup_steps
+        if not summary["in_warmup"] and is_before_its_end and not went_back:
             raise UserError(
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
                 f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it, "

@@ -129,9 +129,7 @@ def parts_of_samples(context: LoadContext) -> int | None:
     saved = context.state.get(_STATE)
     if saved is None:
         return 1
-    # A run of the same name may be another one, at a server that knows nothing of the first.
-    same = (saved["run"], saved.get("peers")) == (context.args.sync_service_run, context.args.sync_service_peers)
-    return None if same else saved.get("peers")
+    return None if _is_of_this_run(saved, context.args) else saved.get("peers")
 
 
 def samples_notice(context: LoadContext) -> str | None:
@@ -152,7 +150,7 @@ def begun(context: LoadContext) -> Begun | None:
     Asked before the peer's state is taken out.
     """
     saved, args = context.state.get(_STATE), context.args
-    if saved is None or args.finetune or saved["run"] != args.sync_service_run or saved["format"] != _FORMAT:
+    if saved is None or args.finetune or not _is_of_this_run(saved, args) or saved["format"] != _FORMAT:
         return None
     return Begun(
         index=saved["index"],
@@ -173,8 +171,10 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
     if saved is None or args.no_load_optim or args.finetune:
         return None
     where = f"--load {context.directory}"
-    if saved["run"] != args.sync_service_run:
-        say(f"sync service: a checkpoint of run {saved['run']!r}, whose weights begin run {args.sync_service_run!r}")
+    if not _is_of_this_run(saved, args):
+        former = f"{saved['run']!r} of {saved.get('peers', 'some')} peers"
+        this = f"{args.sync_service_run!r} of {args.sync_service_peers}"
+        say(f"sync service: a checkpoint of run {former}, whose weights begin run {this}")
         return None
     if saved["format"] != _FORMAT:
         raise UserError(
@@ -230,6 +230,12 @@ def check_residuals(residuals: Mapping[str, torch.Tensor], parts: Iterable[Part]
                 f"--load: what the codec still owes the other peers for {key} is not this rank's in this run; give the "
                 "parallel options of the run that saved it, or start with --no-load-optim"
             )
+
+
+def _is_of_this_run(saved: Mapping[str, Any], args: Any) -> bool:
+    # A run of the same name may be another one, at a server that knows nothing of the first.
+    peers = saved.get("peers", args.sync_service_peers)
+    return (saved["run"], peers) == (args.sync_service_run, args.sync_service_peers)
 
 
 def _batch_of(context: LoadContext) -> int:

@@ -121,9 +121,9 @@ class SyncServiceFeature(Feature):
             hooks.fire("before_weights_shared", context.args.iteration)
             peer.values.refresh(now=True)
         if self._saved is None:
-            steps = 0 if self._begun is None else self._begun.steps
-            ends = peer.interval.ends(progress_before(context, steps, context.args.global_batch_size))
-            adopted = peer.client.start(peer.slices.read(), repeats=peer.interval.repeats, ends=ends)
+            begins = self._interval_of_checkpoint(context)
+            repeats = peer.interval.repeats and begins.batch == context.args.global_batch_size
+            adopted = peer.client.start(peer.slices.read(), repeats=repeats, ends=peer.interval.ends(begins))
         else:
             adopted = self._resume(context, peer, self._saved)
         if adopted is not None:
@@ -132,19 +132,26 @@ class SyncServiceFeature(Feature):
             hooks.fire("on_weights_replaced")
         peer.client.rest()
         if adopted is not None:
-            go_on_after(context, peer.client.counted or self._before_interval(context, peer.client))
+            go_on_after(context, peer.client.counted or self._go_back(context, peer.client))
             peer.begin_interval()
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
-    def _before_interval(self, context: ModelContext, client: SyncClient) -> Progress:
-        """Return how far training was when the interval of the checkpoint began, where its values are this run's."""
+    def _interval_of_checkpoint(self, context: ModelContext) -> Progress:
+        """Return how far training was when the interval of the checkpoint began, or is where none is known."""
+        begun = self._begun
+        if begun is None:
+            return progress_before(context, 0, context.args.global_batch_size)
+        return progress_before(context, begun.steps, begun.batch)
+
+    def _go_back(self, context: ModelContext, client: SyncClient) -> Progress:
+        """Return where a peer goes on of which no round has anything: before the steps whose values it has lost."""
         begun = self._begun
         if begun is None or not begun.is_before(client.round, client.digest):
             return progress_before(context, 0, context.args.global_batch_size)
-        before = progress_before(context, begun.steps, begun.batch)
-        if begun.index != client.index:
+        before = self._interval_of_checkpoint(context)
+        if begun.index != client.index and before.samples:
             say(
                 f"sync service: --load is the checkpoint of part {begun.index} of the samples; the first "
                 f"{before.samples} of part {client.index}, of which no round has any, are left out"

@@ -18,6 +18,7 @@ ARGS = {
     "finetune": False,
     "sync_service_run": "demo",
     "sync_service_peer": "a",
+    "sync_service_peers": 2,
     "sync_service_index": None,
     "sync_service_codec": "int4",
     "global_batch_size": 4,
@@ -32,6 +33,7 @@ SAVED = {
     "run": "demo",
     "peer": "a",
     "index": 1,
+    "peers": 2,
     "round": 4,
     "digest": "ab",
     "steps": 2,
@@ -62,7 +64,9 @@ def test_the_same_peer_goes_on_where_it_was():
     assert take_state(context(sync_service_index=1)) == SAVED
 
 
-@pytest.mark.parametrize("change", [{"sync_service_run": "other"}, {"finetune": True}, {"no_load_optim": True}])
+@pytest.mark.parametrize(
+    "change", [{"sync_service_run": "other"}, {"sync_service_peers": 4}, {"finetune": True}, {"no_load_optim": True}]
+)
 def test_weights_alone_begin_something_new(change: dict[str, Any]):
     assert take_state(context(**change)) is None
 
@@ -72,15 +76,16 @@ def test_where_an_interval_began_is_known_for_weights_alone_too():
     assert found is not None and (found.index, found.steps, found.batch) == (1, 2, 4)
     rounds = [(5, "cd"), (4, "ab"), (4, "cd"), (3, "ab")]
     assert [found.is_before(*newest) for newest in rounds] == [True, True, False, False]
-    for change in ({"finetune": True}, {"sync_service_run": "other"}):
+    for change in ({"finetune": True}, {"sync_service_run": "other"}, {"sync_service_peers": 4}):
         assert begun(context(**change)) is None
     old = context(no_load_optim=True)
-    old.state["sync_service"] = {"format": 3, "run": "demo"}
+    old.state["sync_service"] = {"format": 3, "run": "demo", "peers": 2}
     assert begun(old) is None and take_state(old) is None
 
 
 def test_a_job_that_is_no_peer_is_told_whose_samples_were_counted():
     read = context()
+    del read.state["sync_service"]["peers"]
     assert samples_notice(read) is None  # by a release that did not say among how many peers
     read.state["sync_service"]["peers"] = 4
     assert "saved by peer 'a', part 1 of 4 of run 'demo', and has counted the samples" in str(samples_notice(read))

@@ -2,6 +2,7 @@
 """A peer goes on where its part of the samples is trained up to, whoever had its place and whatever it loads."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -185,3 +186,25 @@ def test_schedules_go_on_where_the_iteration_of_the_weights_is_that_of_the_last_
     assert "goes on at iteration 4, because this peer's last contribution ended there, with 16" in again[0].stdout
     rates = [float(rate) for rate in re.findall(r"learning rate: (\S+)", again[-1].stdout)]
     assert rates == pytest.approx([1e-2 * left / 8 for left in (3, 2, 1, 0)], abs=1e-9)
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["weights alone", "all of it"])
+def test_a_checkpoint_of_a_run_of_fewer_peers_begins_in_this_ones_part(
+    make_service: MakeService, tmp_path: Path, alone: bool
+):
+    former = make_service(quorum=1, grace_seconds=0.2)
+    former.start()
+    options: Options = {"train_iters": 8, "sync_service_index": 1}
+    failing_job(former, "b", SINGLE, before=die_in_step(2), save=str(tmp_path), save_interval=2, **options)
+    assert former.server is not None
+    former.server.kill()
+    former.server.wait()
+    shutil.rmtree(former.state)
+    service = make_service(peers=4, quorum=1, grace_seconds=0.2)
+    service.start()
+    run_job(service, "a", SINGLE, sync_service_index=0, train_iters=8)
+    again = run_job(
+        service, "b", SINGLE, before=remember_samples, load=str(tmp_path), no_load_optim=alone or None, **options
+    )
+    # Of the 16 samples that the former run's peers have read together, four are of each of four parts.
+    assert samples_of(again) == list(range(17, 113, 4))

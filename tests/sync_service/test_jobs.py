@@ -150,7 +150,7 @@ def test_a_run_that_has_ended_is_prolonged_under_another_name(make_service: Make
     said = failing_job(service, "a", SINGLE, **longer)
     assert "config field '--train-samples, or --train-iters times --global-batch-size'" in said
     run = run_job(service, "a", SINGLE, sync_service_run="longer", before=remember_samples, **longer)
-    assert "a checkpoint of run 'demo', whose weights begin run 'longer'" in run[0].stdout
+    assert "a checkpoint of run 'demo' of 1 peers, whose weights begin run 'longer' of 1" in run[0].stdout
     assert [step.iteration for step in run[0].record.steps] == list(range(9, 17))
     assert samples_of(run) == list(range(32, 64))
 

@@ -129,3 +129,16 @@ def test_workers_that_go_back_are_not_in_warm_up_again(make_service: MakeService
     assert "goes on at iteration 0, because" in again[0].stdout
     assert re.findall(r"step (\d) is a worker's own", again[0].stdout) == [str(step) for step in range(8)]
     model_of(again)
+
+
+def test_a_checkpoint_of_such_workers_is_taken_again(make_service: MakeService, tmp_path):
+    service = make_service(quorum=1, grace_seconds=0.2)
+    service.start()
+    kind, options = ("single", "fp32", 2), {"sync_service_interval": 4}
+    own = {**options, **WORKERS, "local_sgd_warmup_steps": 2, "sync_service_index": 1, "save": str(tmp_path)}
+    failing_job(service, "b", kind, before=die_in_step(3), save_interval=3, **own)
+    run_job(service, "a", ("single", "fp32", 1), sync_service_index=0, **options)
+    own["load"] = str(tmp_path)
+    failing_job(service, "b", kind, before=die_in_step(1), save_interval=1, **own)
+    again = run_job(service, "b", kind, save_interval=100, **own)
+    assert [step.iteration for step in again[0].record.steps] == list(range(2, 9))
