@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.rows import PackedBatch
 
 __all__ = ["LossChecks", "require_names"]
 
@@ -20,14 +19,18 @@ class LossChecks:
 
     def __init__(self) -> None:
         """Begin with the first step."""
-        self._batches: list[PackedBatch] = []
-        self._parts = 1
+        self._masks: list[torch.Tensor] = []
         self._names: list[str] | None = None
         self._with_padding: list[tuple[torch.Tensor, int]] = []
+        self._leaves_padding_out = False
 
-    def begin(self, batches: Sequence[PackedBatch], parts: int) -> None:
-        """Say for which micro-batches, of rows in so many parts, the loss function is called next, in order."""
-        self._batches, self._parts = list(batches), parts
+    def begin(self, masks: Sequence[torch.Tensor]) -> None:
+        """Say for which micro-batches the loss function is called next, in order.
+
+        Args:
+            masks: 1 where a token is predicted and 0 where there is padding, at this rank's positions, on the CPU.
+        """
+        self._masks = list(masks)
 
     def applied_to(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward step whose loss function is refused where losses cannot be added.
@@ -61,8 +64,11 @@ class LossChecks:
             UserError: wherever there was padding it was counted. (Weights may come to more than the documents' tokens.)
         """
         found, self._with_padding = self._with_padding, []
-        # Not earlier, because it waits for the device.
-        if found and all(float(tokens) == positions for tokens, positions in found):
+        if not found:
+            return
+        # Once seen to be left out it always is, and this waits for the device.
+        self._leaves_padding_out = any(float(tokens) != positions for tokens, positions in found)
+        if not self._leaves_padding_out:
             raise UserError(
                 f"hot switching: the loss function counts all {found[0][1]} positions of a micro-batch, and some of "
                 "them are padding; let it take the sum over the loss_mask of the iterator, and count that"
@@ -85,9 +91,9 @@ class LossChecks:
                 )
         require_names(report, report if self._names is None else self._names)
         self._names = list(report)
-        mask = self._batches.pop(0).loss_mask
-        if not mask.all():
-            self._with_padding.append((torch.as_tensor(tokens).detach(), mask.numel() // self._parts))
+        mask = self._masks.pop(0)
+        if not self._leaves_padding_out and not mask.all():
+            self._with_padding.append((torch.as_tensor(tokens).detach(), mask.numel()))
 
 
 def require_names(names: Iterable[str], before: Iterable[str]) -> None:

@@ -15,10 +15,6 @@ __all__ = ["MicroBatches"]
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
 
-class _NoMore(UserError, StopIteration):
-    """What Megatron's iterators end with, for a get_batch that reads ahead, and one sentence for any other."""
-
-
 class _NoTensor(UserError, KeyError):
     """What a dictionary raises, for a get_batch that asks for more than it needs, and one sentence for any other."""
 
@@ -32,23 +28,35 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
         """Take the micro-batches of a turn, in order."""
         self._batches = batches
         self._taken = 0
+        self._asked_in_vain = 0
 
     def __next__(self) -> dict[str, torch.Tensor]:
         if self._taken == len(self._batches):
-            raise _NoMore(
-                f"hot switching: the forward step takes more than the {self._taken} micro-batches of a turn from its "
-                "iterator; let get_batch take one for each"
-            )
+            self._asked_in_vain += 1
+            raise StopIteration
         batch = self._batches[self._taken]
         self._taken += 1
         return _Tensors({name: getattr(batch, name) for name in _KEYS})
 
-    def require_end(self) -> None:
-        """Check that all were taken.
+    def require_no_more(self, most: int = 0) -> None:
+        """Check how often more were asked for than there are.
 
         Raises:
-            UserError: some are left, and what was trained is not what documents, tokens and samples are counted of.
+            UserError: more often than that.
         """
+        if self._asked_in_vain > most:
+            raise UserError(
+                f"hot switching: the forward step takes more than the {self._taken} micro-batches of a turn from its "
+                "iterator; let get_batch take one for each"
+            )
+
+    def require_end(self) -> None:
+        """Check that all were taken, and no more but by a get_batch that reads one ahead.
+
+        Raises:
+            UserError: what was trained is not what documents, tokens and samples are counted of.
+        """
+        self.require_no_more(1)
         if self._taken < len(self._batches):
             raise UserError(
                 f"hot switching: the forward step took {self._taken} of the {len(self._batches)} micro-batches of a "

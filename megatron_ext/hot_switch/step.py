@@ -26,6 +26,7 @@ from megatron_ext.hot_switch.losses import GuestLosses
 from megatron_ext.hot_switch.micro_batches import MicroBatches
 from megatron_ext.hot_switch.placed_model import PlacedModel
 from megatron_ext.hot_switch.router_losses import RouterReport
+from megatron_ext.hot_switch.row_parts import own_positions
 from megatron_ext.hot_switch.rows import PackedBatch
 from megatron_ext.hot_switch.switch_log import SwitchLog
 from megatron_ext.seams.router import metrics_apart
@@ -204,9 +205,17 @@ class SwitchingStep:
     @contextlib.contextmanager
     def _reading(self, model: PlacedModel, micro_batches: list[PackedBatch]) -> Iterator[Any]:
         """Yield what the schedule takes micro-batches from in the turn of a model, and see that it does."""
-        self._checks.begin(micro_batches, model.strategy.cp)
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        self._checks.begin([own_positions(batch.loss_mask, group) for batch in micro_batches])
         iterators = [MicroBatches(micro_batches) for _ in model.chunks]
-        yield iterators if len(iterators) > 1 else iterators[0]
+        try:
+            yield iterators if len(iterators) > 1 else iterators[0]
+        except (StopIteration, RuntimeError):  # a generator of the user's makes the other of the one
+            for iterator in iterators:
+                iterator.require_no_more()
+            raise
         for chunk in model.reading_chunks:
             iterators[chunk].require_end()
 

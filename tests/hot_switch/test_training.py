@@ -23,7 +23,7 @@ from tests.hot_switch.runs import (
     stock_run,
     tell_padding,
 )
-from tests.support.presets import LATENT, MOE, PRECISIONS, toy_gpt
+from tests.support.presets import LATENT, MOE, PRECISIONS, Options, toy_gpt
 from tests.support.pretrain import run_pretrain
 
 
@@ -77,6 +77,18 @@ def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     assert_equal_but_for_rounding(hot, stock_run(home, **options))
+
+
+def test_a_part_of_a_row_may_be_without_the_padding_of_the_row(tmp_path):
+    file = tmp_path / "strategies.yaml"
+    file.write_text("bucket_sizes: [32, 0]\nstrategies:\n  - {dp: 1, tp: 1, pp: 1, cp: 2}\n")
+    # Few rows, so that of each step's the rank in the middle of rows has often none with padding there.
+    few: Options = {"train_iters": 8, "global_batch_size": 2}
+    command = toy_gpt(COMMON, few, hot_switch_strategy_file=str(file))
+    parts = run_pretrain(command, 2, probe=full_parameters, before=same_weights)
+    command = toy_gpt(COMMON, few, hot_switch_strategies=["1,1,1"], hot_switch_bucket_sizes=[32, 0])
+    whole = run_pretrain(command, 1, probe=full_parameters, before=same_weights)
+    assert_equal_but_for_rounding(parts, whole)
 
 
 def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):

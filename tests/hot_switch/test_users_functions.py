@@ -158,6 +158,37 @@ def every_second_batch(samples, vp_stage):
 
 gpt.next_batch = every_second_batch
 """
+PAST_THE_END = """
+next_batch = gpt.next_batch
+made = {}
+
+def pairs(samples):
+    while True:
+        yield next(samples), next(samples)
+
+def second_of_pair(samples, vp_stage):
+    if samples is not None and id(samples) not in made:
+        made.clear()
+        made[id(samples)] = pairs(samples)
+    return next_batch(samples and iter([next(made[id(samples)])[1]]), vp_stage)
+
+gpt.next_batch = second_of_pair
+"""
+EVERY_SECOND = """
+class EverySecond:
+    last = None
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __next__(self):
+        found = [next(self.samples, None), next(self.samples, None)]
+        EverySecond.last = found[1] or found[0] or EverySecond.last
+        return EverySecond.last
+
+next_batch = gpt.next_batch
+gpt.next_batch = lambda samples, vp_stage: next_batch(samples and EverySecond(samples), vp_stage)
+"""
 OTHER_KEYS = """
 next_batch = gpt.next_batch
 
@@ -281,6 +312,8 @@ def test_functions_that_are_another_way_to_say_the_same_train_the_same(tmp_path,
         (MASK_OF_ONES, r"the loss function counts all \d+ positions of a micro-batch, and some of them are padding"),
         (OWN_TOKENS, "the forward step took 0 of the \\d+ micro-batches of a turn from its iterator; let get_batch"),
         (TWO_BATCHES, "the forward step takes more than the \\d+ micro-batches of a turn from its iterator; let get"),
+        (PAST_THE_END, "the forward step takes more than the \\d+ micro-batches of a turn from its iterator; let get"),
+        (EVERY_SECOND, "the forward step takes more than the \\d+ micro-batches of a turn from its iterator; let get"),
         (OTHER_KEYS, "get_batch reads 'text', but micro-batches have tokens, labels, loss_mask, position_ids; let it"),
         (HALF_ROWS, r"the model is given 1 rows of \d+ positions, and the documents of the micro-batch are 1 rows of"),
         (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
@@ -300,6 +333,8 @@ def test_functions_that_are_another_way_to_say_the_same_train_the_same(tmp_path,
         "a mask of ones",
         "tokens of its own",
         "two batches at once",
+        "a generator past the end",
+        "every second batch",
         "other keys",
         "half rows",
         "model hooks",
