@@ -42,6 +42,16 @@ def moved(values: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]
     return {name: value + by for name, value in values.items()}
 
 
+def lose_contributions(service: Service) -> None:
+    """Let the server die with what it has of contributions, and start it again."""
+    assert service.server is not None
+    service.server.kill()
+    service.server.wait()
+    for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
+        frames.unlink()
+    service.start()
+
+
 @pytest.mark.parametrize(
     ("kind", "codec"), [(SINGLE, "fp32"), (("moe-ep2", "bf16-distopt", 2), "int8")], ids=["one rank", "two ranks, int8"]
 )
@@ -246,11 +256,7 @@ def test_a_contribution_that_the_server_has_lost_is_awaited_no_longer(make_servi
         values = dying.start(START)
         held = held.result()
         dying.upload(1, moved(values, 2.0), Report(progress=Progress(7, 28, 0.0)))
-    service.server.kill()
-    service.server.wait()
-    for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
-        frames.unlink()
-    service.start()
+    lose_contributions(service)
     with service.client("b", START) as again:
         assert torch.equal(again.start(START, repeats=False)["w"], START["w"])
         assert again.round == 0 and not again.uploaded and again.counted is None
@@ -270,11 +276,7 @@ def test_a_contribution_that_is_lost_while_it_is_awaited_leaves_the_interval_to_
     with ThreadPoolExecutor(1) as pool, service.client("b", START, codec="int8") as again:
         begun = pool.submit(again.resume, 0)
         until(lambda: again.index >= 0, "the new process")
-        service.server.kill()
-        service.server.wait()
-        for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
-            frames.unlink()
-        service.start()
+        lose_contributions(service)
         assert begun.result() is None
         assert again.round == 0 and not again.uploaded and again.counted is None
         assert again.sync(moved(values, 2.0), Report(steps=7)).contributed
@@ -305,12 +307,7 @@ def test_what_is_uploaded_again_for_an_earlier_process_is_reported_too(make_serv
         held = held.result()
         with service.client("b", START) as again:
             assert again.resume(*saved) is None and again.uploaded
-            assert service.server is not None
-            service.server.kill()
-            service.server.wait()
-            for frames in (service.state / "runs/demo/spool").rglob("*.frames"):
-                frames.unlink()
-            service.start()
+            lose_contributions(service)
             ours = pool.submit(again.sync, moved(values, 2.0), report)
             lasting.sync(moved(held, 1.0), report)
             assert ours.result().contributed
