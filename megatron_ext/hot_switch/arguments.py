@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_ext.data.corpus_files import check_corpus, check_split
 from megatron_ext.data.split import MEGATRONS_SPLIT
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
-from megatron_ext.hot_switch.corpus_files import check_corpus, check_split
 from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategy import Strategy

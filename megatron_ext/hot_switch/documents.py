@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.data.corpus_files import check_corpus
 from megatron_ext.data.split import MEGATRONS_SPLIT, parts_of
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.corpus_files import check_corpus
 
 __all__ = ["Documents", "IndexedDocuments", "MockDocuments", "open_documents"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.data.corpus_files import HEAD_BYTES, check_index
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.corpus_files import HEAD_BYTES, check_index
 
 __all__ = ["read_lengths", "typical_batch"]
 
