@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-ext data prepare`: text, code, JSON lines or Parquet to Megatron's .bin/.idx."""
+"""`megatron-ext data prepare`: text, code, JSON, Parquet or Arrow to Megatron's .bin/.idx."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -29,21 +30,33 @@ _PLURALS = {
 """Reasons for leaving something out, as a count of them reads in the summary."""
 
 _DESCRIPTION = """\
-Turn text, code, JSON lines (.jsonl, also gzipped) or Parquet into PREFIX.bin and PREFIX.idx,
-which stock Megatron reads with --data-path PREFIX, and PREFIX.json, which says what is in them.
+Turn text, code, JSON lines, JSON arrays, Parquet or Arrow, each of them plain or compressed with gzip,
+bzip2, xz or zstd, into PREFIX.bin and PREFIX.idx, which stock Megatron reads with --data-path PREFIX, and
+PREFIX.json, which says what is in them.
 
-A text or code file is one document; so is each JSON line and each Parquet row. Every document
-ends with an end-of-document token. Without --tokenizer the tokens are the bytes of the text.
-The flags that Megatron needs are printed at the end.
+A text or code file is one document; so is each JSON line, each element of a JSON array, and each row.
+Every document ends with an end-of-document token. Without --tokenizer the tokens are the bytes of the
+text. The flags that Megatron needs are printed at the end.
 """
 
 _EPILOG = """\
+What a file holds decides how it is read, not its name:
+  - compressed files, Parquet and Arrow are known by their first bytes;
+  - JSON lines: the first line, or the one after it, is one whole JSON object (so .json files, too);
+  - JSON array: begins with [{
+  - JSON records over several lines: begins with an object that has the text's key (--jsonl-key);
+  - everything else without a zero byte near its start is text: code, Markdown, and JSON such as
+    package.json. A record without the key is an error that names its keys; in a folder of code, where
+    it is no record, use --format text.
+Names that end in .jsonl, .parquet or .arrow and the like are read as what they promise.
+
 Order: inputs as given; inside a folder, files sorted by relative path; inside a file, as found.
 Megatron's --split cuts this order into training, validation and test documents, so that the
 validation set is the end of the corpus. Use --shuffle-documents unless that is what you want.
 
-Hidden files, binary files and empty files in folders are left out and counted. Other input
-that cannot be used ends the run with the file and the line, unless --on-error skip is given.
+Hidden files and empty files in folders are left out and counted. All other input that is not read
+(binary files, archives, damaged, unreadable or unusable ones) ends the run with status 2 before
+anything is written, unless it is left out by --glob or --exclude, or --on-error skip is given.
 
 Example:
   megatron-ext data prepare ~/src --glob '*.py' --shuffle-documents 1 --output-prefix data/code
@@ -60,7 +73,7 @@ def add_parser(subparsers: Any) -> None:
     commands = data.add_subparsers(dest="data_command", metavar="COMMAND", required=True)
     parser = commands.add_parser(
         "prepare",
-        help="text, code, JSON lines or Parquet to Megatron's .bin/.idx",
+        help="text, code, JSON, Parquet or Arrow to Megatron's .bin/.idx",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -92,24 +105,27 @@ def add_parser(subparsers: Any) -> None:
     )
     source.add_argument(
         "--format",
-        choices=("auto", "text", "jsonl", "parquet"),
+        choices=("auto", "text", "jsonl", "json", "parquet", "arrow"),
         default="auto",
-        help="how to read the files; auto (default) goes by the suffix, everything unknown is text",
+        help="how to read all files, or what they hold compressed; auto (default): as they look, see below. json is an "
+        "array of records (or strings), or records one after the other",
     )
     source.add_argument(
-        "--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON lines (default: text)"
+        "--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON records (default: text)"
     )
     source.add_argument(
         "--parquet-column",
         default="text",
         metavar="NAME",
-        help="column of the text in Parquet (default: text)",
+        help="column of the text in Parquet and Arrow (default: text)",
     )
     source.add_argument(
         "--on-error",
         choices=("fail", "skip"),
-        help="fail (default): the first unusable input ends the run; skip: leave it out, count and list it",
+        help="fail (default): input that is not read, or the first unusable document, ends the run; skip: leave it "
+        "out, count and list it",
     )
+    source.add_argument("--verbose", action="store_true", help="name every file that is not read")
 
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument(
@@ -187,7 +203,7 @@ def _config(args: argparse.Namespace) -> Any:
     return PrepareConfig(
         inputs=inputs,
         output_prefix=args.output_prefix,
-        tokenizer=TokenizerSpec(folder=args.tokenizer, trust_remote_code=args.trust_remote_code),
+        tokenizer=TokenizerSpec(folder=_from_anywhere(args.tokenizer), trust_remote_code=args.trust_remote_code),
         file_format=args.format,
         jsonl_key=args.jsonl_key,
         parquet_column=args.parquet_column,
@@ -198,7 +214,13 @@ def _config(args: argparse.Namespace) -> Any:
         workers=args.workers,
         overwrite=args.overwrite,
         reuse=args.reuse,
+        verbose=args.verbose,
     )
+
+
+def _from_anywhere(folder: str | None) -> str | None:
+    """Return a path of the same folder that holds in other folders, too: it is written down beside the corpus."""
+    return os.path.abspath(folder) if folder is not None and os.path.isdir(folder) else folder
 
 
 def _print_summary(result: Any) -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from megatron_ext.data.compression import uncompressed_name
 from megatron_ext.data.documents import Problem
 from megatron_ext.errors import UserError
 
 __all__ = ["FileFormat", "Inventory", "SourceFile", "find_sources"]
 
-FileFormat = Literal["text", "jsonl", "parquet"]
+FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow"]
 
 _FORMAT_OF_SUFFIX: dict[str, FileFormat] = {
     ".jsonl": "jsonl",
@@ -26,6 +27,8 @@ _FORMAT_OF_SUFFIX: dict[str, FileFormat] = {
     ".ndjson": "jsonl",
     ".parquet": "parquet",
     ".pq": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
 }
 
 
@@ -40,7 +43,10 @@ class SourceFile:
     """Path relative to the folder it was found in, with `/`; the file's own name if it was given itself."""
 
     format: FileFormat
-    """How to read it."""
+    """How to read it if the user has chosen that; else what its name promises, `text` where it promises nothing."""
+
+    chosen: bool
+    """Whether the user has chosen the format; else the file's content decides."""
 
     named: bool
     """Whether the user gave this very file, so that leaving it out silently would be wrong."""
@@ -67,6 +73,9 @@ class Inventory:
 
     problems: list[Problem] = field(default_factory=list)
     """Links that lead nowhere, folders that cannot be listed."""
+
+    special: list[Problem] = field(default_factory=list)
+    """Devices, pipes and sockets, which `skipped` counts."""
 
     @property
     def total_bytes(self) -> int:
@@ -130,7 +139,7 @@ def find_sources(
         globs: File-name patterns; without a `/` they are matched against the name, with one against the path
             relative to the input folder, where `*` crosses `/` and `**/` may be nothing. Empty means every file.
         excludes: Patterns of files and folders to leave out, matched in the same way.
-        file_format: `auto` goes by the file's suffix and reads what it does not know as text.
+        file_format: How the user wants all files to be read; `auto` leaves that to their content.
         own_outputs: Resolved paths that this command writes, never read back as input.
 
     Raises:
@@ -216,6 +225,8 @@ def _walk(
                 found.append(_source(path, name, status, file_format, named=False))
             else:
                 inventory.skipped["device, pipe or socket"] += 1
+                message = "a device, pipe or socket, which is not read"
+                inventory.special.append(Problem(path=str(path), position="", message=message))
     return sorted(found, key=lambda source: os.fsencode(source.name))
 
 
@@ -243,6 +254,7 @@ def _source(
         path=path,
         name=name,
         format=_format_of(name) if file_format == "auto" else file_format,
+        chosen=file_format != "auto",
         named=named,
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
@@ -251,8 +263,7 @@ def _source(
 
 
 def _format_of(name: str) -> FileFormat:
-    lowered = name.lower().removesuffix(".gz")
-    suffix = os.path.splitext(lowered)[1]
+    suffix = os.path.splitext(uncompressed_name(name))[1]
     return _FORMAT_OF_SUFFIX.get(suffix, "text")
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import multiprocessing
 import os
@@ -65,7 +66,8 @@ def text_of(document: Document, json_key: str) -> str | Problem:
 
     if not document.is_json:
         try:
-            return payload.decode("utf-8")
+            # A byte order mark says how a file is written, and is no part of the text.
+            return payload.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         except UnicodeDecodeError as error:
             line = payload.count(b"\n", 0, error.start) + 1
             return Problem(
@@ -90,7 +92,7 @@ def text_of(document: Document, json_key: str) -> str | Problem:
         return problem(f"JSON {_json_type(row)} where an object with the key {json_key!r} is expected")
     if json_key not in row:
         keys = ", ".join(repr(key) for key in list(row)[:8]) or "none"
-        return problem(f"no key {json_key!r}; keys are {keys} (--jsonl-key)")
+        return problem(f"no key {json_key!r}; keys are {keys} (--jsonl-key); --format text takes each file as one text")
     text = row[json_key]
     if not isinstance(text, str):
         return problem(f"key {json_key!r} holds {_json_type(text)}, not a string")

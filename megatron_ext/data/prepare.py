@@ -29,12 +29,17 @@ from megatron_ext.data.output import (
 )
 from megatron_ext.data.progress import Progress
 from megatron_ext.data.readers import read_documents
+from megatron_ext.data.survey import Survey, refuse_unread, survey
 from megatron_ext.data.tokenizers import TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
 
 __all__ = ["PrepareConfig", "Prepared", "prepare"]
 
 _LISTED_PROBLEMS = 1000
+
+_READING_RULES = 2
+"""Changes when the same files and settings give other documents, so that `--reuse` does not keep the former ones.
+2: content decides how a file is read; byte order marks are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,13 +57,13 @@ class PrepareConfig:
     """Byte-level unless a folder is named."""
 
     file_format: FileFormat | Literal["auto"] = "auto"
-    """How to read every file; `auto` goes by the suffix, and what it does not know is text."""
+    """How to read every file; with `auto` its content decides (the rule is in `content.py`)."""
 
     jsonl_key: str = "text"
-    """Key of the text in JSON lines."""
+    """Key of the text in JSON lines and other JSON records."""
 
     parquet_column: str = "text"
-    """Column of the text in Parquet files."""
+    """Column of the text in Parquet and Arrow files."""
 
     globs: tuple[str, ...] = ()
     """Patterns of the files to read inside folders; empty for all of them."""
@@ -67,7 +72,8 @@ class PrepareConfig:
     """Patterns of files and folders inside folders to leave out."""
 
     on_error: Literal["fail", "skip"] = "fail"
-    """Whether bad input ends the run, with nothing written, or is left out, counted and listed."""
+    """Whether bad input and files that cannot be read end the run, with nothing written, or are left out, counted and
+    listed."""
 
     shuffle_seed: int | None = None
     """Seed, 0 to 2**32 - 1, of a random order of all documents; None keeps the order of `inputs`."""
@@ -80,6 +86,9 @@ class PrepareConfig:
 
     reuse: bool = False
     """Whether to do nothing if the output files were made from the same files with the same settings."""
+
+    verbose: bool = False
+    """Whether to name every file that is not read."""
 
     def settings(self) -> dict[str, Any]:
         """Return everything but the input files that decides about the output's bytes."""
@@ -137,6 +146,7 @@ class _Tally:
 
     documents: int = 0
     tokens: int = 0
+    largest_id: int = 0
     text_bytes: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
     binary_suffixes: Counter[str] = field(default_factory=Counter)
@@ -181,6 +191,7 @@ def prepare(config: PrepareConfig, *, progress_stream: TextIO | None = None) -> 
         "inputs_digest": inventory.digest(),
         "tokenizer": {**asdict(config.tokenizer), "fingerprint": config.tokenizer.fingerprint()},
         "settings": config.settings(),
+        "reading_rules": _READING_RULES,
     }
     # Readers turn their own OSErrors into problems, so that one which arrives here is the output's.
     with _output_errors(prefix):
@@ -190,8 +201,13 @@ def prepare(config: PrepareConfig, *, progress_stream: TextIO | None = None) -> 
         if not config.overwrite:
             refuse_existing(prefix)
         _refuse_no_files(config, inventory)
+        seen = survey(inventory, json_key=config.jsonl_key)
+        if config.verbose:
+            stream.writelines(f"not read: {file}\n" for file in seen.unread)
+        if config.on_error == "fail":
+            refuse_unread(seen.unread)
         with staging_folder(prefix) as folder:
-            sidecar = _write(config, inventory, folder, prefix.name, stream, identity)
+            sidecar = _write(config, inventory, seen, folder, prefix.name, stream, identity)
             publish(folder, prefix)
     return Prepared(prefix=prefix, sidecar=sidecar, reused=False, seconds=time.monotonic() - start)
 
@@ -228,6 +244,7 @@ def _refuse_no_files(config: PrepareConfig, inventory: Inventory) -> None:
 def _write(
     config: PrepareConfig,
     inventory: Inventory,
+    seen: Survey,
     folder: Path,
     name: str,
     stream: TextIO,
@@ -246,7 +263,7 @@ def _write(
 
     progress = Progress("tokenize", inventory.total_bytes, stream)
     batches = encode_all(
-        _items(config, inventory), config.tokenizer, json_key=config.jsonl_key, workers=config.workers
+        _items(config, inventory, seen), config.tokenizer, json_key=config.jsonl_key, workers=config.workers
     )
     with (
         contextlib.closing(progress),
@@ -262,6 +279,8 @@ def _write(
                     tally.binary_suffixes[Path(skipped.path).suffix] += 1
             for document in documents_of(batch):
                 out.add(document)
+            if batch.tokens.size:
+                tally.largest_id = max(tally.largest_id, int(batch.tokens.max()))
             tally.text_bytes += batch.text_bytes
             progress.advance(batch.source_bytes, len(batch.lengths))
     tally.documents, tally.tokens = out.documents, out.tokens
@@ -276,6 +295,7 @@ def _write(
         "megatron_args": config.tokenizer.megatron_args(),
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
+        "largest_id": tally.largest_id,
         "dtype": dtype.__name__,
         "documents": tally.documents,
         "tokens": tally.tokens,
@@ -284,6 +304,7 @@ def _write(
         "input_bytes": inventory.total_bytes,
         "skipped": dict(sorted(tally.skipped.items())),
         "binary_suffixes": dict(sorted(tally.binary_suffixes.items())),
+        "unread": [str(file) for file in seen.unread[:_LISTED_PROBLEMS]],
         "problem_count": tally.problem_count,
         "problems": tally.problems,
         "output_bytes": {suffix: (folder / f"{name}.{suffix}").stat().st_size for suffix in ("bin", "idx")},
@@ -294,10 +315,13 @@ def _write(
     return sidecar
 
 
-def _items(config: PrepareConfig, inventory: Inventory) -> Iterator[Item]:
+def _items(config: PrepareConfig, inventory: Inventory, seen: Survey) -> Iterator[Item]:
     """Yield everything the readers find, file after file."""
     return itertools.chain.from_iterable(
-        read_documents(source, parquet_column=config.parquet_column) for source in inventory.files
+        read_documents(
+            source, parquet_column=config.parquet_column, json_key=config.jsonl_key, content=content
+        )
+        for source, content in zip(inventory.files, seen.contents, strict=True)
     )
 
 

@@ -265,6 +265,15 @@ class TestReuse:
         with pytest.raises(UserError, match=r"settings.shuffle_seed was None and is now 3"):
             make(tmp_path / "in", prefix, reuse=True, shuffle_seed=3)
 
+    def test_a_corpus_that_was_read_by_other_rules_is_made_again(self, tmp_path: Path, prefix: Path) -> None:
+        record = output_paths(prefix)["json"]
+        content = json.loads(record.read_text())
+        del content["reading_rules"]  # as before content decided how files are read
+        record.write_text(json.dumps(content))
+        with pytest.raises(UserError, match="cannot be reused: reading_rules was None and is now"):
+            make(tmp_path / "in", prefix, reuse=True)
+        assert not make(tmp_path / "in", prefix, reuse=True, overwrite=True).reused
+
     def test_the_number_of_processes_does_not_matter(self, tmp_path: Path, prefix: Path) -> None:
         assert make(tmp_path / "in", prefix, reuse=True, workers=2).reused
 

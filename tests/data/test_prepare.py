@@ -107,7 +107,7 @@ def test_every_kind_of_file_becomes_documents_in_a_fixed_order(tmp_path: Path) -
     (folder / "e.bin").write_bytes(b"\0\1")
     (folder / "f.txt").touch()
     (folder / ".g").write_text("hidden")
-    result = make(folder, tmp_path / "corpus")
+    result = make(folder, tmp_path / "corpus", on_error="skip")
     assert read_texts(tmp_path / "corpus") == ["print('\u00e9')\n", "b1", "b2", "c1", "c2", "d1", "d2"]
     facts = result.sidecar
     assert facts["skipped"] == {"binary file": 1, "empty document": 1, "empty file": 1, "hidden": 1}

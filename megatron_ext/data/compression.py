@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed files: recognized by their first bytes, read as a stream of what they hold."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import zlib
+from collections.abc import Buffer, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.data.optional import import_optional
+
+__all__ = [
+    "BUFFER_BYTES",
+    "DamagedData",
+    "Stream",
+    "compression_of",
+    "compression_of_name",
+    "open_file",
+    "opened",
+    "uncompressed_name",
+]
+
+_MAGIC = {
+    "gzip": b"\x1f\x8b",
+    "bzip2": b"BZh",
+    "xz": b"\xfd7zXZ\x00",
+    "zstd": b"\x28\xb5\x2f\xfd",
+}
+_BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
+"""What follows `BZh` and the level: a block, or the end of empty data. Three letters alone might begin a text."""
+
+_COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+
+BUFFER_BYTES = 1 << 16
+"""What is read at once, and how far one can look ahead."""
+
+
+type Stream = io.BufferedReader[Any]
+
+
+class DamagedData(Exception):
+    """Compressed data that is truncated or corrupt; the text says which, as in `gzip data is truncated`."""
+
+
+def compression_of(head: bytes) -> str | None:
+    """Return how a file with these first bytes (12 or more where there are so many) is compressed, or None."""
+    for name, magic in _MAGIC.items():
+        if head.startswith(magic) and (name != "bzip2" or head[4:10] in _BZIP2_BLOCKS):
+            return name
+    return None
+
+
+def compression_of_name(name: str) -> str | None:
+    """Return the compression that a file's name promises, or None."""
+    return next((kind for suffix, kind in _COMPRESSION_OF_SUFFIX.items() if name.lower().endswith(suffix)), None)
+
+
+def uncompressed_name(name: str) -> str:
+    """Return a file's name in lower case, without the suffix that promises a compression."""
+    lowered = name.lower()
+    return next(
+        (lowered.removesuffix(suffix) for suffix in _COMPRESSION_OF_SUFFIX if lowered.endswith(suffix)), lowered
+    )
+
+
+def open_file(path: Path) -> Stream:
+    """Open a file as it is on disk, such that one can look ahead.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    return io.BufferedReader(io.FileIO(path), BUFFER_BYTES)
+
+
+@contextmanager
+def opened(raw: Stream, compression: str | None, path: str) -> Iterator[Stream]:
+    """Open what a file holds.
+
+    Args:
+        raw: The file, at its start.
+        compression: As `compression_of` says; with None it is `raw` itself.
+        path: Name of the file, for the message that a package is missing.
+
+    Yields:
+        A stream whose reads raise `DamagedData` where compressed data cannot be read.
+
+    Raises:
+        UserError: The compression needs a package that is not installed.
+    """
+    if compression is None:
+        yield raw
+        return
+    with (
+        _decompressor(raw, compression, path) as inner,
+        io.BufferedReader(_Checked(inner, compression), BUFFER_BYTES) as stream,
+    ):
+        yield stream
+
+
+def _decompressor(raw: Stream, compression: str, path: str) -> Any:
+    if compression == "gzip":
+        return gzip.GzipFile(fileobj=raw)
+    if compression == "bzip2":
+        return bz2.BZ2File(raw)
+    if compression == "xz":
+        return lzma.LZMAFile(raw)
+    arrow: Any = import_optional("pyarrow", f"reading {path}, which is compressed with zstd,")
+    return arrow.CompressedInputStream(raw, "zstd")
+
+
+class _Checked(io.RawIOBase):
+    """A decompressor with one kind of error, which is raised after all that could be read before it."""
+
+    def __init__(self, inner: Any, compression: str) -> None:
+        self._inner = inner
+        self._compression = compression
+        self._failure: DamagedData | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer).cast("B")
+        filled = 0
+        while filled < len(view):
+            try:
+                data = self._read(min(len(view) - filled, BUFFER_BYTES))
+            except DamagedData as error:
+                self._failure = error
+                if filled:
+                    break
+                raise
+            if not data:
+                break
+            view[filled : filled + len(data)] = data
+            filled += len(data)
+        return filled
+
+    def _read(self, most: int) -> bytes:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return bytes(self._inner.read1(most))
+        except EOFError as error:
+            raise DamagedData(f"{self._compression} data is truncated") from error
+        except (OSError, ValueError, zlib.error, lzma.LZMAError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the disk's, not the data's
+            reason = "truncated" if "runcated" in str(error) else f"corrupt ({error})"
+            raise DamagedData(f"{self._compression} data is {reason}") from error
