@@ -7,7 +7,9 @@
 #   sbatch examples/local_sgd/train_gpt3_diloco_slurm.sh \
 #       [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
-# The paths must be on storage that all nodes share. Without DATA_PATH on mock data, without VOCAB_FILE on bytes.
+# The paths must be on storage that all nodes share. Without DATA_PATH on mock data. The record beside the data
+# (`megatron-ext data prepare` writes it) says which vocabulary they are of; without one VOCAB_FILE and MERGE_FILE do, or
+# in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids.
 # BACKEND=cpu starts it at toy size; outside of a SLURM job, on this machine alone with 4 processes.
 
 #SBATCH --job-name=gpt3-diloco

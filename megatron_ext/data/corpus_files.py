@@ -10,13 +10,13 @@ import numpy as np
 from megatron_ext.data.split import advised_split, parts_without_documents
 from megatron_ext.errors import UserError
 
-__all__ = ["HEAD_BYTES", "check_corpus", "check_index", "check_split"]
+__all__ = ["HEAD_BYTES", "check_corpus", "check_index", "check_split", "token_type"]
 
 _MAGIC = b"MMIDIDX\x00\x00"
 HEAD_BYTES = len(_MAGIC) + 8 + 1 + 8 + 8
 """Of an index: magic, version, kind of token, numbers of sequences and of documents. The sequences' lengths follow."""
 
-_TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
+_TOKEN_TYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 """By Megatron's number for the kind of token."""
 
 
@@ -38,6 +38,20 @@ def check_index(path: Path) -> int:
     return count
 
 
+def token_type(path: Path) -> np.dtype[np.generic]:
+    """Return the type of a corpus's tokens on disk, which its index tells.
+
+    Raises:
+        UserError: Megatron has none of that number.
+    """
+    with path.open("rb") as file:
+        file.seek(len(_MAGIC) + 8)
+        name = _TOKEN_TYPES.get(file.read(1)[0])
+    if name is None:
+        raise UserError(f"{path}: has tokens of a kind that Megatron does not have; make the corpus again")
+    return np.dtype(f"<{name}")
+
+
 def check_corpus(prefix: str) -> None:
     """Refuse a corpus of which something is missing.
 
@@ -57,14 +71,11 @@ def check_corpus(prefix: str) -> None:
     if count == 0:
         return
     with index.open("rb") as file:
-        file.seek(len(_MAGIC) + 8)
-        each = _TOKEN_BYTES.get(file.read(1)[0])
+        file.seek(HEAD_BYTES)
         # The sequences lie one after the other, so that the last one's end is that of all.
-        length = int(np.fromfile(file, "<i4", count=1, offset=16 + 4 * (count - 1))[0])
+        length = int(np.fromfile(file, "<i4", count=1, offset=4 * (count - 1))[0])
         place = int(np.fromfile(file, "<i8", count=1, offset=8 * (count - 1))[0])
-    if each is None:
-        raise UserError(f"{index}: has tokens of a kind that Megatron does not have; make the corpus again")
-    size, wanted = tokens.stat().st_size, place + length * each
+    size, wanted = tokens.stat().st_size, place + length * token_type(index).itemsize
     if size < wanted:
         raise UserError(f"{tokens}: has {size} bytes, and its index speaks of {wanted}; make the corpus again")
 

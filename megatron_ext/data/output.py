@@ -20,6 +20,7 @@ from megatron_ext.errors import UserError
 
 __all__ = [
     "check_prefix",
+    "has_sidecar",
     "output_paths",
     "publish",
     "read_sidecar",
@@ -61,6 +62,15 @@ def check_prefix(given: str) -> Path:
     return prefix
 
 
+def has_sidecar(prefix: Path) -> bool:
+    """Return whether there is a PREFIX.json that `data prepare` wrote, of this release or another."""
+    try:
+        content = json.loads(output_paths(prefix)["json"].read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return isinstance(content, dict) and str(content.get("format")).startswith(_SIDECAR_FAMILY)
+
+
 def refuse_foreign_description(prefix: Path) -> None:
     """Refuse to replace a PREFIX.json that is something else, such as the input that the corpus is made of.
 
@@ -68,13 +78,7 @@ def refuse_foreign_description(prefix: Path) -> None:
         UserError: There is such a file.
     """
     path = output_paths(prefix)["json"]
-    if not path.exists():
-        return
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError:
-        content = None
-    if not isinstance(content, dict) or not str(content.get("format")).startswith(_SIDECAR_FAMILY):
+    if path.exists() and not has_sidecar(prefix):
         raise UserError(
             f"output {path}: is there already and not a description that data prepare wrote, so that even "
             "--overwrite keeps it; use another --output-prefix"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hypothesis import HealthCheck, settings
 
 from megatron_ext.data.documents import Document
@@ -58,17 +59,40 @@ def write_json_lines(path: Path, texts: Iterable[str], *, key: str = "text") -> 
     return path
 
 
+def write_without_record(prefix: Path, documents: Iterable[Iterable[int]], dtype: type = np.int32) -> str:
+    """Write a corpus of token ids as Megatron's preprocess_data.py does: without a record. Return its prefix."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        tokens = np.array(list(document), dtype=dtype)
+        builder.add_document(tokens, [tokens.size])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
 def text_document(payload: bytes | str, *, is_json: bool = False, position: str = "") -> Document:
     """Return a document as a reader would yield it."""
     size = len(payload)
     return Document(path="f", position=position, payload=payload, is_json=is_json, source_bytes=size)
 
 
-def make_tokenizer(folder: Path, *, post_processor: Any = None, **config: Any) -> Path:
+def make_tokenizer(
+    folder: Path,
+    *,
+    post_processor: Any = None,
+    vocab_size: int = 300,
+    texts: Iterable[str] = ("def main return import self hello world " * 4,) * 10,
+    **config: Any,
+) -> Path:
     """Train a tiny byte-level BPE tokenizer and save it as a Hugging Face folder.
 
     Args:
         folder: Where to; made here.
+        vocab_size: Most ids that it has.
+        texts: What it is trained on.
         post_processor: What the tokenizer adds around every text.
         config: Further entries of tokenizer_config.json; `eos_token=None` leaves the end-of-text token out.
     """
@@ -78,12 +102,12 @@ def make_tokenizer(folder: Path, *, post_processor: Any = None, **config: Any) -
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=vocab_size,
         special_tokens=[EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(["def main return import self hello world " * 4] * 10, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     folder.mkdir(parents=True)

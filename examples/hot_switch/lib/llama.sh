@@ -117,15 +117,22 @@ check_batch() {
             "micro-batch of $MICRO_BATCH; give a multiple"
 }
 
-# Refuses a DATA_PATH without files, or in another vocabulary than TOKENIZER's.
+# Refuses a DATA_PATH without files, of no vocabulary or another one; sets VOCABULARY_ARGS to its tokenizer's options,
+# and to none for bytes, which are ids in any model's vocabulary.
 check_data() {
     local how="make it with examples/hot_switch/create_web_dataset.sh or \`megatron-ext data prepare\`"
+    VOCABULARY_ARGS=()
+    if [[ -n ${TOKENIZER:-} ]]; then
+        VOCABULARY_ARGS=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
+    fi
     if [[ -z $DATA_PATH || $DRY_RUN == 1 ]]; then
         return
     fi
     [[ -f $DATA_PATH.idx ]] || launch_error "DATA_PATH: there is no $DATA_PATH.idx; $how, and give its prefix"
-    if [[ -z ${TOKENIZER:-} ]] && grep -q HuggingFaceTokenizer "$DATA_PATH.json" 2>/dev/null; then
-        launch_error "$DATA_PATH was made with a Hugging Face tokenizer; set TOKENIZER to its folder"
+    check_counts VOCAB_SIZE
+    read_vocabulary
+    if [[ ${VOCABULARY_ARGS[*]} == "--tokenizer-type NullTokenizer --vocab-size 257" ]]; then
+        VOCABULARY_ARGS=()
     fi
 }
 

@@ -48,9 +48,9 @@ HOT_SWITCH_ARGS=(
     --hot-switch-gpus-per-node "$SLOTS"
 )
 
-# Rows of the embedding: the model's own number, unless a tokenizer has another. Bytes are ids below 257.
-if [[ -n ${TOKENIZER:-} ]]; then
-    DATA_ARGS=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
+# Rows of the embedding: the model's own number, unless the data's vocabulary has another. Bytes are ids below 257.
+if ((${#VOCABULARY_ARGS[@]} > 0)); then
+    DATA_ARGS=("${VOCABULARY_ARGS[@]}")
 else
     DATA_ARGS=(--tokenizer-type NullTokenizer --make-vocab-size-divisible-by 1)
 fi

@@ -40,7 +40,7 @@ read_paths() {
     check_data_files
 }
 
-# Refuses a DATA_PATH without files, and one half of a vocabulary.
+# Refuses a DATA_PATH without files, and what is half a vocabulary, several, or one for no data.
 check_data_files() {
     if [[ -n $DATA_PATH && ! -f $DATA_PATH.idx ]]; then
         launch_error "DATA_PATH: there is no $DATA_PATH.idx; give the prefix that \`megatron-ext data prepare\`" \
@@ -49,13 +49,29 @@ check_data_files() {
     if [[ -n $VOCAB_FILE && -z $MERGE_FILE ]] || [[ -z $VOCAB_FILE && -n $MERGE_FILE ]]; then
         launch_error "VOCAB_FILE is '$VOCAB_FILE' and MERGE_FILE '$MERGE_FILE'; set both, or neither"
     fi
-    if [[ -n $VOCAB_FILE && -z $DATA_PATH ]]; then
-        launch_error "VOCAB_FILE is for the data of a DATA_PATH, which is not set; mock data are bytes"
-    fi
+    check_counts VOCAB_SIZE
+    local name
+    for name in VOCAB_FILE TOKENIZER VOCAB_SIZE; do
+        if [[ -n ${!name:-} && -z $DATA_PATH ]]; then
+            launch_error "$name is for the data of a DATA_PATH, which is not set; mock data are bytes"
+        fi
+    done
 }
 
-# Fills DATA_ARGS: mock data without a DATA_PATH, GPT-2's tokenizer with vocabulary files, else bytes, which is what
-# `megatron-ext data prepare` writes by default.
+# Sets VOCABULARY_ARGS to the options of the tokenizer of DATA_PATH: what the record beside it says (PREFIX.json, which
+# `megatron-ext data prepare` writes), else TOKENIZER, VOCAB_SIZE, or VOCAB_FILE and MERGE_FILE. Refuses data without
+# either, two that disagree, and ids beyond the vocabulary.
+read_vocabulary() {
+    local given=() printed
+    find_python
+    [[ -z ${TOKENIZER:-} ]] || given+=(--tokenizer "$TOKENIZER")
+    [[ -z ${VOCAB_SIZE:-} ]] || given+=(--vocab-size "$VOCAB_SIZE")
+    [[ -z ${VOCAB_FILE:-} ]] || given+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    printed="$(python -m megatron_ext.cli.main data check --for-script ${given[@]+"${given[@]}"} -- "$DATA_PATH")" || exit 1
+    mapfile -t VOCABULARY_ARGS <<<"$printed"
+}
+
+# Fills DATA_ARGS: mock data without a DATA_PATH, which are bytes, else that with the vocabulary of its ids.
 set_data_args() {
     # Megatron does not return from building a split that gets no document, so that a toy's splits are larger.
     local split=949,50,1
@@ -64,10 +80,9 @@ set_data_args() {
     fi
     if [[ -z $DATA_PATH ]]; then
         DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 257)
-    elif [[ -n $VOCAB_FILE ]]; then
-        DATA_ARGS=(--data-path "$DATA_PATH" --vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
     else
-        DATA_ARGS=(--data-path "$DATA_PATH" --tokenizer-type NullTokenizer --vocab-size 257)
+        read_vocabulary
+        DATA_ARGS=(--data-path "$DATA_PATH" "${VOCABULARY_ARGS[@]}")
     fi
     DATA_ARGS+=(--split "$split")
 }
@@ -84,7 +99,8 @@ find_python() {
         export PATH="$ROOT/.venv/bin:$PATH"
     fi
     # So that a container's Python finds this checkout without an installation.
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    [[ ${PYTHONPATH:-} == "$ROOT" || ${PYTHONPATH:-} == "$ROOT":* ]] ||
+        export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
 # Whether $1 is a whole number, 0 or more, with no more digits than shell arithmetic can take.

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext data check`: whether corpora are whole, which vocabulary is theirs, and whether all ids are in it."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from typing import Any
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Check corpora before training starts: that their files are whole, and that all ids are in the vocabulary.
+
+The vocabulary is that of the record PREFIX.json, which `data prepare` writes. Corpora without one (of
+Megatron's preprocess_data.py) need --tokenizer, --vocab-size, or --vocab-file and --merge-file; their
+tokens are read for the largest id, once. Several corpora have to be of one vocabulary. Prints the flags
+that Megatron needs.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command `check` to the commands of `data`.
+
+    Args:
+        commands: What `ArgumentParser.add_subparsers` returned.
+    """
+    parser = commands.add_parser(
+        "check",
+        help="whether corpora are whole, and their ids in the vocabulary",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(func=run)
+    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="of the .bin and .idx files")
+    parser.add_argument("--tokenizer", metavar="DIR", help="Hugging Face tokenizer folder")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="let Python code inside the tokenizer folder run"
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="ids 0 to N-1, of which the last ends documents")
+    parser.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT-2's tokenizer")
+    parser.add_argument("--merge-file", metavar="FILE", help="its merges.txt")
+    parser.add_argument(
+        "--for-script",
+        action="store_true",
+        help="print only the tokenizer's flags, a word per line; errors name a launch script's variables (TOKENIZER, "
+        "VOCAB_SIZE, VOCAB_FILE, MERGE_FILE)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `data check`.
+
+    Raises:
+        UserError: A corpus is incomplete, or of no vocabulary or another.
+    """
+    from megatron_ext.data.tokenizers import TokenizerSpec
+    from megatron_ext.data.vocabulary import VocabularyConfig, check_corpora
+    from megatron_ext.errors import UserError
+
+    if args.trust_remote_code and args.tokenizer is None:
+        raise UserError("--trust-remote-code has no meaning without --tokenizer")
+    spec = None
+    if args.tokenizer is not None:
+        spec = TokenizerSpec(folder=args.tokenizer, trust_remote_code=args.trust_remote_code)
+    names: dict[str, Any] = {}
+    if args.for_script:
+        names = {
+            "tokenizer_name": "TOKENIZER",
+            "vocab_size_name": "VOCAB_SIZE",
+            "files_names": ("VOCAB_FILE", "MERGE_FILE"),
+        }
+    given = VocabularyConfig(
+        tokenizer=spec, vocab_size=args.vocab_size, vocab_file=args.vocab_file, merge_file=args.merge_file, **names
+    )
+    vocabulary, corpora = check_corpora(args.prefixes, given, tell=_tell)
+    if args.for_script:
+        print("\n".join(vocabulary.megatron_args))
+        return 0
+    for corpus in corpora:
+        counts = f"{corpus.sequences:,} sequences, {corpus.tokens:,} tokens"
+        print(f"{corpus.prefix}: {counts}, no id above {corpus.largest_id:,}")
+    if vocabulary.size is not None:
+        print(f"vocabulary: {vocabulary.size:,} ids ({vocabulary.said_by})")
+    print("use with:")
+    print(f"  {shlex.join([*vocabulary.megatron_args, '--data-path', *args.prefixes])}")
+    return 0
+
+
+def _tell(line: str) -> None:
+    print(f"megatron-ext: {line}", file=sys.stderr, flush=True)
