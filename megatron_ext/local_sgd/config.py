@@ -103,6 +103,11 @@ class LocalSGDConfig(FromArgs):
     """Let the detector follow each worker's norm divided by the median over the workers, so that norms that fall for
     all of them, as with the learning rate, hide nobody. Needs at least 3 workers."""
 
+    ewma_relearn_rounds: int = flag("--local-sgd-ewma-relearn-rounds", 3)
+    """Rounds in which a norm that most workers share is rejected, after which it is a new level, from which the
+    detector starts again: no lasting rise, as of the learning rate, skips a unit in more rounds. 0: never, as in the
+    official implementation."""
+
     pseudo_gradnorm_reduce: bool = flag("--local-sgd-pseudo-gradnorm-reduce", False)
     """Weight the workers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
 
@@ -173,6 +178,7 @@ class LocalSGDConfig(FromArgs):
         for name, allowed, rule in (
             ("ewma_alpha", 0 < self.ewma_alpha < 1, "it must be above 0 and below 1"),
             ("ewma_warmup_steps", self.ewma_warmup_steps >= 2, "it must be at least 2 rounds"),
+            ("ewma_relearn_rounds", self.ewma_relearn_rounds >= 0, "it must be 0 (never) or more rounds"),
             ("ewma_threshold", 0 < self.ewma_threshold < math.inf, "it must be a finite number above 0"),
             ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be finite and above 0"),
             ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be finite and above 0"),
@@ -185,7 +191,14 @@ class LocalSGDConfig(FromArgs):
                 found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
         for names, needed in (
             (
-                ("ewma_alpha", "ewma_warmup_steps", "ewma_threshold", "ewma_official_start", "ewma_relative"),
+                (
+                    "ewma_alpha",
+                    "ewma_warmup_steps",
+                    "ewma_threshold",
+                    "ewma_official_start",
+                    "ewma_relative",
+                    "ewma_relearn_rounds",
+                ),
                 "skip_anomaly",
             ),
             (("weight_softmax_temperature", "weight_scale_free"), "pseudo_gradnorm_reduce"),

@@ -13,19 +13,38 @@ however large or small all of them are.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.shared_level import SharedLevels
 
-__all__ = ["AnomalyDetector"]
+__all__ = ["AnomalyDetector", "NewLevel"]
 
 _TENSORS = ("mean", "spread", "weight", "weight_of_squares", "count", "window")
 
 
 _RESOLUTION = 1e-6
 """Of norms, relative: they are sums in fp32. What has differed by less was constant, and does not say what is far."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewLevel:
+    """A level of a worker's norms from which the detector starts again; of quotients where it follows these."""
+
+    worker: int
+    """Whose."""
+
+    unit: int
+    """Of which unit."""
+
+    before: float
+    """The mean that rejected it."""
+
+    now: float
+    """The mean of the latest norms."""
 
 
 class AnomalyDetector:
@@ -41,6 +60,7 @@ class AnomalyDetector:
         threshold: float,
         bias_correction: bool = True,
         relative: bool = False,
+        relearn: int = 0,
     ) -> None:
         """Start without experience.
 
@@ -55,6 +75,8 @@ class AnomalyDetector:
                 zero, as in the official implementation, whose 'standard deviation' is start-up bias for a long while.
             relative: follow norms divided by their median over the workers, of which there must be at least three: of
                 two, neither is the measure.
+            relearn: rounds in which a norm that most workers share is rejected, after which it is a new level; 0 for
+                never, as in the official implementation.
         """
         shape = (workers, units)
         self.alpha = alpha
@@ -70,6 +92,7 @@ class AnomalyDetector:
         self.weight_of_squares = torch.zeros(shape, dtype=torch.float64)
         self.count = torch.zeros(shape, dtype=torch.int64)
         self.window = torch.zeros((warmup, *shape), dtype=torch.float64)
+        self._levels = SharedLevels(relearn, workers, units) if relearn else None
 
     def verdicts(self, norms: torch.Tensor) -> torch.Tensor:
         """Return which norms are anomalous.
@@ -106,13 +129,28 @@ class AnomalyDetector:
             f"deviations above its mean of {float(self.mean[at]):.4g}; the limit is {limit:.3g}"
         )
 
-    def learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
+    def learn(
+        self, norms: torch.Tensor, accepted: torch.Tensor, present: torch.Tensor | None = None
+    ) -> list[NewLevel]:
         """Take in the norms that were accepted; `verdicts` has seen them.
 
         Args:
             norms: fp64, (workers, units).
-            accepted: bool, of the same shape; the other norms change nothing.
+            accepted: bool, of the same shape; the other norms change nothing, until they are a new level.
+            present: bool, of the same shape: who took part; all unless given.
+
+        Returns:
+            The new levels, from which the next round is judged.
         """
+        compared, limits, means = norms / self._scale, self._limits(), self.mean
+        self._learn(norms, accepted)
+        if self._levels is None:
+            return []
+        measure = torch.isfinite(norms) & (norms > 0) & (torch.ones_like(accepted) if present is None else present)
+        new = self._levels.take(compared, rejected=~accepted, present=measure, limits=limits, means=means)
+        return self._start_again(new) if new.any() else []
+
+    def _learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
         if self.relative:
             # What was rejected is no measure for the others, and who is alone has nothing to be compared with.
             measure = accepted & (norms > 0)
@@ -144,6 +182,8 @@ class AnomalyDetector:
     def state(self) -> dict[str, Any]:
         """Return everything learned, for a checkpoint; `load` takes it."""
         found = {name: getattr(self, name).clone() for name in _TENSORS}
+        if self._levels is not None:
+            found.update(self._levels.state())
         return {**found, "relative": torch.ones(1, dtype=torch.int64)} if self.relative else found
 
     def load(self, state: dict[str, Any]) -> None:
@@ -169,18 +209,54 @@ class AnomalyDetector:
         workers = torch.arange(self.mean.shape[0]) % saved["mean"].shape[0]
         for name, value in saved.items():
             setattr(self, name, value.index_select(value.dim() - 2, workers).clone())
+        if self._levels is not None:
+            self._levels.load(state, workers)
+
+    def _start_again(self, new: torch.Tensor) -> list[NewLevel]:
+        """Start mean and variance anew from the latest norms, where there is a new level; nobody is warmed up again.
+
+        A few norms may be close to each other by chance, so that their scatter is at least what it was, in relation to
+        the level. As little weight as so few have makes the mean follow a level that is still rising.
+        """
+        assert self._levels is not None
+        level, scattered = self._levels.level()
+        variance = torch.maximum(scattered, self._variance() * (level / self.mean).square())
+        # The mean of so few is itself uncertain.
+        variance = variance * (1 + 1 / self._levels.rounds)
+        fresh = torch.tensor([self.alpha * (1 - self.alpha) ** age for age in range(self._levels.rounds)]).double()
+        before = self.mean
+        self.mean = torch.where(new, level, self.mean)
+        self.weight = torch.where(new, fresh.sum(), self.weight)
+        self.weight_of_squares = torch.where(new, fresh.square().sum(), self.weight_of_squares)
+        spread = variance * self.weight * self._freedom() if self.bias_correction else variance
+        self.spread = torch.where(new, spread, self.spread)
+        return [
+            NewLevel(worker=worker, unit=unit, before=float(before[worker, unit]), now=float(level[worker, unit]))
+            for worker, unit in new.nonzero().tolist()
+        ]
+
+    def _freedom(self) -> torch.Tensor:
+        """Return by what a weighted sample's variance is too small: 1 - 1/n for n equal weights."""
+        return 1 - self.weight_of_squares / self.weight.square()
+
+    def _variance(self) -> torch.Tensor:
+        # Of weights that sum up to 1: the unbiased variance of a sample with unequal weights.
+        return self.spread / self.weight / self._freedom() if self.bias_correction else self.spread
+
+    def _std(self) -> torch.Tensor:
+        """Return the standard deviations; NaN where too little is known."""
+        std = self._variance().clamp(min=0).sqrt()
+        known = (self.count >= max(self.warmup, 2)) & (std > _RESOLUTION * self.mean.abs())
+        return torch.where(known, std, math.nan)
+
+    def _limits(self) -> torch.Tensor:
+        """Return up to where norms are accepted; NaN where too little is known."""
+        return self.mean + self.threshold * self._scatter().clamp(min=1.0) * self._std()
 
     def _deviation(self, norms: torch.Tensor) -> torch.Tensor:
         """Return how many standard deviations norms lie above the mean; 0 where too little is known."""
-        if self.bias_correction:
-            # Of weights that sum up to 1: the unbiased variance of a sample with unequal weights.
-            freedom = 1 - self.weight_of_squares / self.weight.square()
-            variance = self.spread / self.weight / freedom
-        else:
-            variance = self.spread
-        std = variance.clamp(min=0).sqrt()
-        known = (self.count >= max(self.warmup, 2)) & (std > _RESOLUTION * self.mean.abs())
-        return torch.where(known, (norms - self.mean) / std, torch.zeros_like(norms))
+        std = self._std()
+        return torch.where(std.isnan(), torch.zeros_like(norms), (norms - self.mean) / std)
 
     def _scatter(self) -> torch.Tensor:
         """Return the standard deviation of the latest deviations; 1 where too little is known."""

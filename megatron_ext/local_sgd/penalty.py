@@ -16,6 +16,7 @@ import torch
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.detector import AnomalyDetector
+from megatron_ext.local_sgd.lasting import LastingRejection, LastingRejections
 
 __all__ = ["Penalty", "Verdict", "clip_coefficient"]
 
@@ -32,6 +33,12 @@ class Verdict:
 
     reasons: dict[int, str] = field(default_factory=dict)
     """Why the detector has left a worker out, for those that it has."""
+
+    new_levels: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """The workers whose norms have a new level from the next round on: the mean that rejected it, and the new one."""
+
+    lasting: dict[int, LastingRejection] = field(default_factory=dict)
+    """The workers that have been left out in many rounds running, whenever there is reason to say so."""
 
     log_weights: tuple[float, ...] = ()
     """Natural logarithms of the weights, also of those that are nothing in fp64; empty where all weights are equal."""
@@ -65,6 +72,7 @@ class Penalty:
     def __init__(self, config: LocalSGDConfig, *, workers: int, units: int) -> None:
         self._config = config
         self._detector: AnomalyDetector | None = None
+        self._lasting = LastingRejections(workers, units, _way_out(config))
         if config.skip_anomaly:
             self._detector = AnomalyDetector(
                 workers,
@@ -74,6 +82,7 @@ class Penalty:
                 threshold=config.ewma_threshold,
                 bias_correction=not config.ewma_official_start,
                 relative=config.ewma_relative,
+                relearn=config.ewma_relearn_rounds,
             )
 
     @property
@@ -93,14 +102,17 @@ class Penalty:
             One verdict per unit.
         """
         made = torch.ones(len(norms)) if steps is None else torch.tensor(steps, dtype=torch.float64)
-        accepted = (made > 0).unsqueeze(1).expand_as(norms)
-        if self._detector is not None:
-            accepted = accepted & ~self._detector.verdicts(norms)
-            self._detector.learn(norms, accepted)
+        took_part = (made > 0).unsqueeze(1).expand_as(norms)
+        accepted = took_part if self._detector is None else took_part & ~self._detector.verdicts(norms)
         verdicts = [self._verdict(norms[:, unit], accepted[:, unit], made) for unit in range(norms.shape[1])]
         if self._detector is not None:
-            for worker, unit in (~accepted & (made > 0).unsqueeze(1)).nonzero().tolist():
+            # In the words of what has decided, which a new level is about to replace.
+            for worker, unit in (took_part & ~accepted).nonzero().tolist():
                 verdicts[unit].reasons[worker] = self.reason(worker, unit, float(norms[worker, unit]))
+            for level in self._detector.learn(norms, accepted, took_part):
+                verdicts[level.unit].new_levels[level.worker] = (level.before, level.now)
+            for worker, unit, found in self._lasting.take(norms, accepted, took_part):
+                verdicts[unit].lasting[worker] = found
         return verdicts
 
     def reason(self, worker: int, unit: int, norm: float) -> str:
@@ -110,12 +122,13 @@ class Penalty:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold."""
-        return {} if self._detector is None else {"detector": self._detector.state()}
+        return {} if self._detector is None else {"detector": {**self._detector.state(), **self._lasting.state()}}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over a saved state; without one, start without experience."""
         if self._detector is not None and "detector" in state:
             self._detector.load(state["detector"])
+            self._lasting.load(state["detector"])
 
     def _verdict(self, norms: torch.Tensor, accepted: torch.Tensor, steps: torch.Tensor) -> Verdict:
         workers = accepted.nonzero().view(-1).tolist()
@@ -145,6 +158,12 @@ class Penalty:
     def _temperature(self) -> float:
         temperature = self._config.weight_softmax_temperature
         return 1.0 if temperature is None else temperature
+
+
+def _way_out(config: LocalSGDConfig) -> str:
+    if config.ewma_relearn_rounds:
+        return "raise --local-sgd-ewma-threshold, or drop --local-sgd-skip-anomaly"
+    return "let a level that most workers share be learned, with --local-sgd-ewma-relearn-rounds above 0"
 
 
 def clip_coefficient(norm: float, limit: float | None) -> float:

@@ -7,11 +7,11 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Progress", "RoundClock", "RoundReport", "listed", "plural"]
+__all__ = ["Progress", "RoundClock", "RoundReport", "listed", "new_level", "plural"]
 
 
 @dataclass
@@ -64,6 +64,13 @@ class RoundReport:
 
     reasons: dict[str, list[str]]
     """Why, for each of them."""
+
+    new_levels: dict[str, dict[int, tuple[float, float]]] = field(default_factory=dict)
+    """By unit, the workers whose norms the detector judges by a new level from the next round on: the mean that it had
+    rejected them by, and the new one."""
+
+    lasting: list[str] = field(default_factory=list)
+    """What the user should do about workers that have been left out in many rounds running, one sentence each."""
 
     weights: dict[str, list[float]]
     """The weight of every worker in every unit; 0 for those that were left out. Empty for a plain mean."""
@@ -135,8 +142,14 @@ class RoundReport:
             if len(left_out) == everyone:
                 found.append(f"all workers were anomalous in {listed(units)}, which went back to the anchor{why}")
             else:
-                names = ", ".join(map(str, left_out))
-                found.append(f"left out worker{'s' * (len(left_out) > 1)} {names}, anomalous in {listed(units)}{why}")
+                found.append(f"left out {_workers(left_out)}, anomalous in {listed(units)}{why}")
+        if self.new_levels:
+            levels = [
+                f"{unit} ({new_level(by_worker.values())}, {_workers(sorted(by_worker))})"
+                for unit, by_worker in self.new_levels.items()
+            ]
+            found.append(f"learned a new level of norms, which most workers share, in {listed(levels)}")
+        found += self.lasting
         if debug and found:
             found.append(f"the workers' norms were {', '.join(f'{norm:.4g}' for norm in self.worker_norms)}")
         if debug:
@@ -156,6 +169,16 @@ class Progress:
 
     healed: bool
     """Whether this worker's values were not finite and are the common ones now."""
+
+
+def _workers(numbers: Sequence[int]) -> str:
+    return f"worker{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+
+
+def new_level(levels: Collection[tuple[float, float]]) -> str:
+    """Return the means, over some workers, of their levels before and now."""
+    before, now = (math.fsum(values) / len(levels) for values in zip(*levels, strict=True))
+    return f"{before:.4g} -> {now:.4g}"
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:

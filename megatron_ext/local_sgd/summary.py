@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from megatron_ext.local_sgd.lasting import lasting_remarks
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.local_sgd.rounds import Decision, RoundState
 
@@ -33,6 +34,7 @@ def summarize(
     workers = range(len(by_worker))
     counted = {worker for worker in workers if state.steps is None or state.steps[worker]}
     decided = dict(zip(units, decisions, strict=False))
+    lasting = {unit: verdict.lasting for unit, (verdict, _) in decided.items()}
     norm = math.sqrt(math.fsum(common))
     overlap = state.overlap.tolist()
     scale = norm * math.sqrt(overlap[1])
@@ -53,6 +55,8 @@ def summarize(
             for unit, (verdict, _) in decided.items()
             if verdict.reasons
         },
+        new_levels={unit: verdict.new_levels for unit, (verdict, _) in decided.items() if verdict.new_levels},
+        lasting=list(lasting_remarks(lasting, "worker {}".format).values()),
         weights={
             unit: [dict(zip(verdict.accepted, verdict.weights, strict=True)).get(worker, 0.0) for worker in workers]
             for unit, (verdict, _) in decided.items()

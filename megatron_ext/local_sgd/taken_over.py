@@ -39,6 +39,7 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
         found["--local-sgd-ewma-alpha"] = config.ewma_alpha
         found["--local-sgd-ewma-threshold"] = config.ewma_threshold
         found["--local-sgd-ewma-official-start"] = config.ewma_official_start
+        found["--local-sgd-ewma-relearn-rounds"] = config.ewma_relearn_rounds
     if config.clip_pseudo_grad:
         found["--local-sgd-clip-pseudo-grad"] = config.clip_pseudo_grad
     if config.pseudo_gradnorm_reduce:

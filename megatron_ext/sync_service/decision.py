@@ -43,6 +43,12 @@ class Decision:
     excluded: dict[str, dict[str, str]] = field(default_factory=dict)
     """By peer, the units in which the guards leave it out, with the reasons."""
 
+    new_levels: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
+    """By peer, the units in which its norms have a new level for the guards: the mean before, and the new one."""
+
+    lasting: dict[str, str] = field(default_factory=dict)
+    """By peer, what to do about its being left out in many rounds running."""
+
     verdicts: dict[Judged, Verdict] | None = None
     """Which indices count in what is judged as one, and with which weights; None for everybody who is not rejected."""
 
@@ -95,10 +101,16 @@ def decide(
     if guards is not None and not is_start:
         guards.decide(sound)
         decision.verdicts, decision.learned = guards.verdicts, guards.state
+        lasting = guards.lasting()
         for peer, index in contributors:
             units = {} if peer in decision.rejected else _units_without(catalog, index, guards)
             if units:
                 decision.excluded[peer] = units
+            levels = guards.new_levels(index)
+            if levels:
+                decision.new_levels[peer] = levels
+            if index in lasting:
+                decision.lasting[peer] = lasting[index]
     return decision
 
 

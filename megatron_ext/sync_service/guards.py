@@ -13,8 +13,10 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_ext.config_options import in_field_names
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.lasting import lasting_remarks
 from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 
@@ -46,7 +48,7 @@ class Guards:
         self._peers = peers
         self._penalty = Penalty(config, workers=peers, units=len(self.judged))
         self._verdicts: dict[Judged, Verdict] = {}
-        self._norms = torch.zeros(0)
+        self._titles = {spec.judged_as: spec.judged_title for spec in catalog}
         if state is not None:
             learned = _decoded(state)
             if "window" in learned and config.skip_anomaly and len(learned["window"]) != config.ewma_warmup_steps:
@@ -87,6 +89,23 @@ class Guards:
     def reason(self, spec: TensorSpec, index: int) -> str:
         """Return why a peer whose contribution is sound does not count in a tensor."""
         return self._verdicts[spec.judged_as].reasons[index]
+
+    def new_levels(self, index: int) -> dict[str, tuple[float, float]]:
+        """Return by unit a peer's new level of norms, by which it is judged from the next round on: before, and now."""
+        return {
+            self._titles[key]: verdict.new_levels[index]
+            for key, verdict in self._verdicts.items()
+            if index in verdict.new_levels
+        }
+
+    def lasting(self) -> dict[int, str]:
+        """Return by index what to do about peers that have been left out in many rounds running."""
+        by_unit = {self._titles[key]: verdict.lasting for key, verdict in self._verdicts.items()}
+        said = lasting_remarks(by_unit, lambda index: "it")
+        return {
+            index: in_field_names(text, LocalSGDConfig.__dataclass_fields__, off="{}: false")
+            for index, text in said.items()
+        }
 
     @property
     def clips(self) -> bool:

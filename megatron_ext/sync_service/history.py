@@ -110,6 +110,8 @@ class History:
                 "contributors": event["contributors"],
                 "rejected": event["rejected"],
                 "excluded": event.get("excluded", {}),
+                "new_levels": event.get("new_levels", {}),
+                "lasting": event.get("lasting", {}),
                 "merged": event.get("merged", 0.0),
                 **{key: event[key] for key in ("made_for", "weight") if key in event},
             }
@@ -118,6 +120,11 @@ class History:
             self._incident(event, "rejected", peer, reason)
         for peer, units in event.get("excluded", {}).items():
             self._incident(event, "left out", peer, f"by the guards, of {', '.join(units)}")
+        for peer, levels in event.get("new_levels", {}).items():
+            units = ", ".join(f"{unit} ({before:.4g} -> {now:.4g})" for unit, (before, now) in levels.items())
+            self._incident(event, "new level", peer, f"of its norms, which most peers share, in {units}")
+        for peer, reason in event.get("lasting", {}).items():
+            self._incident(event, "left out for long", peer, reason)
         for peer, report in reports.items():
             if "loss" in report and report["loss"] is None:
                 self._incident(event, "diverged", peer, "its training loss is not finite")

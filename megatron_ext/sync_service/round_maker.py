@@ -184,6 +184,8 @@ class RoundMaker:
             "contributors": [c.peer for c in job.uploaders if c.peer not in decision.rejected],
             "rejected": decision.rejected,
             **({"excluded": decision.excluded} if decision.excluded else {}),
+            **({"new_levels": decision.new_levels} if decision.new_levels else {}),
+            **({"lasting": decision.lasting} if decision.lasting else {}),
             **({"merged": merge.alpha} if merge is not None else {}),
             **({"kept": kept} if kept else {}),
             **self._came(number),
@@ -192,6 +194,8 @@ class RoundMaker:
             "outer_scalars": made.outer_scalars,
             "seconds": round(seconds, 3),
         }
+        for peer, what in decision.lasting.items():
+            log.warning("round %d: peer %s: %s", number, peer, what)
         with self._changed:
             self._store.commit(event, snapshot)
             self._failpoints.hit("round_committed")

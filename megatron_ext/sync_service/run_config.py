@@ -24,6 +24,7 @@ _PENALTY = (
     "ewma_warmup_steps",
     "ewma_threshold",
     "ewma_relative",
+    "ewma_relearn_rounds",
     "pseudo_gradnorm_reduce",
     "weight_softmax_temperature",
     "weight_scale_free",
@@ -113,6 +114,9 @@ class RunConfig:
 
     ewma_relative: bool = False
     """Let the detector follow norms divided by their median over the peers."""
+
+    ewma_relearn_rounds: int = 3
+    """Rounds in which a norm that most peers share is rejected, after which it is a new level; 0 for never."""
 
     pseudo_gradnorm_reduce: bool = False
     """Weight the peers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""

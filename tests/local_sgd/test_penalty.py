@@ -256,3 +256,53 @@ def test_weights_among_some_are_those_without_the_others(some, others):
     total = sum(among.weights)
     assert among.accepted == alone.accepted
     assert [weight / total for weight in among.weights] == pytest.approx(alone.weights, rel=1e-6, abs=1e-12)
+
+
+def rise(guard, workers, rounds, size=2.0):
+    """Return the verdicts of rounds after a rise of all norms that the detector does not expect."""
+    for number in range(12):
+        guard.decide(torch.full((workers, 2), 1 + 0.01 * (-1) ** number, dtype=torch.float64))
+    return [guard.decide(torch.full((workers, 2), size, dtype=torch.float64)) for _ in range(rounds)]
+
+
+@pytest.mark.parametrize(
+    ("stated", "skipped"), [({}, 3), ({"ewma_relearn_rounds": 2}, 2), ({"ewma_relearn_rounds": 0}, 6)]
+)
+def test_a_rise_of_all_norms_skips_units_in_the_stated_rounds_and_says_the_new_level(stated, skipped):
+    found = rise(penalty(3, units=2, skip_anomaly=True, ewma_warmup_steps=5, **stated), 3, 6)
+    assert [len(first.accepted) for first, _ in found] == [0] * skipped + [3] * (6 - skipped)
+    levels = {number: [verdict.new_levels for verdict in verdicts] for number, verdicts in enumerate(found)}
+    level = {worker: (pytest.approx(1.0, abs=0.01), pytest.approx(2.0)) for worker in range(3)}
+    assert levels == {number: [level if number == skipped - 1 and skipped < 6 else {}] * 2 for number in range(6)}
+    # What was decided is told in the words of what it was decided by.
+    assert all("above its mean of 0.99" in verdicts[0].reasons[0] for verdicts in found[:skipped])
+
+
+def test_who_has_made_no_step_neither_shares_a_level_nor_keeps_it_from_being_learned():
+    guard = penalty(3, skip_anomaly=True, ewma_warmup_steps=5)
+    for number in range(12):
+        guard.decide(torch.full((3, 1), 1 + 0.01 * (-1) ** number, dtype=torch.float64))
+    found = [guard.decide(norms([2.0], [2.0], [0.0]), [4, 4, 0])[0].accepted for _ in range(5)]
+    assert found == [()] * 3 + [(0, 1)] * 2
+
+
+@pytest.mark.parametrize("away", [None, 1])
+def test_a_saved_penalty_goes_on_alike_and_one_of_an_earlier_release_starts_counting_anew(away):
+    options = {"skip_anomaly": True, "ewma_warmup_steps": 5}
+    straight, parts, state = penalty(3, units=2, **options), [], {}
+    column = torch.ones(3, 2, dtype=torch.float64)
+    series = [column * (1 + 0.01 * (-1) ** number) for number in range(12)] + [column * 2.0] * 2
+    series += [column * torch.tensor([[3.0], [1.0], [1.0]])] * 12 + [column * 2.0] * 4
+    for number, each in enumerate(series):
+        steps = None if away is None or number % 3 else [1, 0, 1]
+        other = penalty(3, units=2, **options)
+        other.load(state)
+        parts.append((other.decide(each, steps), straight.decide(each, steps)))
+        state = other.state()
+    assert all(ours == theirs for ours, theirs in parts)
+    assert any(verdict.lasting for verdicts, _ in parts for verdict in verdicts)
+    assert any(verdict.new_levels for verdicts, _ in parts for verdict in verdicts)
+    known = ("mean", "spread", "weight", "weight_of_squares", "count", "window")
+    old = penalty(3, units=2, **options)
+    old.load({"detector": {name: state["detector"][name] for name in known}})
+    assert [verdict.accepted for verdict in old.decide(column)] == [(0, 1, 2)] * 2

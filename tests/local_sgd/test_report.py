@@ -83,3 +83,16 @@ def test_who_debugs_is_told_all_norms_and_what_was_clipped():
 def test_many_units_are_counted_instead_of_named():
     (said,) = remarks({f"layer.{number}": [1] for number in range(9)})
     assert said.endswith("layer.0, layer.1, layer.2, layer.3, layer.4 and 4 more units")
+
+
+def test_new_levels_are_one_line_with_units_workers_and_both_levels():
+    found = dataclasses.replace(
+        report({"layer.1": [0, 1, 2]}),
+        new_levels={"layer.1": {0: (1.0, 2.0), 2: (2.0, 4.0)}, "layer.4": {1: (0.5, 0.75)}},
+        lasting=["worker 1 has been left out for 10 rounds running"],
+    )
+    assert found.remarks()[1:] == [
+        "outer round 7: learned a new level of norms, which most workers share, in layer.1 (1.5 -> 3, workers 0, 2), "
+        "layer.4 (0.5 -> 0.75, worker 1)",
+        "outer round 7: worker 1 has been left out for 10 rounds running",
+    ]

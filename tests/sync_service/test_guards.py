@@ -188,3 +188,72 @@ def test_a_server_says_at_its_start_that_it_cannot_go_on_with_the_experience(mak
     service.runs["demo"]["ewma_warmup_steps"] = 7
     assert service.start().wait() == 2
     assert "run demo: ewma_warmup_steps is 7, but the run's detector has learned with 120" in service.output
+
+
+@pytest.mark.parametrize(("stated", "skipped"), [({}, 3), ({"ewma_relearn_rounds": 0}, 5)])
+def test_a_rise_that_peers_share_is_learned_after_the_stated_rounds_and_told(tmp_path: Path, stated, skipped):
+    rounds = guarded(tmp_path, skip_anomaly=True, ewma_warmup_steps=4, **stated)
+    values = start(rounds)
+    for _ in range(6):
+        values, _ = rounds.make(*(moved(values, index) for index in range(PEERS)))
+    units = {"layer.0", "layer.1", "alone"}
+    for number in range(5):
+        values, outcome = rounds.make(*(moved(values, index, size=5.0) for index in range(PEERS)))
+        left_out = {peer: set(found) for peer, found in outcome.excluded.items()}
+        owned = {"layer.0 (its own experts)"}
+        everything = {"p0": units | owned, "p1": units | owned, "p2": units}
+        assert left_out == (everything if number < skipped else {})
+        assert {peer: set(found) for peer, found in outcome.new_levels.items()} == (
+            everything if number == skipped - 1 < 4 else {}
+        )
+    assert not outcome.lasting
+
+
+def test_the_rise_of_a_single_owner_is_learned_from_its_own_norms(tmp_path: Path):
+    rounds = guarded(tmp_path, skip_anomaly=True, ewma_warmup_steps=4)
+    values = start(rounds)
+    told = []
+    for number in range(12):
+        sizes = {"e": 8.0, "both": 8.0} if number >= 6 else {}
+        # Only peer 1 is here, which owns both.
+        values, outcome = rounds.make(None, moved(values, 1, **sizes), None)
+        told.append(set(outcome.excluded.get("p1", {})))
+        if outcome.new_levels:
+            ((title, (before, now)),) = outcome.new_levels["p1"].items()
+            assert number == 8 and title == "layer.0 (its own experts)" and now == pytest.approx(8 * before, rel=0.2)
+    assert told == [set()] * 6 + [{"layer.0 (its own experts)"}] * 3 + [set()] * 3
+
+
+def test_a_peer_that_is_left_out_for_long_is_told_of_with_the_way_out_in_a_runs_words(tmp_path: Path):
+    rounds = guarded(tmp_path, skip_anomaly=True, ewma_warmup_steps=4)
+    values = start(rounds)
+    found = {}
+    for number in range(27):
+        sizes = [{}, {"a": 50.0} if number >= 6 else {}, {}]
+        values, outcome = rounds.make(*(moved(values, index, **own) for index, own in enumerate(sizes)))
+        if outcome.lasting:
+            found[number - 5] = outcome.lasting
+    assert list(found) == [10, 20] and list(found[10]) == ["p1"]
+    assert re.fullmatch(
+        r"it has been left out for 10 rounds running, now of 1 unit \(layer\.0\); in layer\.0 its norm is 5\d\.\d+, "
+        r"the median of the others' 1\.\d+: look at its data, its learning rate and its hardware; if all is well "
+        r"with it, raise ewma_threshold, or drop skip_anomaly",
+        found[10]["p1"],
+    )
+
+
+def test_a_restarted_server_goes_on_counting_towards_a_new_level_and_its_history_has_it(make_service):
+    service = make_service(peers=2, skip_anomaly=True, ewma_warmup_steps=4)
+    server = service.start("round_committed:8")
+    sizes = {str(number): {"layer.0.weight": 9.0} for number in range(7, 11)}
+    peers = [service.peer(name, 10, values=sizes) for name in ("p0", "p1")]
+    assert server.wait() != 0
+    service.start()
+    assert [peer.wait() for peer in peers] == [0, 0]
+    told = [[list(service.seen(name)[number]["excluded"]) for number in range(7, 11)] for name in ("p0", "p1")]
+    assert told == [[["layer.0.weight"]] * 3 + [[]]] * 2
+    (event,) = [event for event in service.events("committed") if "new_levels" in event]
+    assert event["round"] == 9 and set(event["new_levels"]) == {"p0", "p1"}
+    for levels in event["new_levels"].values():
+        ((unit, (before, now)),) = levels.items()
+        assert unit == "layer.0.weight" and now > 10 * before

@@ -63,6 +63,16 @@ def test_what_did_not_count_is_there_with_its_reason():
     assert history.last_seen == {}
 
 
+def test_new_levels_and_peers_that_are_left_out_for_long_are_incidents_and_in_the_rounds():
+    levels = {"a": {"layer.0": [1.0, 2.5], "layer.1": [2.0, 4.0]}}
+    history = history_of(committed(1, new_levels=levels, lasting={"b": "it has been left out for 10 rounds running"}))
+    assert [(entry["kind"], entry["peer"], entry["reason"]) for entry in history.incidents] == [
+        ("new level", "a", "of its norms, which most peers share, in layer.0 (1 -> 2.5), layer.1 (2 -> 4)"),
+        ("left out for long", "b", "it has been left out for 10 rounds running"),
+    ]
+    assert history.rounds[0]["new_levels"] == levels and list(history.rounds[0]["lasting"]) == ["b"]
+
+
 def test_a_long_run_is_remembered_in_bounded_memory():
     history = history_of(*(committed(number) for number in range(KEPT_ROUNDS + 5)))
     assert [entry["round"] for entry in history.rounds] == list(range(5, KEPT_ROUNDS + 5))

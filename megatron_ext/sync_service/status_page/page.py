@@ -17,7 +17,10 @@ __all__ = ["page"]
 _UPLOADED, _REDUCED, _WAITED = "#56a3d9", "#0072b2", "#c9d6e2"
 _SHOWN_INCIDENTS = 20
 
-_TAGS = {"rejected": "bad", "evicted": "bad", "damaged": "bad", "diverged": "bad", "left out": "warn", "late": "warn"}
+_TAGS = {
+    **dict.fromkeys(("rejected", "evicted", "damaged", "diverged"), "bad"),
+    **dict.fromkeys(("left out", "left out for long", "late"), "warn"),
+}
 """By kind of incident, how bad it is."""
 
 

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Telling a new level of norms, which most workers share, from an anomaly, which one of them has alone.
+
+A detector that learns from accepted norms only would reject a lasting rise for ever: the learning rate that warms up, a
+loss that has changed. What most workers share in several rounds is a level, and the detector has to start from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["SharedLevels"]
+
+_TENSORS = ("shared", "quiet", "recent")
+
+_MEMORY = 10
+"""Rounds running without a shared rejection after which those before count no longer."""
+
+_ALIKE = 2.0
+"""How many times the rise of another worker that is rejected too may be exceeded by one that shares it; and where
+another worker has no experience, how many times its norm."""
+
+
+class SharedLevels:
+    """Counts, for every worker and unit, the rounds in which what was rejected of it was shared by most workers."""
+
+    def __init__(self, rounds: int, workers: int, units: int) -> None:
+        """Start without experience.
+
+        Args:
+            rounds: shared rejections after which there is a new level; at least 1.
+            workers: number of workers.
+            units: number of units.
+        """
+        self.rounds = rounds
+        self.shared = torch.zeros(workers, units, dtype=torch.int64)
+        self.quiet = torch.zeros(workers, units, dtype=torch.int64)
+        self.recent = torch.full((rounds, workers, units), torch.nan, dtype=torch.float64)
+
+    def take(
+        self,
+        norms: torch.Tensor,
+        *,
+        rejected: torch.Tensor,
+        present: torch.Tensor,
+        limits: torch.Tensor,
+        means: torch.Tensor,
+    ) -> torch.Tensor:
+        """Take in a round; return whose level is a new one, (workers, units).
+
+        Args:
+            norms: fp64, (workers, units).
+            rejected: bool, of the same shape: which norms were too large.
+            present: bool: which norms are a measure: finite, above 0, and of a worker that took part.
+            limits: fp64: up to where a norm of each worker would have been accepted; NaN without experience.
+            means: fp64: the means that they were compared with.
+        """
+        rejected = rejected & present
+        shared = _shared(norms, rejected, present, limits, means)
+        # What one has alone is no part of a level, also among rounds that are.
+        usable = present & (shared | ~rejected)
+        self.recent = torch.where(usable, torch.cat([self.recent[1:], norms[None]]), self.recent)
+        self.shared += shared
+        self.quiet = torch.where(shared, 0, self.quiet + present)
+        new = self.shared >= self.rounds
+        self.shared[new | (self.quiet >= _MEMORY)] = 0
+        return new
+
+    def level(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return mean and unbiased variance of the latest norms, fp64, (workers, units); variance 0 of a single one."""
+        mean = self.recent.nanmean(dim=0)
+        number = (~self.recent.isnan()).sum(dim=0)
+        squares = (self.recent - mean).square().nansum(dim=0)
+        return mean, squares / (number - 1).clamp(min=1)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint has to hold."""
+        return {name: getattr(self, name).clone() for name in _TENSORS}
+
+    def load(self, state: dict[str, Any], workers: torch.Tensor) -> None:
+        """Take over a saved state; without one, as earlier releases left none, start counting anew.
+
+        Args:
+            state: as `state` returned it, perhaps with another number of rounds.
+            workers: whose experience each worker takes over.
+        """
+        if not all(name in state for name in _TENSORS):
+            return
+        saved = {name: torch.as_tensor(state[name]) for name in _TENSORS}
+        self.shared = saved["shared"].index_select(0, workers).clone()
+        self.quiet = saved["quiet"].index_select(0, workers).clone()
+        recent = saved["recent"].index_select(1, workers)[-self.rounds :]
+        self.recent[self.rounds - len(recent) :] = recent
+
+
+def _shared(
+    norms: torch.Tensor, rejected: torch.Tensor, present: torch.Tensor, limits: torch.Tensor, means: torch.Tensor
+) -> torch.Tensor:
+    """Return which rejected norms more than half of the workers that are present have, or would be accepted with."""
+    if not rejected.any():
+        return rejected
+    limits = torch.where(limits.isnan(), _ALIKE * norms, limits)
+    rises = norms / means
+    votes = torch.zeros_like(norms)
+    for other in range(len(norms)):
+        agrees = torch.where(rejected[other], rises <= _ALIKE * rises[other], norms <= limits[other])
+        votes += agrees & present[other]
+    return rejected & (2 * votes > present.sum(dim=0))
