@@ -223,7 +223,9 @@ class AnomalyDetector:
         variance = torch.maximum(scattered, self._variance() * (level / self.mean).square())
         # The mean of so few is itself uncertain.
         variance = variance * (1 + 1 / self._levels.rounds)
-        fresh = torch.tensor([self.alpha * (1 - self.alpha) ** age for age in range(self._levels.rounds)]).double()
+        # One alone would have no scatter around its own mean.
+        weights = [self.alpha * (1 - self.alpha) ** age for age in range(max(self._levels.rounds, 2))]
+        fresh = torch.tensor(weights, dtype=torch.float64)
         before = self.mean
         self.mean = torch.where(new, level, self.mean)
         self.weight = torch.where(new, fresh.sum(), self.weight)

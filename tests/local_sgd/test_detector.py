@@ -207,6 +207,13 @@ def test_the_number_of_rounds_is_the_users(stated):
     assert skipped(found[40:]).max() <= stated and share(found[40 + stated :]) < 0.01
 
 
+@pytest.mark.parametrize("stated", [1, 2, 5])
+def test_right_after_a_level_was_learned_it_has_a_limit(stated):
+    norms = noisy([1.0] * 40 + [3.0] * (stated + 1), 3, 0.05)
+    norms[-1, 0] = 9.0
+    assert rejections(detector(3, 10, relearn=stated), norms)[-1, 0].all()
+
+
 def test_a_new_level_says_whose_it_is_and_what_it_was():
     ours = AnomalyDetector(3, 2, alpha=0.1, warmup=3, threshold=3.0, relearn=2)
     said = []
