@@ -17,16 +17,23 @@ _CHUNK = 1 << 22
 
 
 def tensor_digest(tensors: Iterable[torch.Tensor]) -> tuple[int, int]:
-    """Return two 63-bit sums over the bit patterns of fp32 `tensors`, the second one weighted by position."""
+    """Return two 62-bit sums over the bit patterns of `tensors`, the second one weighted by position."""
     plain, weighted = 0, 0
     for tensor in tensors:
-        bits = tensor.detach().reshape(-1).view(torch.int32)
+        bits = _words(tensor.detach().reshape(-1))
         for start in range(0, bits.numel(), _CHUNK):
             sums = _sums(bits[start : start + _CHUNK].to(torch.int64), start)
             plain += sums[0]
             weighted += sums[1]
     mask = (1 << 62) - 1
     return plain & mask, weighted & mask
+
+
+def _words(flat: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a 1-D tensor as integers."""
+    if flat.dtype is torch.complex128:
+        flat = torch.view_as_real(flat).reshape(-1)
+    return flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()])
 
 
 def _sums(chunk: torch.Tensor, start: int) -> tuple[int, int]:

@@ -27,7 +27,18 @@ def train(module, optimizer, steps, number, start=0):
 
 
 def wrapped(
-    inner, names=None, *, interval=1, warmup=0, groups=None, outer=None, gta=None, streaming=None, total=None, **fields
+    inner,
+    names=None,
+    *,
+    interval=1,
+    warmup=0,
+    groups=None,
+    outer=None,
+    gta=None,
+    streaming=None,
+    total=None,
+    buffers="average",
+    **fields,
 ):
     """Return an inner optimizer wrapped for local SGD."""
     from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
@@ -42,6 +53,7 @@ def wrapped(
         streaming_config=StreamingConfig(**(streaming or {})),
         shard_group=inside,
         total_global_steps=total,
+        buffers=buffers,
     )
     return StatefulPostLocalSGDOptimizer(inner, averager, names)
 
@@ -60,3 +72,14 @@ def ddp(start_local):
 
 def flat(module):
     return torch.cat([value.detach().reshape(-1) for value in module.parameters()]).tolist()
+
+
+def said_by(act):
+    """Return what the user's error says that `act` ends with; nothing without one."""
+    from megatron_ext.errors import UserError
+
+    try:
+        act()
+    except UserError as error:
+        return str(error)
+    return ""

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from megatron_ext.errors import UserError, combine
+from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.asynchronous import AsyncSchedule
-from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.local_sgd.plain_torch.agreed import Settings
+from megatron_ext.local_sgd.plain_torch.buffers import SharedBuffers, plans_for_buffers, refuse_unfit_buffers
 from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks, layers_of
 from megatron_ext.local_sgd.plain_torch.parameters import (
     averages_gradients,
@@ -25,13 +25,12 @@ from megatron_ext.local_sgd.plain_torch.parameters import (
     local_part,
     require_all_within,
     require_same_memory,
-    require_same_names,
     unit_of,
 )
+from megatron_ext.local_sgd.plain_torch.same_model import ModelDescription, describe, require_same_model
 from megatron_ext.local_sgd.plain_torch.saved_state import StateGuard
 from megatron_ext.local_sgd.plain_torch.wording import as_fields, speaks_of_fields
 from megatron_ext.local_sgd.report import Progress, RoundReport
-from megatron_ext.local_sgd.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 from megatron_ext.seams.arguments import say
 from megatron_ext.transport.collectives import collective_device
@@ -53,25 +52,31 @@ class OuterOptimPeriodicModelAverager:
         streaming_config: StreamingConfig | None = None,
         shard_group: dist.ProcessGroup | None = None,
         total_global_steps: int | None = None,
+        buffers: Literal["average", "own"] = "average",
     ) -> None:
-        """Check the configuration.
+        """Check the configuration, and that all workers have the same; all ranks must call it.
 
         Args:
             process_group: one rank per worker, in worker order: those that hold the same parameters, or the same
                 shard of them. All ranks when None.
             local_sgd_config: schedule and penalty. `use_local_sgd` and `local_sgd_workers` are set from the group;
                 what is evaluated is the caller's choice, so `local_sgd_evaluation` counts as 'workers'. Rounds are
-                written to `local_sgd_round_log` only where that is given. One worker makes no rounds.
+                written to `local_sgd_round_log` only where that is given; the first rank writes them. One worker makes
+                no rounds.
             outer_optim_config: the outer optimizer; DiLoCo's when None.
             gta_config: how pseudo-gradients become one; their mean when None.
             streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
             shard_group: all ranks of this worker, when its parameters are sharded over several.
             total_global_steps: with `use_async`, steps of all workers together after which `finished` is true.
+            buffers: 'average' = the module's persistent buffers (such as BatchNorm's running statistics) must be equal
+                when the optimizer is wrapped, and are made so wherever workers meet: by their mean where they are
+                floating-point numbers, else by the first worker's. 'own' = every worker keeps its own, unchecked.
 
         Raises:
-            UserError: a value is bad, or rounds cannot be written to the file.
+            UserError: a value is bad, rounds cannot be written to the file, or another rank has other values or a bad
+                one; on all ranks.
         """
-        self._across = process_group or dist.group.WORLD
+        self._across: dist.ProcessGroup = process_group or dist.distributed_c10d._get_default_group()
         self._inside = shard_group
         workers = dist.get_world_size(self._across)
         self.config = dataclasses.replace(
@@ -80,31 +85,25 @@ class OuterOptimPeriodicModelAverager:
         self.outer = outer_optim_config or OuterOptimizerConfig()
         self.gta = gta_config or GTAConfig()
         self.streaming = streaming_config or StreamingConfig()
-        given = (self.config, self.outer, self.gta, self.streaming)
-        wrong = [problem for each in given for problem in each.type_problems()]
-        if wrong:
-            raise combine(wrong, "local SGD")
-        problems = self.config.problems() + method_problems(self.config, self.outer, self.gta, self.streaming)
-        if local_sgd_config.local_sgd_workers not in (None, workers):
-            problems.append(
-                f"local_sgd_workers is {local_sgd_config.local_sgd_workers}, and process_group has {workers} ranks, "
-                "one per worker; drop it"
-            )
-        if total_global_steps is not None and not self.config.use_async:
-            problems.append("total_global_steps has no effect without use_async; drop it")
-        if problems:
-            raise combine(problems, "local SGD")
+        self._settings = Settings(
+            config=self.config,
+            outer=self.outer,
+            gta=self.gta,
+            streaming=self.streaming,
+            workers=local_sgd_config.local_sgd_workers,
+            total_global_steps=total_global_steps,
+            buffers=buffers,
+        )
+        self._round_log, self._logged = self._settings.agree(self._across, self._inside)
         self._alone = workers == 1
         if self._alone:
             _say("one worker trains alone, without outer rounds and their optimizer")
-        path = self.config.local_sgd_round_log
-        self._logged = path not in (None, "none")
-        self._round_log = RoundWriter(Path(path)) if path and self._logged and dist.get_rank() == 0 else None
         self._engine: LocalSGD | None = None
         self._parameters: tuple[torch.Tensor, ...] = ()
         self._hooks: ForwardHooks | None = None
         self._unchecked: torch.nn.Module | None = None
         self._guard: StateGuard | None = None
+        self._buffers: SharedBuffers | None = None
         self._launched_at = 0
         self._schedule = AsyncSchedule(
             self.config,
@@ -117,6 +116,27 @@ class OuterOptimPeriodicModelAverager:
         self.when_healed: Callable[[], None] | None = None
         """Called when rounds have left out this worker, whose values were not finite: it goes on from the synced
         weights, which the inner optimizer's moments would spoil."""
+        self.when_met: Callable[[], None] | None = None
+        """Called on all ranks after workers have met, at the same place of each one's training."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group with one rank per worker."""
+        return self._across
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The group of this worker's ranks, if there are several."""
+        return self._inside
+
+    def say(self, message: str) -> None:
+        """Print a line on the first rank."""
+        _say(message)
+
+    @property
+    def keeps_in_step(self) -> bool:
+        """Whether all workers make the same steps between rounds, and all of them meet in each."""
+        return not (self._alone or self.config.use_async or self._settings.apart)
 
     @property
     def engine(self) -> LocalSGD:
@@ -151,14 +171,65 @@ class OuterOptimPeriodicModelAverager:
             model: the module that has them, by these names; needed with `sync_in_forward`.
 
         Raises:
-            UserError: it was called before, the workers' parameters differ, one is not fp32, there are more fragments
-                than layers, or the module is missing or lacks a parameter.
+            UserError: it was called before, one is not fp32, there are more fragments than layers, the module is
+                missing or lacks a parameter, or the workers' models differ: their parameters, buffers (see `buffers`)
+                or frozen values; on all ranks.
             RuntimeError: the workers' values differ.
         """
         if self._engine is not None:
             raise UserError("the averager has its parameters already; make another one for another optimizer")
         named = in_model_order(dict(named_parameters), model)
-        require_same_names(named, self._across)
+        described, problems = ModelDescription(), []
+        try:
+            synced, units, layers = self._synced(named, model)
+            engine = LocalSGD(
+                synced,
+                units=units,
+                config=self.config,
+                outer=self.outer,
+                gta=self.gta,
+                across=self._across,
+                inside=self._inside,
+                streaming=self.streaming,
+                observe=self._logged,
+            )
+            share = self._settings.buffers == "average"
+            described = describe(named, model, units, share)
+            if model is not None and not self._alone:
+                refuse_unfit_buffers(model, self._across, share, self._settings.apart, self.config.use_async)
+        except UserError as error:
+            problems.append(str(error))
+        require_same_model(described, problems, self._across, self._inside)
+        self._engine = engine
+        self._parameters = tuple(named.values())
+        self._unchecked = model
+        self._guard = StateGuard(
+            synced,
+            units=units,
+            config=self.config,
+            outer=self.outer,
+            gta=self.gta,
+            streaming=self.streaming,
+            across=self._across,
+            inside=self._inside,
+        )
+        if model is not None and self.config.sync_in_forward:
+            self._hooks = ForwardHooks(model, units, layers, self._land, self._across)
+        if model is not None and not self._alone:
+            for line in plans_for_buffers(model, self._across, share):
+                _say(line)
+            self._buffers = SharedBuffers(model, self._across) if share else None
+        if self.config.local_sgd_warmup_steps == 0:
+            self._begin()
+
+    def _synced(
+        self, named: Mapping[str, torch.Tensor], model: torch.nn.Module | None
+    ) -> tuple[list[SyncedTensor], list[str], dict[str, torch.nn.Module]]:
+        """Return what rounds move, its units in order, and by unit the layers that wait for it in the forward pass.
+
+        Raises:
+            UserError: see `attach`.
+        """
         synced = []
         for name, parameter in named.items():
             if parameter.dtype != torch.float32:
@@ -168,8 +239,6 @@ class OuterOptimPeriodicModelAverager:
                 )
             counted = self._inside is None or is_first_copy(parameter, self._inside)
             synced.append(SyncedTensor(tensor=local_part(parameter), name=name, unit=unit_of(name), counted=counted))
-        self._parameters = tuple(named.values())
-        self._unchecked = model
         units = list(dict.fromkeys(entry.unit for entry in synced))
         layers: dict[str, torch.nn.Module] = {}
         if self.config.sync_in_forward:
@@ -184,31 +253,7 @@ class OuterOptimPeriodicModelAverager:
         problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
         if problem is not None:
             raise UserError(problem)
-        self._engine = LocalSGD(
-            synced,
-            units=units,
-            config=self.config,
-            outer=self.outer,
-            gta=self.gta,
-            across=self._across,
-            inside=self._inside,
-            streaming=self.streaming,
-            observe=self._logged,
-        )
-        self._guard = StateGuard(
-            synced,
-            units=units,
-            config=self.config,
-            outer=self.outer,
-            gta=self.gta,
-            streaming=self.streaming,
-            across=self._across,
-            inside=self._inside,
-        )
-        if model is not None and self.config.sync_in_forward:
-            self._hooks = ForwardHooks(model, units, layers, self._land, self._across)
-        if self.config.local_sgd_warmup_steps == 0:
-            self._begin()
+        return synced, units, layers
 
     @torch.no_grad()
     @speaks_of_fields()
@@ -249,8 +294,19 @@ class OuterOptimPeriodicModelAverager:
             if self._hooks is not None:
                 self._hooks.expect()
                 self._launched_at = self.step
-            return self._take(progress) or ended
+            report = self._take(progress)
+            if engine.met:
+                self._settle()
+            return report or ended
         return ended
+
+    def _settle(self) -> None:
+        """Make equal what rounds do not move, wherever workers have met."""
+        if self._buffers is not None:
+            for line in self._buffers.meet():
+                _say(line)
+        if self.when_met is not None:
+            self.when_met()
 
     def _check_gradients(self) -> None:
         """Say once that rounds save nothing, if so: a module's hook may be registered after it was attached."""
@@ -328,12 +384,18 @@ class OuterOptimPeriodicModelAverager:
                     f"{error}; weights that were saved in the middle of an interval are loaded after the optimizer was "
                     "wrapped, and then its state"
                 ) from error
+        if self.step and not self._alone:  # at the start they were seen to be equal
+            self._settle()
         self._schedule.start(self.step)
 
     def _meet(self) -> RoundReport | None:
         """Wait for the others, and make a round if all together have made enough steps."""
         steps = self._schedule.meet(self.step)
-        return None if steps is None or self._alone else self._take(self.engine.sync(steps))
+        if steps is None or self._alone:
+            return None
+        report = self._take(self.engine.sync(steps))
+        self._settle()
+        return report
 
     def _land(self, units: Sequence[str]) -> None:
         """Wait until the results of units are among the parameters."""
@@ -360,6 +422,7 @@ class OuterOptimPeriodicModelAverager:
         self.end_round()
         if not self.engine.synced:
             self._take(self.engine.finish())
+            self._settle()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""
@@ -377,11 +440,14 @@ class OuterOptimPeriodicModelAverager:
     @torch.no_grad()
     @speaks_of_fields()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned on this rank; the parameters must be those of that time.
+        """Take over what `state_dict` returned on this rank; all ranks must call it.
+
+        The parameters must have the values of that time, which digests in the state tell.
 
         Raises:
-            UserError: it was saved with another outer optimizer, reducer, codec or fragments, for other parameters, or
-                by another number of workers where each has something of its own.
+            UserError: it was saved with another outer optimizer, reducer, codec or fragments, for other parameters,
+                beside other values of theirs, or by another number of workers where each has something of its own; on
+                all ranks.
         """
         self.end_round()
         engine, guard = self.engine, self._require_guard()

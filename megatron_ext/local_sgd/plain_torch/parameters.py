@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,6 @@ __all__ = [
     "local_part",
     "require_all_within",
     "require_same_memory",
-    "require_same_names",
     "unit_of",
 ]
 
@@ -94,24 +92,6 @@ def require_all_within(named: Mapping[str, torch.Tensor], model: torch.nn.Module
             )
 
 
-def require_same_names(named: Mapping[str, torch.Tensor], across: Any) -> None:
-    """Check that all workers mean the same by their parameters; all ranks of `across` must call it.
-
-    Raises:
-        UserError: they have others, or in another order.
-    """
-    mine = [(name, tuple(local_part(parameter).shape)) for name, parameter in named.items()]
-    everyone: list[Any] = [None] * dist.get_world_size(across)
-    dist.all_gather_object(everyone, mine, group=across)
-    for worker, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            first, other = next((a, b) for a, b in itertools.zip_longest(everyone[0], theirs) if a != b)
-            raise UserError(
-                f"the workers' parameters differ: {_shown(first)} on worker 0 is {_shown(other)} on worker {worker}; "
-                "build model and optimizer alike on all of them, and give StatefulPostLocalSGDOptimizer the model"
-            )
-
-
 def require_same_memory(parameters: Sequence[torch.Tensor], synced: Sequence[SyncedTensor]) -> None:
     """Check that parameters lie where they did when local SGD began.
 
@@ -124,7 +104,3 @@ def require_same_memory(parameters: Sequence[torch.Tensor], synced: Sequence[Syn
                 f"parameter {entry.name} has other memory than when local SGD began (its .data was replaced); copy "
                 "into it instead, or wrap the optimizer afterwards"
             )
-
-
-def _shown(parameter: tuple[str, tuple[int, ...]] | None) -> str:
-    return "none" if parameter is None else f"{parameter[0]} of shape {list(parameter[1])}"
