@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Local SGD's state without Megatron: saved by itself, taken over by what fits, refused by what does not."""
 
+import contextlib
+import io
+
+import pytest
 import torch
 import torch.distributed as dist
 
-from tests.local_sgd.plain_runs import flat, model, train, wrapped
+from tests.local_sgd.engines import pairs
+from tests.local_sgd.plain_runs import flat, model, said_by, train, wrapped
 from tests.support.distributed import run_ranks
 
 
@@ -295,3 +300,74 @@ def test_the_state_of_another_method_or_model_is_refused_by_name():
     for said in run_ranks(taken_over_otherwise, 2):
         for what, (_, expected) in OTHERWISE.items():
             assert expected in said[what]
+
+
+def beside_other_weights(steps):
+    """Return what is said where worker 1 loads a state beside the weights of another time, and what was taken over."""
+    dist.init_process_group("gloo")
+    rank, module = dist.get_rank(), model()
+    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=3)
+    train(module, optimizer, steps, rank)
+    weights, state = {name: value.clone() for name, value in module.state_dict().items()}, optimizer.state_dict()
+    fresh_module = model()
+    fresh = wrapped(torch.optim.SGD(fresh_module.parameters(), lr=0.1), fresh_module, interval=3)
+    if rank != 1:
+        fresh_module.load_state_dict(weights)
+    refused = said_by(lambda: fresh.load_state_dict(state)), fresh.averager.step
+    fresh_module.load_state_dict(weights)
+    return refused, said_by(lambda: fresh.load_state_dict(state)), fresh.averager.step
+
+
+@pytest.mark.parametrize("steps", [3, 4], ids=["after a round", "in mid-interval"])
+def test_a_state_without_the_weights_it_belongs_to_is_refused_on_all_workers(steps):
+    own = (
+        "local SGD's saved state: it belongs to other weights than the module has, which differ in 0.weight (and in 5 "
+        "more parameters); load the module's weights of the same save first, then this state"
+    )
+    for number, ((said, taken), fitting, after) in enumerate(run_ranks(beside_other_weights, 3, steps, timeout=60)):
+        assert said == (own if number == 1 else f"worker 1: {own}")
+        assert (taken, fitting, after) == (0, "", steps)
+
+
+def of_an_earlier_release():
+    """Return what is said of a state that does not tell its weights, and the steps after it was loaded."""
+    dist.init_process_group("gloo")
+    module, said = model(), io.StringIO()
+    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.1), module, interval=3)
+    train(module, optimizer, 3, dist.get_rank())
+    state = optimizer.averager.state_dict()
+    del state["weights"]
+    with contextlib.redirect_stdout(said):
+        optimizer.averager.load_state_dict(state)
+    return said.getvalue(), optimizer.averager.step
+
+
+def test_a_state_of_an_earlier_release_is_loaded_with_a_line_that_its_weights_are_not_checked():
+    (said, steps), (nothing, same) = run_ranks(of_an_earlier_release, 2)
+    assert steps == same == 3
+    assert said.splitlines() == [
+        "> megatron_ext: local SGD: the saved state is of an earlier release and does not say to which weights it "
+        "belongs; they are not checked"
+    ]
+    assert nothing == ""
+
+
+def saves_of_a_workers_ranks():
+    """Return what is said where the second ranks of all workers have the state of a later step than the first."""
+    groups = pairs()
+    value = torch.nn.Parameter(torch.zeros(4))
+    optimizer = wrapped(torch.optim.SGD([value], lr=1.0), groups=groups, interval=4)
+    states = []
+    for _ in range(2):
+        optimizer.step()
+        states.append(optimizer.averager.state_dict())
+    return said_by(lambda: optimizer.averager.load_state_dict(states[dist.get_rank() % 2]))
+
+
+def test_files_of_different_saves_are_refused_where_the_ranks_of_a_worker_differ():
+    for said in run_ranks(saves_of_a_workers_ranks, 4, timeout=60):
+        assert said == (
+            "local SGD's saved state: the workers' files are of different saves (worker 0, rank 0: round 0, step 1, "
+            "worker 0, rank 1: round 0, step 2, worker 1, rank 0: round 0, step 1, worker 1, rank 1: round 0, step 2); "
+            "load those of one save"
+        )

@@ -456,6 +456,11 @@ class OuterOptimPeriodicModelAverager:
         if guard.is_of_as_many(state):
             self._schedule.load(state["schedule"])
         self.step = int(state["step"])
+        if not guard.knows_its_weights(state):
+            _say(
+                "the saved state is of an earlier release and does not say to which weights it belongs; they are not "
+                "checked"
+            )
         for flag, (before, now) in guard.changed(state).items():
             _say(f"{flag} was {before} in the run that saved, and is {now} from here on")
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.agreement import gather_all, refuse_together
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.digest import tensor_digest
 from megatron_ext.local_sgd.engine import SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
@@ -37,12 +39,13 @@ class StateGuard:
         inside: dist.ProcessGroup | None,
     ) -> None:
         """Take what makes up a run: what `LocalSGD` takes."""
+        self._synced = tuple(synced)
         self._shapes = {entry.name: list(entry.tensor.shape) for entry in synced}
         self._units = list(units)
         self._config, self._streaming = config, streaming
         self._method = method_of(config, outer, gta, streaming)
         self._tuning = tuning_of(config, outer)
-        self._across = across
+        self._across, self._inside = across, inside
         self._workers = dist.get_world_size(across)
         self._place = [dist.get_rank(across), 0 if inside is None else dist.get_rank(inside)]
         # After a round, too: norms, residuals, anchors, or steps.
@@ -62,7 +65,16 @@ class StateGuard:
             "parameters": self._shapes,
             "units": self._units,
             "place": self._place,
+            "weights": self._digests(),
         }
+
+    def knows_its_weights(self, state: Mapping[str, Any]) -> bool:
+        """Return whether a state says to which weights it belongs; those of earlier releases do not."""
+        return "weights" in state
+
+    def _digests(self) -> dict[str, list[int]]:
+        """Return by name a digest of every parameter's present values on this rank."""
+        return {entry.name: list(tensor_digest([entry.tensor])) for entry in self._synced}
 
     def changed(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """Return by flag what was and what is of the things that a run may change on its way."""
@@ -74,12 +86,24 @@ class StateGuard:
         return len(state["schedule"]["synced"]) == self._workers
 
     def refuse_unfit(self, state: dict[str, Any]) -> None:
-        """Refuse a state that this rank cannot go on from; all ranks across workers must call it.
+        """Refuse a state that a rank cannot go on from; all ranks must call it, with the module's weights of that save.
 
         Raises:
-            UserError: it is none, or of another model, method or place, or the workers' states are of different saves.
+            UserError: it is none, or of another model, method, place or other weights, or the ranks' states are of
+                different saves; on all ranks.
         """
-        self._require_one_save(state)
+        own = []
+        try:
+            self._refuse(state)
+        except UserError as error:
+            own.append(str(error))
+        save = state.get("scalars", {}).get("rounds"), None if self._config.use_async else state.get("step")
+        everyone = gather_all((save, own), self._across, self._inside)
+        self._require_one_save([[saved for saved, _ in of_worker] for of_worker in everyone])
+        refuse_together([[problems for _, problems in of_worker] for of_worker in everyone], own)
+
+    def _refuse(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit this rank."""
         lacking = _NEEDED - set(state)
         if lacking:
             raise UserError(f"{_WHERE}: it has no {min(lacking)!r}, so it is none; give what state_dict() returned")
@@ -96,16 +120,36 @@ class StateGuard:
         refuse_other_method(state["method"], self._method, _WHERE, "go on with what it was, or start without it")
         self._refuse_other_interval(state)
         self._refuse_other_place(state)
+        self._refuse_other_weights(state)
 
-    def _require_one_save(self, state: Mapping[str, Any]) -> None:
-        """Refuse files of different saves: one that was cut off has replaced those of some ranks only."""
-        mine = state.get("scalars", {}).get("rounds"), None if self._config.use_async else state.get("step")
-        found: list[Any] = [None] * self._workers
-        dist.all_gather_object(found, mine, group=self._across)
-        if any(other != found[0] for other in found):
-            each = (f"worker {worker}: round {rounds}, step {step}" for worker, (rounds, step) in enumerate(found))
+    def _require_one_save(self, everyone: Sequence[Sequence[tuple[int | None, int | None]]]) -> None:
+        """Refuse files of different saves: one that was cut off has replaced those of some ranks only.
+
+        Args:
+            everyone: the rounds and steps of the states of all ranks, by worker and rank of the worker.
+        """
+        if all(saved == everyone[0][0] for of_worker in everyone for saved in of_worker):
+            return
+        each = [
+            f"worker {worker}{f', rank {rank}' if len(of_worker) > 1 else ''}: round {rounds}, step {step}"
+            for worker, of_worker in enumerate(everyone)
+            for rank, (rounds, step) in enumerate(of_worker)
+        ]
+        raise UserError(
+            f"{_WHERE}: the workers' files are of different saves ({', '.join(each)}); load those of one save"
+        )
+
+    def _refuse_other_weights(self, state: Mapping[str, Any]) -> None:
+        """Refuse a state beside other weights than it was saved with: they would go on from another one's anchor."""
+        if not self.knows_its_weights(state):
+            return
+        now = self._digests()
+        others = [name for name, digest in state["weights"].items() if list(digest) != now[name]]
+        if others:
+            more = f" (and in {len(others) - 1} more parameters)" if len(others) > 1 else ""
             raise UserError(
-                f"{_WHERE}: the workers' files are of different saves ({', '.join(each)}); load those of one save"
+                f"{_WHERE}: it belongs to other weights than the module has, which differ in {others[0]}{more}; load "
+                "the module's weights of the same save first, then this state"
             )
 
     def _refuse_other_interval(self, state: Mapping[str, Any]) -> None:
