@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
+from megatron_ext.local_sgd.plain_torch.schedulers import SchedulesInStep
 from megatron_ext.local_sgd.report import RoundReport
 from megatron_ext.params.moments import reset_broken_moments
 
@@ -61,8 +62,32 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         names = {} if model is None else {id(value): name for name, value in model.named_parameters()}
         parameters = [value for group in optim.param_groups for value in group["params"]]
         named = ((names.get(id(value), f"parameter{index}"), value) for index, value in enumerate(parameters))
+        self._schedules = SchedulesInStep(optim, averager.process_group, averager.shard_group, averager.say)
+        if averager.keeps_in_step:
+            averager.when_met = self._schedules.meet
         averager.when_healed = lambda: reset_broken_moments(self.optim)
         averager.attach(named, model)
+
+    def align_schedulers(self, *schedulers: Any) -> None:
+        """Keep learning-rate schedulers of all workers at the same place; all ranks must call it, with the same ones.
+
+        A loop that steps its scheduler only after steps that `GradScaler` did not skip leaves a worker behind on which
+        one was. Wherever workers meet, schedulers that are behind make the steps that they lack, and a line says so.
+        Without this call a difference of the learning rates is said once, and stays.
+
+        Args:
+            schedulers: torch's, or what has `last_epoch` and a `step()` without arguments.
+
+        Raises:
+            UserError: a scheduler cannot be compared by its count, the workers' differ, or the method is one in which
+                workers make different numbers of steps by design; on all ranks.
+        """
+        if self.averager.config.use_async:
+            raise UserError(
+                "align_schedulers has no place with use_async, where every worker makes a number of steps of its own"
+            )
+        self._schedules.take(schedulers)
+        self.averager.when_met = self._schedules.meet
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # an attribute there
