@@ -260,6 +260,9 @@ class Feature:
         """Return further parallel layouts that need process groups, in the order in which they are numbered."""
         return ()
 
+    def before_groups(self, args: Any) -> None:
+        """Ranks know each other, and there is no process group but the world; `args` are Megatron's arguments."""
+
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Model-parallel groups exist; `groups` describes the workers."""
 

@@ -27,6 +27,7 @@ from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import Progress, RoundReport, plural
 from megatron_ext.local_sgd.round_writer import RoundWriter, round_log_path
+from megatron_ext.local_sgd.same_options import require_same_options
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
@@ -48,6 +49,7 @@ class LocalSGDFeature(Feature):
     name = "local-sgd"
 
     def __init__(self) -> None:
+        self._measures = False
         self._reset()
 
     def _reset(self) -> None:
@@ -111,6 +113,10 @@ class LocalSGDFeature(Feature):
         return int(args.local_sgd_workers)
 
     # The run.
+
+    def before_groups(self, args: Any) -> None:
+        """Refuse ranks with other options than the others', which would cut other groups or wait for ever."""
+        self._measures = require_same_options(args)
 
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Start a run from nothing."""
@@ -362,7 +368,7 @@ class LocalSGDFeature(Feature):
                 across=groups.across,
                 inside=groups.inside,
                 streaming=StreamingConfig.from_args(args),
-                observe=bool(round_log_path(args) or args.tensorboard_dir or args.wandb_project),
+                observe=self._measures,
             )
         return self._engine
 

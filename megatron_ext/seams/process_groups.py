@@ -265,7 +265,9 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         global _groups
         from megatron.training import get_args
 
-        workers = hooks.worker_count(get_args())
+        args_of_run = get_args()
+        hooks.fire("before_groups", args_of_run)
+        workers = hooks.worker_count(args_of_run)
         result = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
