@@ -24,6 +24,7 @@ from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, n
 from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+from megatron_ext.local_sgd.learning_rate import catch_up, may_skip_steps
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.report import Progress, RoundReport, plural
 from megatron_ext.local_sgd.round_writer import RoundWriter, round_log_path
@@ -70,6 +71,8 @@ class LocalSGDFeature(Feature):
         self._will_wait = False
         self._iteration = 0
         self._plan: checkpoint.LoadPlan | None = None
+        self._scheduler: Any = None
+        """Megatron's, where workers may come to different places of the schedule."""
 
     # Arguments.
 
@@ -128,6 +131,7 @@ class LocalSGDFeature(Feature):
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
         self._last_iteration = context.args.train_iters
+        self._scheduler = context.scheduler if may_skip_steps(context.args) else None
         if dist.get_rank() == 0:
             path = round_log_path(context.args)
             self._round_log = None if path is None else RoundWriter(
@@ -198,16 +202,20 @@ class LocalSGDFeature(Feature):
         elif self._arrivals is not None:
             self._arrivals.expect()
         if engine.met:
-            self._share_biases()
+            self._settle()
         timer.stop()
         self._account(progress, context.iteration)
         if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
             self._conclude()
 
-    def _share_biases(self) -> None:
-        """Give all workers the mean of their routers' biases."""
+    def _settle(self) -> None:
+        """Make equal what rounds do not move, where workers have met: routers' biases, and the schedule's place."""
         assert self._biases is not None, "local SGD: training has not started"
-        self._biases.take_mean(self._require_groups().across)
+        across = self._require_groups().across
+        self._biases.take_mean(across)
+        line = None if self._scheduler is None else catch_up(self._scheduler, across, self._require_engine().device)
+        if line is not None:
+            say(line)
 
     def _all_will_wait(self) -> bool:
         """Return whether the next forward pass of every worker can end a round; they get ready once and for all."""
@@ -225,7 +233,7 @@ class LocalSGDFeature(Feature):
         into = plural(engine.steps_since_sync, "step")
         progress = engine.finish()
         self._require_values().refresh()
-        self._share_biases()
+        self._settle()
         self._account(progress, iteration)
         say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
 
