@@ -75,6 +75,7 @@ class Reduction:
         merge: Merge | None = None,
         alone: Alone | None = None,
         spares: SpareFiles | None = None,
+        record_bytes: int = 0,
     ) -> None:
         """Prepare.
 
@@ -88,8 +89,10 @@ class Reduction:
             merge: what is done to the experts at the end; None for nothing.
             alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
             spares: has a file for the snapshot to be written over, perhaps.
+            record_bytes: about how long the record in the snapshot will be.
         """
         self._spares = spares
+        self._record_bytes = record_bytes
         self._catalog = catalog
         self._alone = alone
         self._codec = codec
@@ -243,10 +246,11 @@ class Reduction:
         states = self._tensors.states if self._before is not None else []
         learned = {} if decision.learned is None else {"guards": decision.learned}
         metadata = {"format": "pt", "round": path.stem, **learned}
-        if self._tensors.is_exact:
-            return SnapshotWriter(path, self._catalog, states, metadata, spares=self._spares)
-        of_all = {UPDATE: kept_as(self._codec)}
-        return SnapshotWriter(path, self._catalog, [*states, RESIDUAL], metadata, of_all, spares=self._spares)
+        of_all = {} if self._tensors.is_exact else {UPDATE: kept_as(self._codec)}
+        if of_all:
+            states = [*states, RESIDUAL]
+        room = self._record_bytes
+        return SnapshotWriter(path, self._catalog, states, metadata, of_all, spares=self._spares, record_bytes=room)
 
     def _coefficient(self, spec: TensorSpec, decision: Decision) -> float:
         if self._alone is not None:

@@ -3,7 +3,9 @@
 
 Written and read tensor by tensor, so that the memory it takes does not depend on the model. A file appears under its
 name only when it is whole and on the disk, and does not change while it has it or anybody reads it: its head has a
-checksum of every tensor and state, by which that is noticed when the next round is made of them.
+checksum of every tensor and state, by which that is noticed when the next round is made of them. Before them may be the
+record of the run (`run_record`), as bytes; it is written last, in room that was left for it, and what of it has no room
+comes after them.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +32,34 @@ from megatron_ext.sync_service.frames import Box
 from megatron_ext.sync_service.spares import SpareFiles
 from megatron_ext.sync_service.writeback import Writeback
 
-__all__ = ["CheckedRead", "Snapshot", "SnapshotWriter", "snapshot_name", "state_name"]
+__all__ = [
+    "CheckedRead",
+    "Snapshot",
+    "SnapshotWriter",
+    "newest_of",
+    "snapshot_name",
+    "snapshot_number",
+    "state_name",
+]
 
 _LENGTH = struct.Struct("<Q")
 
 _SUMS = "crc32"
 """In the metadata: 8 hexadecimal digits for each tensor and state, in their order."""
 
-_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_RECORD, _RECORD_REST = f"{RESERVED}record", f"{RESERVED}record.rest"
+"""Names of the record, which is kept as bytes, with blanks where its room is larger; and of what has no room."""
+
+_ROOM_BYTES = 64
+"""Rooms are multiples of it, so that values lie as they would without."""
+
+_LONGEST_RECORD = 10**12
+"""Bytes of what has no room: the head, which is written before its length is known, has room for as many digits."""
+
+_CHECKED_ELEMENTS = 1 << 20
+"""That are read at a time where nothing but the checksums is looked at."""
+
+_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "U8": torch.uint8}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
@@ -93,6 +116,17 @@ def snapshot_name(number: int) -> str:
     return f"round-{number:08d}.safetensors"
 
 
+def snapshot_number(name: str) -> int | None:
+    """Return of which round a file is the snapshot, by its name; None when it is none."""
+    found = re.fullmatch(r"round-(\d{8,})\.safetensors", name)
+    return None if found is None else int(found[1])
+
+
+def newest_of(names: Iterable[str]) -> int:
+    """Return the newest round of which one of these files is the snapshot; -1 when none is."""
+    return max((number for name in names if (number := snapshot_number(name)) is not None), default=-1)
+
+
 def state_name(state: str, name: str) -> str:
     """Return under which name a tensor's state of the outer optimizer is kept."""
     return f"{RESERVED}{state}:{name}"
@@ -109,6 +143,7 @@ class SnapshotWriter:
         metadata: dict[str, str],
         states_of_all: Mapping[str, torch.dtype] | None = None,
         spares: SpareFiles | None = None,
+        record_bytes: int = 0,
     ) -> None:
         """Begin the file beside its final place.
 
@@ -119,6 +154,7 @@ class SnapshotWriter:
             metadata: goes into the head of the file.
             states_of_all: states that tensors with owners have as well, and their types.
             spares: has a file to write over, perhaps.
+            record_bytes: about how long the record will be.
         """
         self._path = path
         self._partial = path.with_suffix(".partial")
@@ -126,15 +162,19 @@ class SnapshotWriter:
         # A peer that trains a tensor alone moves it by itself: there is no outer step, and no state of one.
         names += [(state_name(name, s.name), s, torch.float32) for name in states for s in catalog if not s.owners]
         names += [(state_name(name, s.name), s, kind) for name, kind in (states_of_all or {}).items() for s in catalog]
-        self._sums = {name: 0 for name, _, _ in names}
+        self._room = -(-record_bytes // _ROOM_BYTES) * _ROOM_BYTES
+        self._sums = {_RECORD: 0} if self._room else {}
+        self._sums |= {name: 0 for name, _, _ in names}
         self._metadata = metadata
+        self._head_bytes = 0
         self._overwritten: set[str] = set()
         self._missing = {name: spec.numel for name, spec, _ in names}
-        self._extents: dict[str, _Extent] = {}
-        position = 0
+        self._extents = {_RECORD: _Extent(0, (self._room,), torch.uint8)} if self._room else {}
+        position = self._room
         for name, spec, dtype in names:
             self._extents[name] = _Extent(position, spec.shape, dtype)
             position = self._extents[name].end
+        self._head_bytes = len(self._packed_head(_Extent(position, (_LONGEST_RECORD,), torch.uint8)))
         head = self._packed_head()
         self._begin = len(head)
         self._size = len(head) + position
@@ -194,10 +234,28 @@ class SnapshotWriter:
         self._put(0, self._packed_head())  # as long as before
         self._file.truncate(self._size)  # it may have been longer
         os.fsync(self._file.fileno())
-        self._file.close()
 
-    def publish(self) -> None:
-        """Give the file its name."""
+    def publish(self, record: bytes = b"") -> None:
+        """Give the file its name.
+
+        Args:
+            record: what it says of the run besides; nothing when empty.
+
+        Raises:
+            OSError: the record could not be written; the file has not its name.
+        """
+        front, rest = record[: self._room].ljust(self._room), record[self._room :]
+        extent = _Extent(self._size - self._begin, (len(rest),), torch.uint8) if rest else None
+        if front:
+            self._sums[_RECORD] = crc32(memoryview(front))
+            self._put(self._begin, front)
+        if rest:
+            self._sums[_RECORD_REST] = crc32(memoryview(rest))
+            self._put(self._size, rest)
+        if front or rest:
+            self._put(0, self._packed_head(extent))
+            os.fsync(self._file.fileno())
+        self._file.close()
         os.replace(self._partial, self._path)
         sync_path(self._path.parent)
 
@@ -206,9 +264,15 @@ class SnapshotWriter:
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
-    def _packed_head(self) -> bytes:
+    def _packed_head(self, rest: _Extent | None = None) -> bytes:
+        """Return the head, once its length is known always of that."""
         entries = {name: extent.entry for name, extent in self._extents.items()}
-        text = json.dumps({"__metadata__": {**self._metadata, _SUMS: _joined(self._sums)}, **entries}).encode()
+        sums = dict(self._sums)
+        if rest is not None:
+            entries[_RECORD_REST] = rest.entry
+            sums.setdefault(_RECORD_REST, 0)
+        text = json.dumps({"__metadata__": {**self._metadata, _SUMS: _joined(sums)}, **entries}).encode()
+        text = text.ljust(self._head_bytes - _LENGTH.size)
         text += b" " * (-len(text) % 8)
         return _LENGTH.pack(len(text)) + text
 
@@ -304,6 +368,28 @@ class Snapshot:
     def checked(self, name: str) -> CheckedRead:
         """Return what reads a whole tensor or state block by block."""
         return CheckedRead(self, name, self._extents[name].numel, self._sums.get(name))
+
+    def check(self) -> None:
+        """Read everything, and compare it with the checksums.
+
+        Raises:
+            OSError: it cannot be read, or is not what was written.
+        """
+        for name, extent in self._extents.items():
+            reader = self.checked(name)
+            for first in range(0, extent.numel, _CHECKED_ELEMENTS):
+                reader.read(first, min(_CHECKED_ELEMENTS, extent.numel - first))
+
+    @property
+    def record(self) -> bytes:
+        """What the file says of the run besides the values; empty where it says nothing, as those of shards.
+
+        Raises:
+            OSError: it cannot be read, or is not what was written.
+        """
+        names = [name for name in (_RECORD, _RECORD_REST) if name in self]
+        parts = [self.checked(name).read(0, self._extents[name].numel).numpy().tobytes() for name in names]
+        return b"".join(parts).strip()
 
     def read_bytes(self, name: str, offset: int, count: int) -> bytes:
         """Return elements of a tensor as the bytes that they are in the file, little-endian."""

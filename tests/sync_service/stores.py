@@ -17,14 +17,14 @@ VALUES = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_
 FIGURES: dict[str, Any] = {"digest": "", "rejected": {}, "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
 
 
-def snapshot(path: Path) -> Snapshot:
+def snapshot(path: Path, record: bytes = b"") -> Snapshot:
     writer = SnapshotWriter(path, CATALOG, ["momentum_buffer"], {"round": "7"})
     for name, value in reversed(VALUES.items()):
         writer.write(name, value)
         writer.write(state_name("momentum_buffer", name), 2 * value)
     assert not path.exists()
     writer.sync()
-    writer.publish()
+    writer.publish(record)
     return Snapshot(path)
 
 

@@ -199,6 +199,24 @@ def test_any_part_of_a_snapshot_can_be_read(tmp_path: Path):
         assert torch.equal(found.read_box("a", box, offset, count), flat[offset : offset + count])
 
 
+@pytest.mark.parametrize("room", [0, 100, 1000])
+def test_a_record_of_any_length_comes_back_and_leaves_a_safetensors_file(tmp_path: Path, room: int):
+    for length in (0, 1, 127, 128, 129, 5000):
+        path, record = tmp_path / f"{length}.safetensors", b"r" * length
+        writer = SnapshotWriter(path, CATALOG, [], {"round": "7"}, record_bytes=room)
+        for name, value in VALUES.items():
+            writer.write(name, value)
+        writer.sync()
+        writer.publish(record)
+        found, content = Snapshot(path), load_file(path)
+        found.check()
+        assert found.record == record
+        assert all(torch.equal(content[name], value) for name, value in VALUES.items())
+        assert {name for name in content if name.startswith("outer:")} <= {"outer:record", "outer:record.rest"}
+        # Where there is room, what comes last is values.
+        assert ("outer:record.rest" in content) == (length > -(-room // 64) * 64)
+
+
 @reused_folder
 @given(keep=st.floats(0, 0.999))
 def test_a_snapshot_that_was_cut_is_refused_with_its_name(tmp_path: Path, keep: float):
