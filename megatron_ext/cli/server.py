@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-ext server start | status | drain | evict`: the sync service."""
+"""`megatron-ext server start | status | drain | evict | recover`: the sync service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["add_parser", "run_drain", "run_evict", "run_start", "run_status"]
+__all__ = ["add_parser", "run_drain", "run_evict", "run_recover", "run_start", "run_status"]
 
 _START = """\
 Start a server at which separate jobs (peers) meet in rounds. What it is given by flags replaces what the
@@ -46,6 +46,7 @@ def add_parser(subparsers: Any) -> None:
     evict.set_defaults(func=run_evict)
     for action in (status, drain, evict):
         _add_connection(action)
+    _add_recover(actions)
 
 
 def _add_start(actions: Any) -> None:
@@ -94,6 +95,20 @@ def _add_start(actions: Any) -> None:
     # For tests: dies at a place of the code as if the power had gone.
     start.add_argument("--failpoint", action="append", default=[], help=argparse.SUPPRESS)
     start.set_defaults(func=run_start)
+
+
+def _add_recover(actions: Any) -> None:
+    recover = actions.add_parser(
+        "recover",
+        help="rebuild a journal that is gone or has lost lines",
+        description="Rebuild the journal of a run, that is gone or has lost lines, from the newest snapshot. "
+        "The server must not run. The former journal is kept beside the new one.",
+    )
+    recover.add_argument("dir", type=Path, metavar="DIR", help="the server's folder, or DIR/runs/RUN")
+    recover.add_argument("--run", metavar="RUN", help="the run (default: all of the folder)")
+    recover.add_argument("--state", metavar="URL", help="the copy of the server's state, to be recovered together")
+    recover.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+    recover.set_defaults(func=run_recover)
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
@@ -203,6 +218,19 @@ def run_evict(args: argparse.Namespace) -> int:
         (run,) = names
     _call(args, "Evict", {"run": run, "peer": args.peer, "reason": args.reason})
     print(f"evicted {args.peer} from run {run}")
+    return 0
+
+
+def run_recover(args: argparse.Namespace) -> int:
+    """Rebuild journals.
+
+    Raises:
+        UserError: one cannot be rebuilt.
+    """
+    from megatron_ext.sync_service.recovery import recover
+
+    for line in recover(args.dir, run=args.run, url=args.state, dry_run=args.dry_run):
+        print(line, flush=True)
     return 0
 
 

@@ -8,6 +8,9 @@ same ones. The common start is that of synchronous rounds.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from megatron_ext.sync_service.journal import Event
 from megatron_ext.sync_service.members import Policy, RoundResult
 from megatron_ext.sync_service.refusal import Refusal
@@ -143,6 +146,24 @@ class AsynchronousState(RunState):
         if event["event"] == "stale":
             self._stale(event)
         super().apply(event)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that events have led to."""
+        return {
+            **super().as_json(),
+            "weight": self.weight,
+            "made_for": dict(self._made_for),
+            "steps": dict(self._steps),
+            "outcomes": [[peer, number, asdict(result)] for peer, (number, result) in self._outcomes.items()],
+        }
+
+    def _recovered(self, event: Event) -> None:
+        super()._recovered(event)
+        found = event["state"]
+        self.weight, self._made_for, self._steps = found["weight"], dict(found["made_for"]), dict(found["steps"])
+        self._outcomes = {
+            peer: (number, RoundResult.from_json(result)) for peer, number, result in found["outcomes"]
+        }
 
     def _stale(self, event: Event) -> None:
         newest = self.newest

@@ -43,6 +43,7 @@ class History:
             "closed": self._closed,
             "stale": self._stale,
             "committed": self._committed,
+            "recovered": self._recovered,
         }
         handler = handlers.get(event["event"])
         if handler is not None:
@@ -64,6 +65,12 @@ class History:
     def _joined(self, event: Event) -> None:
         self.indices[event["peer"]] = event["index"]
         self.seen(event["peer"], event["time"])
+
+    def _recovered(self, event: Event) -> None:
+        """Take in who the peers are, and how many rounds there were; nothing else is known of these."""
+        self.counts["committed"] = event["round"]
+        for member in event["state"]["members"]:
+            self._joined({"peer": member["name"], "index": member["index"], "time": event["time"]})
 
     def _left(self, event: Event) -> None:
         self._incident(event, "left", event["peer"], "it has ended its membership")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_ext.sync_service.report import Progress
 
@@ -78,6 +79,11 @@ class RoundResult:
 
     kept: tuple[int, ...] = ()
     """Places in the catalog of tensors that it has left as they were, because nobody who trains them counted."""
+
+    @classmethod
+    def from_json(cls, entry: dict[str, Any]) -> RoundResult:
+        """Return what `dataclasses.asdict` made of one, through JSON."""
+        return cls(**{**entry, "contributors": tuple(entry["contributors"]), "kept": tuple(entry["kept"])})
 
     def why_without(self, peer: str) -> str:
         """Return why a peer did not count; empty where it did, or is not known to have been in."""

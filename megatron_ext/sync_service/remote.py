@@ -14,16 +14,18 @@ it writes, and nothing that it does counts any more.
 
 from __future__ import annotations
 
-import json
 import logging
+import shlex
 import shutil
-from contextlib import suppress
+import uuid
 from pathlib import Path
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.durable import replace_file
+from megatron_ext.sync_service.evidence import check_lines
+from megatron_ext.sync_service.journal import parse_journal, recover_command
 from megatron_ext.sync_service.remote_folder import RemoteFolder
-from megatron_ext.sync_service.snapshot import snapshot_name
+from megatron_ext.sync_service.snapshot import newest_of, snapshot_name
 
 __all__ = ["LINES", "RemoteState"]
 
@@ -47,6 +49,7 @@ class RemoteState(RemoteFolder):
             UserError: fsspec or what it needs for this kind of URL is not installed, or the place cannot be used.
         """
         super().__init__(url, run, holding=("journal", "snapshots"))
+        self._run = run
         self._parts = self._read_parts()
 
     def meet(self, folder: Path) -> None:
@@ -61,14 +64,13 @@ class RemoteState(RemoteFolder):
         """
         path = folder / "journal.jsonl"
         here = path.read_bytes() if path.exists() else b""
-        # A line that was cut off has not happened.
-        here = _without_undone(here[: here.rfind(b"\n") + 1], b"".join(self._parts))
+        here = _without_undone(_whole_lines(here), self.journal)
         # Who has no business here must not drive away who has.
         self._compare(here, folder)
-        self._check_snapshots(here)
+        self._check_snapshots(here, folder)
         self._own()
         self._parts = self._read_parts()
-        there = b"".join(self._parts)
+        there = self.journal
         here = _without_undone(here, there)
         self._compare(here, folder)
         if here.startswith(there):
@@ -82,35 +84,63 @@ class RemoteState(RemoteFolder):
         # What was uploaded there has been overtaken.
         shutil.rmtree(folder / "spool", ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
-        self._get_snapshots(folder / "snapshots")
+        self.get_snapshots(folder / "snapshots")
         replace_file(path, there)
 
     def _compare(self, here: bytes, folder: Path) -> None:
         """Refuse a journal that is not the beginning of the copy's, nor the other way round."""
-        there = b"".join(self._parts)
+        there = self.journal
         if not (here.startswith(there) or there.startswith(here)):
             raise UserError(
                 f"state {self._url}: has another history than {folder}: two servers have used it, or another run of "
                 "that name; give another URL, or move that folder away to go on from the URL"
             )
 
-    def _check_snapshots(self, here: bytes) -> None:
-        """Refuse a copy whose journal has lost rounds that it has snapshots of, which would be deleted as unknown."""
-        committed = [-1]
-        for line in max(here, b"".join(self._parts), key=len).splitlines():
-            with suppress(ValueError, TypeError, KeyError):  # a damaged line is named when the journal is read
-                event = json.loads(line)
-                if event["event"] == "committed":
-                    committed.append(event["round"])
+    def _check_snapshots(self, here: bytes, folder: Path) -> None:
+        """Refuse a copy or a folder whose journals have lost rounds that there are snapshots of, by `evidence`."""
+        journal = parse_journal(max(here, self.journal, key=len))
+        if journal.damage:
+            return  # which is said when the journal is read
+        found, newest = newest_of(self._snapshot_sizes()), journal.newest
         # A snapshot is there before its round is committed.
-        unknown = [name for name in self._snapshot_sizes() if name > snapshot_name(committed[-1] + 1)]
-        if unknown:
-            newest = "none" if committed[-1] < 0 else committed[-1]
+        if found > newest + 1:
             raise UserError(
-                f"state {self._url}: has the snapshot {max(unknown)}, but the newest round of its journal is {newest}: "
-                "the journal there has lost lines; restore it from a copy, start the server with the folder that has "
-                "them, or give another URL"
+                f"state {self._url}: has the snapshot {snapshot_name(found)}, but the newest round of its journal is "
+                f"{'none' if newest < 0 else newest}: the journal there has lost lines; restore it from a copy, start "
+                f"the server with the folder that has them, give another URL, or rebuild it from the newest snapshot "
+                f"with: {recover_command(folder)} --state {shlex.quote(self._url)}"
             )
+        check_lines(self._run, folder, journal.whole, newest)
+
+    @property
+    def journal(self) -> bytes:
+        """What the journal there says."""
+        return b"".join(self._parts)
+
+    def replace_journal(self, content: bytes) -> str:
+        """Own the copy, and put another journal in the place of that which is there.
+
+        Returns:
+            The name of the folder beside it in which the former one is kept; empty when there was none.
+
+        Raises:
+            OSError: it could not be written.
+        """
+        self._own()
+        kept = ""
+        with self._writing():
+            parts = self._listed("journal")
+            if parts:
+                kept = f"journal.lost-{uuid.uuid4().hex[:8]}"
+                self._files.makedirs(f"{self._root}/{kept}")
+            for path in parts:
+                self._files.mv(path, f"{self._root}/{kept}/{path.rpartition('/')[2]}")
+        self._parts = []
+        for line in content.splitlines(keepends=True):
+            self._parts = _extended(self._parts, line)
+        for number, part in enumerate(self._parts):
+            self._put_part(number, part)
+        return kept
 
     def append(self, line: bytes) -> None:
         """Add a line.
@@ -131,7 +161,15 @@ class RemoteState(RemoteFolder):
 
     def _read_parts(self) -> list[bytes]:
         with self._reading():
-            return [self._files.cat_file(path) for path in self._listed("journal")]
+            parts = [self._files.cat_file(path) for path in self._listed("journal")]
+        cut_off = sum(map(len, parts)) - len(_whole_lines(b"".join(parts)))
+        return parts if cut_off == 0 else [*parts[:-1], parts[-1][:-cut_off]]
+
+
+def _whole_lines(journal: bytes) -> bytes:
+    """Return a journal without a last line that was cut off, which has not happened."""
+    content = parse_journal(journal)
+    return journal[: journal.rfind(b"\n") + 1] if content.damage else content.whole
 
 
 def _without_undone(here: bytes, there: bytes) -> bytes:

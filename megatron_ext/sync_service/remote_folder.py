@@ -15,14 +15,14 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Iterator, Set
+from collections.abc import Container, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.durable import sync_path
-from megatron_ext.sync_service.snapshot import Snapshot
+from megatron_ext.sync_service.snapshot import Snapshot, newest_of, snapshot_number
 
 __all__ = ["RemoteFolder"]
 
@@ -74,16 +74,18 @@ class RemoteFolder:
             OSError: it could not be written, or another server owns the copy.
         """
         self._require_ownership()
-        with self._writing():
-            self._files.put_file(str(path), f"{self._root}/snapshots/{path.name}")
+        with self._writing(), self._whole(f"{self._root}/snapshots/{path.name}") as name:
+            self._files.put_file(str(path), name)
 
     def drop_snapshots(self, wanted: Set[str]) -> None:
-        """Remove the snapshots of other names; the log says when they cannot be removed."""
+        """Remove snapshots that are older than the newest of these and none of them; the log says if they cannot be."""
         try:
             self._require_ownership()
             with self._writing():
                 for path in self._listed("snapshots"):
-                    if path.rpartition("/")[2] not in wanted:
+                    name = path.rpartition("/")[2]
+                    number = snapshot_number(name)
+                    if name not in wanted and number is not None and number < newest_of(wanted):
                         self._files.rm_file(path)
         except OSError as error:
             log.warning("%s; old snapshots stay", error)
@@ -93,7 +95,7 @@ class RemoteFolder:
         sizes = self._snapshot_sizes()
         for snapshot in folder.glob("*.safetensors"):
             # One of the same name and size was copied before its round was committed.
-            if sizes.get(snapshot.name) == snapshot.stat().st_size:
+            if snapshot_number(snapshot.name) is None or sizes.get(snapshot.name) == snapshot.stat().st_size:
                 continue
             try:
                 Snapshot(snapshot).close()
@@ -103,13 +105,21 @@ class RemoteFolder:
                 continue
             self.put_snapshot(snapshot)
 
-    def _get_snapshots(self, folder: Path) -> None:
-        """Copy the snapshots that are there into a folder."""
+    def get_snapshots(self, folder: Path, known: Container[str] = ()) -> None:
+        """Copy the snapshots that are there into a folder, but those whose names are known.
+
+        Raises:
+            UserError: they cannot be read.
+        """
         with self._reading():
             for name in self._listed("snapshots"):
                 path = folder / name.rpartition("/")[2]
-                self._files.get_file(name, str(path))
-                sync_path(path)
+                if snapshot_number(path.name) is None or path.name in known:
+                    continue
+                beside = path.with_suffix(".partial")
+                self._files.get_file(name, str(beside))
+                sync_path(beside)
+                beside.replace(path)
         sync_path(folder)
 
     def _own(self) -> None:
@@ -146,16 +156,20 @@ class RemoteFolder:
 
     def _put_whole(self, path: str, content: bytes) -> None:
         """Write a small file: readers find what was there before or all of this, whatever happens meanwhile."""
+        with self._whole(path) as name:
+            self._files.pipe_file(name, content)
+
+    @contextmanager
+    def _whole(self, path: str) -> Iterator[str]:
+        """Yield where to write a file: readers find what was there before or all of it, whatever happens meanwhile."""
         if _FILE_LIKE.isdisjoint(_protocols(self._files)):
-            self._files.pipe_file(path, content)  # an object appears when all of it is there
+            yield path  # an object appears when all of it is there
             return
         folder, _, name = path.rpartition("/")
         beside = f"{folder}/{_PARTIAL}{name}"
-        with self._files.open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
-            if "file" in _protocols(self._files):
-                os.fsync(file.fileno())
+        yield beside
+        if "file" in _protocols(self._files):
+            sync_path(Path(beside))
         self._files.mv(beside, path)
 
     def _snapshot_sizes(self) -> dict[str, int]:

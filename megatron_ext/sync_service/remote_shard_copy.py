@@ -113,5 +113,5 @@ class ShardCopy(RemoteFolder):
         for name in ("spool", "snapshots"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True)
-        self._get_snapshots(folder / "snapshots")
+        self.get_snapshots(folder / "snapshots")
         replace_file(folder / IDENTITY, identity)

@@ -11,6 +11,7 @@ their upload, or a grace window after a quorum of them has. Only who was in when
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict, astuple
 from typing import Any, Literal
 
 from megatron_ext.sync_service.journal import Event
@@ -269,10 +270,27 @@ class RunState:
             "forgotten": self._forgotten,
             "closed": self._closed,
             "committed": self._committed,
+            "recovered": self._recovered,
         }
         handler = handlers.get(event["event"])
         if handler is not None:
             handler(event)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that events have led to, as plain data, for the event `recovered`. It is a copy."""
+        return {
+            "created": None if self.config is None else self._created_as_json(),
+            "members": [asdict(member) for member in self.members.values()],
+            "publisher": self.publisher,
+            "evicted": [[peer, instance, reason] for peer, (instance, reason) in self.evicted.items()],
+            "uploaded": dict(self.uploaded),
+            "reported": [[peer, index, astuple(progress)] for peer, (index, progress) in self._reported.items()],
+            "counted": [[index, astuple(progress)] for index, progress in self.counted.items()],
+            "closing": self.closing,
+            "results": [asdict(result) for result in self.results.values()],
+            "outer_scalars": dict(self.outer_scalars),
+            "newest": self._newest,
+        }
 
     def adopted(self, peer: str, number: int) -> None:
         """Say that a member takes over the values of a round: if it is the newest one, it is awaited in the next."""
@@ -283,6 +301,33 @@ class RunState:
         """Say that this state was restored: who has taken the newest values since is not known, so all are awaited."""
         for member in self.members.values():
             member.awaited = True
+
+    def _created_as_json(self) -> dict[str, Any]:
+        return {
+            "config": self.config,
+            "catalog": self.catalog,
+            "peers": self.places,
+            "rounds": self.rounds,
+            "sharding": self.sharding,
+            "kept_states": self.kept_states,
+            "protocol": self.protocol,
+        }
+
+    def _recovered(self, event: Event) -> None:
+        """Become what a state was that `as_json` has described, whatever this one is."""
+        found = event["state"]
+        if found["created"] is not None:
+            self._created(found["created"])
+        self.members = {entry["name"]: Member(**entry) for entry in found["members"]}
+        self.publisher = found["publisher"]
+        self.evicted = {peer: (instance, reason) for peer, instance, reason in found["evicted"]}
+        self.uploaded = dict(found["uploaded"])
+        self._reported = {peer: (index, Progress(*progress)) for peer, index, progress in found["reported"]}
+        self.counted = {index: Progress(*progress) for index, progress in found["counted"]}
+        self.closing = None if found["closing"] is None else tuple(found["closing"])
+        self.results = {entry["number"]: RoundResult.from_json(entry) for entry in found["results"]}
+        self.outer_scalars, self._newest = found["outer_scalars"], found["newest"]
+        self._quorum_since = None
 
     def _created(self, event: Event) -> None:
         self.config, self.catalog, self.places = event["config"], event["catalog"], event["peers"]

@@ -14,6 +14,7 @@ from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.decision import Decision, decide, untouched
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.journal import Event
 from megatron_ext.sync_service.reduction import Alone, DamagedContribution, Made
 from megatron_ext.sync_service.remote_shard import ShardProblem
 from megatron_ext.sync_service.shard import RoundJob, Uploader
@@ -119,8 +120,12 @@ class RoundMaker:
                 store.record({"event": "forgotten", **event})
                 self._changed.notify_all()
             return
+        event = self._committed(job, decision, made, time.monotonic() - began)
+        with self._changed:
+            record = store.run_record(event)
+        store.shard.publish(record.to_bytes())
         store.copy_snapshot(job.number)
-        self._commit(job, decision, made, time.monotonic() - began)
+        self._commit(event)
 
     def _job(self) -> RoundJob:
         """Return what is to be made of the round that has been closed."""
@@ -133,6 +138,7 @@ class RoundMaker:
             ),
             outer_scalars=dict(state.outer_scalars),
             alone=self._alone(state.open_round),
+            record_bytes=self._store.record_bytes,
         )
 
     def _decide(self, job: RoundJob) -> Decision | None:
@@ -172,12 +178,12 @@ class RoundMaker:
             return None
         return Alone(weight=state.weight, per_step=self._config.contributions_per_step or self._config.peers)
 
-    def _commit(self, job: RoundJob, decision: Decision, made: Made, seconds: float) -> None:
+    def _committed(self, job: RoundJob, decision: Decision, made: Made, seconds: float) -> Event:
+        """Return the event that commits a round."""
         number, merge = job.number, self._store.shard.merge(job.number)
-        snapshot = Snapshot(self._store.shard.snapshot_path(number))
         counted = [(uploader.peer, uploader.index) for uploader in job.uploaders]
         kept = [] if number == 0 or job.alone is not None else untouched(self._store.catalog, counted, decision, merge)
-        event = {
+        return {
             "event": "committed",
             "round": number,
             "digest": RoundDigest([made.sums]).hex(),
@@ -194,8 +200,11 @@ class RoundMaker:
             "outer_scalars": made.outer_scalars,
             "seconds": round(seconds, 3),
         }
-        for peer, what in decision.lasting.items():
-            log.warning("round %d: peer %s: %s", number, peer, what)
+
+    def _commit(self, event: Event) -> None:
+        snapshot = Snapshot(self._store.shard.snapshot_path(event["round"]))
+        for peer, what in event.get("lasting", {}).items():
+            log.warning("round %d: peer %s: %s", event["round"], peer, what)
         with self._changed:
             self._store.commit(event, snapshot)
             self._failpoints.hit("round_committed")

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import logging
-import os
 import signal
 import socket
 import threading
@@ -22,6 +20,7 @@ from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.failpoints import Failpoints
+from megatron_ext.sync_service.folder_lock import locked
 from megatron_ext.sync_service.grpc_health import HealthService
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.remote import RemoteState
@@ -294,15 +293,7 @@ def _locked(folder: Path, config: ServerConfig) -> Iterator[None]:
     config.check()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise UserError(f"dir {folder}: cannot be used: {error.strerror}") from error
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        raise UserError(f"dir {folder}: another server uses it; stop that one, or give another folder") from error
-    try:
+    with locked(folder):
         yield
-    finally:
-        os.close(handle)

@@ -6,7 +6,7 @@
     FOLDER/spare                               files to write over
 
 It keeps no account of rounds: whoever uses it says which one is open, and what was decided of it. A round may be made
-again and again until it is committed, with the same bits.
+again and again until it is committed, with the same bits: `write` makes its values, `publish` gives them their name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron_ext.sync_service.guards import Judged
 from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
-from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, snapshot_name
+from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, newest_of, snapshot_name, snapshot_number
 from megatron_ext.sync_service.spares import SpareFiles
 from megatron_ext.sync_service.spool import Spool
 
@@ -64,6 +64,9 @@ class RoundJob:
     alone: Alone | None = None
     """Given where the round is one contribution's alone."""
 
+    record_bytes: int = 0
+    """About how long the record in the snapshot will be; no other shard has one."""
+
 
 class Shard:
     """Values on the disk. Rounds are made by one thread at a time."""
@@ -90,6 +93,7 @@ class Shard:
         self._codec = ""
         self._sources: tuple[int, dict[str, bytes]] = (-1, {})
         self._attempt: tuple[RoundJob, SnapshotWriter, Made] | None = None
+        self._unpublished: tuple[RoundJob, SnapshotWriter, dict[str, bytes]] | None = None
 
     def open(self, catalog: Catalog, codec: str) -> None:
         """Say which tensors there are, and how contributions travel."""
@@ -111,30 +115,32 @@ class Shard:
         """In which contributions travel."""
         return self._codec
 
-    def recover(self, open_round: int, *, keep_made: bool = False) -> None:
-        """Find the snapshots that a former process has left, and remove those of rounds that were not committed.
+    def recover(self, open_round: int) -> None:
+        """Find the snapshots that a former process has left, and remove those that are older than what is kept.
+
+        That of the open round stays as well, which somebody may be about to commit, and so does what is no snapshot.
 
         Args:
             open_round: the round that is not committed yet.
-            keep_made: whether the open round's stays where it is: somebody else may be about to commit it.
 
         Raises:
             UserError: the newest round's is not there, or one is damaged.
         """
-        kept = {snapshot_name(number): number for number in range(max(0, open_round - self._keep), open_round)}
-        for path in self._folder.iterdir():
-            if path.name not in kept and not (keep_made and path == self.snapshot_path(open_round)):
+        first = max(0, open_round - self._keep)
+        for path in list(self._folder.iterdir()):
+            number = snapshot_number(path.with_suffix(".safetensors").name)
+            is_unfinished = path.suffix == ".partial"
+            if number is not None and (is_unfinished or (path.suffix == ".safetensors" and number < first)):
                 path.unlink()
-        for name, number in kept.items():
+        for number in range(first, open_round):
             # Older ones may be gone: fewer were kept.
-            if (self._folder / name).exists() or number == open_round - 1:
-                self.snapshots[number] = Snapshot(self._folder / name)
+            if self.snapshot_path(number).exists() or number == open_round - 1:
+                self.snapshots[number] = Snapshot(self.snapshot_path(number))
 
     @property
     def newest_file(self) -> int:
         """The newest round that there is a snapshot of, committed or not; -1 without any."""
-        paths = self._folder.glob("round-*.safetensors")
-        return max((int(path.stem.removeprefix("round-")) for path in paths), default=-1)
+        return newest_of(path.name for path in self._folder.iterdir())
 
     def snapshot_path(self, number: int) -> Path:
         """Return where the snapshot of a round is."""
@@ -202,7 +208,7 @@ class Shard:
         return self._made(job, lambda reduction, contributors: reduction.common_squares(contributors, decision))
 
     def write(self, job: RoundJob, decision: Decision) -> Made:
-        """Make a round's values; when this returns they are durable under their name.
+        """Make a round's values; when this returns they are durable, and have not their name yet.
 
         Raises:
             DamagedContribution: one cannot be read, and was removed.
@@ -213,18 +219,40 @@ class Shard:
             found = self._take_attempt(job, decision)
             writer, made = found or reduction.write(self.snapshot_path(job.number), contributors, decision)
             self._failpoints.hit("snapshot_written")
-            writer.publish()
-            self._failpoints.hit("snapshot_renamed")
             identities = {entry.peer: entry.contribution.identity for entry in contributors}
-            self._sources = job.number, {name: identities[peer] for name, peer in made.as_uploaded.items()}
+            sources = {name: identities[peer] for name, peer in made.as_uploaded.items()}
+            self._unpublished = job, writer, sources
             return made
 
         return self._made(job, write)
+
+    def publish(self, record: bytes = b"") -> None:
+        """Give the values that were written last their name, under which they are durable when this returns.
+
+        Args:
+            record: what the snapshot says of the run besides; nothing when empty.
+
+        Raises:
+            OSError: they cannot be written; nothing of them is left.
+        """
+        assert self._unpublished is not None
+        (job, writer, sources), self._unpublished = self._unpublished, None
+        try:
+            writer.publish(record)
+        except BaseException:  # whatever it is, no half snapshot stays
+            writer.abandon()
+            raise
+        self._failpoints.hit("snapshot_renamed")
+        self._sources = job.number, sources
 
     def _take_attempt(
         self, job: RoundJob | None = None, decision: Decision | None = None
     ) -> tuple[SnapshotWriter, Made] | None:
         """Return the values that were made with the measuring if they are this round's, else remove them."""
+        if self._unpublished is not None:
+            # Another shard has not made its part.
+            self._unpublished[1].abandon()
+            self._unpublished = None
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return None
@@ -249,6 +277,7 @@ class Shard:
             alone=job.alone,
             merge=self.merge(job.number),
             spares=self._spares,
+            record_bytes=job.record_bytes,
         )
         try:
             return work(reduction, [self._contributor(uploader) for uploader in job.uploaders])

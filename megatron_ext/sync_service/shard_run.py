@@ -223,10 +223,14 @@ class ShardRun:
         """Begin with what there is of the run, or with nothing at its beginning."""
         # One round more may have been made, which the first server commits or has made anew.
         self._check_newest(self._shard.newest_file, word["open_round"])
-        self._shard.recover(word["open_round"], keep_made=True)
+        content = json.dumps({"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}).encode()
+        if self._shard.newest_file >= 0 and not self._identity.exists():
+            raise UserError(
+                f"{self._identity} is missing, which says to which run the snapshots beside it belong; restore it from "
+                f"a copy; if they are this run's, write {content.decode()} into it"
+            )
+        self._shard.recover(word["open_round"])
         if not self._identity.exists():
-            identity = {"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}
-            content = json.dumps(identity).encode()
             if self._copy is not None:
                 self._copy.put_identity(content)
             replace_file(self._identity, content)
@@ -242,7 +246,8 @@ class ShardRun:
             raise Refusal(
                 "state",
                 f"it has values of round {known} of run {self.name!r}, of which the first server knows nothing: that "
-                "one has lost rounds; restore its folder, or begin a run under another name",
+                "one has lost rounds; restore its folder (megatron-ext server recover rebuilds a lost journal), or "
+                "begin a run under another name",
             )
 
     def _seal(self, arguments: Json) -> Json:
@@ -273,6 +278,7 @@ class ShardRun:
                 if arguments["call"] == "common_squares":
                     return {"squares": by_judged_to_json(self._shard.common_squares(job, decision))}
                 made = self._shard.write(job, decision)
+                self._shard.publish()
                 if self._copy is not None:
                     self._copy.put_snapshot(self._shard.snapshot_path(job.number))
                 return {"sums": made.sums, "outer_scalars": made.outer_scalars}

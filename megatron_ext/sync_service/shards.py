@@ -2,7 +2,8 @@
 """All shards of a run together: what the first server has itself, and what others have.
 
 A round is committed by the first server's journal when every shard has its part of the values on the disk, and no shard
-takes it for the newest one before it was told of that line. So a round is committed on all of them or on none.
+takes it for the newest one before it was told of that line. So a round is committed on all of them or on none. The
+first server's part has its name last: where it has, all are there.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Shards:
         return {key: square for squares in found for key, square in squares.items()}
 
     def write(self, job: RoundJob, decision: Decision) -> Made:
-        """See `Shard.write`; when this returns every shard has its part on the disk."""
+        """See `Shard.write`; when this returns every shard has its part on the disk, other shards under its name."""
         found = self._all(lambda shard: shard.write(job, decision))
         stepped = [made.outer_scalars for made in found if made.outer_scalars != job.outer_scalars]
         return Made(

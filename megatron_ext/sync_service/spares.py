@@ -25,7 +25,8 @@ class SpareFiles:
         """Begin without any.
 
         Args:
-            folder: for the files, on the file system of those that they were and will be; what is there is removed.
+            folder: for the files, on the file system of those that they were and will be; what a former process has
+                left there is removed with the first use, so that a start that is refused removes nothing.
             most: how many are kept.
         """
         self._folder = folder
@@ -33,11 +34,12 @@ class SpareFiles:
         self._lock = threading.Lock()
         self._files: list[Path] = []
         self._number = 0
-        shutil.rmtree(folder, ignore_errors=True)
+        self._is_begun = False
 
     def keep(self, path: Path) -> None:
         """Take a file away, as a spare one while there is room for it and nobody else reads it."""
         with self._lock:
+            self._begin()
             spare = self._folder / str(self._number + 1)
             # A spare file is no more than a convenience: perhaps the disk is full, which must end no round.
             with suppress(OSError):
@@ -55,8 +57,15 @@ class SpareFiles:
     def take(self, path: Path) -> None:
         """Give a spare file a name, if there is one; nothing else has the name."""
         with self._lock:
+            self._begin()
             if self._files:
                 os.replace(self._files.pop(), path)
+
+    def _begin(self) -> None:
+        """Remove what a former process has left."""
+        if not self._is_begun:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._is_begun = True
 
 
 def _is_nobody_elses(path: Path) -> bool:

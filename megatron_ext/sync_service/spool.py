@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from megatron_ext.sync_service.contribution import Contribution, new_name, peer_
 from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.spares import SpareFiles
 
-__all__ = ["Spool"]
+__all__ = ["Spool", "round_of"]
 
 
 class Spool:
@@ -34,12 +35,13 @@ class Spool:
         self._found: dict[str, tuple[int, Contribution]] = {}
 
     def open_round(self, number: int) -> None:
-        """Go on to a round: what there is of others is removed."""
+        """Go on to a round: what there is of earlier ones is removed."""
         with self._lock:
             for peer in [peer for peer, (found, _) in self._found.items() if found != number]:
                 self._found.pop(peer)[1].discard()
-            for entry in self._folder.iterdir():
-                if entry != self._of_round(number):
+            for entry in list(self._folder.iterdir()):
+                found = round_of(entry)
+                if found is not None and found < number:
                     shutil.rmtree(entry)
             self._of_round(number).mkdir(exist_ok=True)
             sync_path(self._folder)
@@ -52,8 +54,8 @@ class Spool:
         """
         with self._lock:
             for path in list(self._folder.glob("round-*/*")):
-                peer, number = peer_of(path), int(path.parent.name.removeprefix("round-"))
-                if is_wanted(peer, number):
+                peer, number = peer_of(path), round_of(path.parent)
+                if number is None or is_wanted(peer, number):
                     continue
                 if peer in self._found and self._found[peer][0] == number:
                     self._found.pop(peer)[1].discard()
@@ -121,8 +123,14 @@ class Spool:
 
     def _remove_empty(self) -> None:
         for folder in list(self._folder.iterdir()):
-            if not any(folder.iterdir()):
+            if round_of(folder) is not None and not any(folder.iterdir()):
                 folder.rmdir()
 
     def _of_round(self, number: int) -> Path:
         return self._folder / f"round-{number:08d}"
+
+
+def round_of(folder: Path) -> int | None:
+    """Return for which round contributions are in a folder, by its name; None when it is for none."""
+    found = re.fullmatch(r"round-(\d{8,})", folder.name)
+    return None if found is None else int(found[1])

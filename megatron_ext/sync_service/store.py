@@ -6,7 +6,8 @@
     DIR/runs/RUN/spool/round-N/PEER.SALT.frames      contributions to the open round
 
 A round is committed by its line in the journal, which is written after the snapshot has its name, and before anyone is
-told. Whatever else a killed server has left is either repeated or removed by the next one.
+told. Whatever else a killed server has left is finished, repeated or removed by the next one, by the rule that
+`evidence` states.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.durable import sync_path
+from megatron_ext.sync_service.evidence import check_start
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.history import History
-from megatron_ext.sync_service.journal import Event, Journal
+from megatron_ext.sync_service.journal import Event, Journal, damaged_journal, read_journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
+from megatron_ext.sync_service.run_record import RunRecord
 from megatron_ext.sync_service.shard import Shard
 from megatron_ext.sync_service.sharding import assign, part_of
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
@@ -36,6 +39,9 @@ from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 __all__ = ["RunStore"]
 
 log = logging.getLogger(__name__)
+
+_ROOM_BYTES, _ROOM_BYTES_OF_PEER = 1024, 512
+"""Of what is not in the state yet when a round is made, in its snapshot's record."""
 
 
 class RunStore:
@@ -78,15 +84,17 @@ class RunStore:
                 remote.meet(folder)
             except OSError as error:
                 raise UserError(f"run {name}: {error}") from error
-        self._journal = Journal(folder / "journal.jsonl", None if remote is None else remote.append)
+        path = folder / "journal.jsonl"
+        content = read_journal(path)
+        if content.damage:
+            raise damaged_journal(path, content)
         kind = AsynchronousState if config.is_asynchronous else RunState
         self.state: RunState = kind(config.policy)
         self.history = History()
-        for event in self._journal.events:
+        for event in content.events:
             self.state.apply(event)
             self.history.apply(event)
         self.state.await_everybody()
-        self._journal.events.clear()
         if self.state.config is not None and self.state.protocol != PROTOCOL_VERSION:
             raise UserError(
                 f"run {name}: it was started by a release of megatron_ext whose peers speak another protocol than "
@@ -122,7 +130,12 @@ class RunStore:
                 f"run {name}: there are {shards} shards, but the run was started with {begun_with}, among which its "
                 "values are split; give as many, or start a new run under another name"
             )
+        made = check_start(name, folder, keep_snapshots, content.whole, self.state)
+        self._journal = Journal(path, None if remote is None else remote.append, content)
+        self._journal.events.clear()
         self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())
+        if made is not None:
+            self._commit_made(made)
         self._catalog: Catalog | None = None
         if self.state.config is not None:
             self._open(Catalog.from_json(self.state.catalog))
@@ -211,6 +224,22 @@ class RunStore:
         if peer not in self.state.uploaded and peer not in (self.state.closing or ()):
             self.shard.spool.discard(peer)
 
+    def run_record(self, committed: Event) -> RunRecord:
+        """Return what the snapshot of the open round is to say of the run.
+
+        Args:
+            committed: the event that commits it.
+        """
+        nbytes, crc = self._journal.position
+        return RunRecord(committed=committed, before=self.state.as_json(), journal_bytes=nbytes, journal_crc=crc)
+
+    @property
+    def record_bytes(self) -> int:
+        """About how long the record of the open round will be, rather too much."""
+        # Beside the state: peers that come meanwhile, and what is said of each; places of tensors that are kept.
+        more = _ROOM_BYTES + _ROOM_BYTES_OF_PEER * self.state.places + 8 * len(self.catalog)
+        return len(self.run_record({}).to_bytes()) + more
+
     def copy_snapshot(self, number: int) -> None:
         """Bring the snapshot of a round that is about to be committed to where the copy of this state is.
 
@@ -243,6 +272,15 @@ class RunStore:
         else:
             self.shard.spool.open_round(self.state.open_round)
 
+    def _commit_made(self, made: RunRecord) -> None:
+        """Commit the open round, whose snapshot a former server has left, as it is."""
+        try:
+            self.copy_snapshot(made.number)
+        except OSError as error:
+            raise UserError(f"run {self._name}: {error}") from error
+        log.info("run %s: round %d was made, but is not in the journal; it is committed now", self._name, made.number)
+        self.record(made.committed)
+
     def _open(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self.shard.open(part_of(catalog, self.shard_of, 0), self.agreed["codec"])
@@ -261,7 +299,9 @@ class RunStore:
                 self.record({"event": "forgotten", "round": made_for, "peer": peer, "reason": missing})
 
     def _is_wanted(self, peer: str, number: int) -> bool:
-        """Return whether what a killed server has of a contribution may still be used."""
+        """Return whether what a killed server has of a contribution may still be used, or is nothing of the run's."""
+        if peer not in self.history.indices:
+            return True
         if peer in self.state.uploaded:
             return number == self.state.made_for(peer)
         return peer in self.state.members and 0 < number <= self.state.open_round and self.state.accepts(peer, number)
