@@ -3,20 +3,33 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-
+from megatron_ext.sync_service.disjoint_boxes import DisjointBoxes
 from megatron_ext.sync_service.frames import Box, Frame
+from megatron_ext.sync_service.ranges import Ranges
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["Coverage"]
 
 
 class Coverage:
-    """Keeps account of the frames of one tensor. Boxes that differ must not touch each other, nor ranges of a box."""
+    """Keeps account of the frames of one tensor. Boxes that differ must not touch each other, nor ranges of a box.
+
+    n frames cost about n log n steps, whoever has cut them and in whichever order they come.
+    """
 
     def __init__(self) -> None:
         self.covered = 0
-        self._boxes: dict[Box, list[tuple[int, int]]] = {}
+        self._ranges: dict[Box, Ranges | None] = {}  # None: all of the box has arrived
+        self._boxes: DisjointBoxes | None = None
+
+    @property
+    def boxes(self) -> int:
+        """How many boxes there are frames of."""
+        return len(self._ranges)
+
+    def has(self, box: Box) -> bool:
+        """Return whether there are frames of a box."""
+        return box in self._ranges
 
     def check(self, frame: Frame) -> None:
         """Check that a frame has nothing in common with those that are there.
@@ -24,19 +37,25 @@ class Coverage:
         Raises:
             Refusal: it has.
         """
-        if frame.box not in self._boxes:
-            if any(box.overlaps(frame.box) for box in self._boxes):
+        if frame.box not in self._ranges:
+            if self._boxes is not None and self._boxes.touches(frame.box):
                 raise Refusal("invalid", f"a frame's box overlaps one that has arrived before ({frame.place})")
             return
-        ranges = self._boxes[frame.box]
-        at = bisect_right(ranges, (frame.offset, 0))
-        before = ranges[at - 1][1] if at > 0 else 0
-        after = ranges[at][0] if at < len(ranges) else frame.box.numel
-        if frame.offset < before or frame.offset + frame.count > after:
+        ranges = self._ranges[frame.box]
+        if ranges is None or ranges.touches(frame.offset, frame.offset + frame.count):
             raise Refusal("invalid", f"a frame overlaps one that has arrived before ({frame.place})")
 
     def add(self, frame: Frame) -> None:
         """Take a checked frame in."""
-        ranges = self._boxes.setdefault(frame.box, [])
-        ranges.insert(bisect_right(ranges, (frame.offset, 0)), (frame.offset, frame.offset + frame.count))
+        box = frame.box
+        if box not in self._ranges:
+            if self._boxes is None:
+                self._boxes = DisjointBoxes(len(box.start))
+            self._boxes.add(box)
+            self._ranges[box] = None if frame.count == box.numel else Ranges()
+        ranges = self._ranges[box]
+        if ranges is not None:
+            ranges.add(frame.offset, frame.offset + frame.count)
+            if ranges.covers(box.numel):
+                self._ranges[box] = None
         self.covered += frame.count
