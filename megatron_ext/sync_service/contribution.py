@@ -38,10 +38,8 @@ _LENGTHS = struct.Struct("<IIQ")
 _SALT_BYTES = 8
 _MAX_HEAD = 1 << 20
 
-_Key = tuple[Box, int]
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Record:
     """Where a frame is in the file."""
 
@@ -79,7 +77,14 @@ class Contribution:
     """
 
     def __init__(
-        self, path: Path, catalog: Catalog, codec: str, spares: SpareFiles | None = None, *, is_new: bool = False
+        self,
+        path: Path,
+        catalog: Catalog,
+        codec: str,
+        spares: SpareFiles | None = None,
+        *,
+        is_new: bool = False,
+        reads_later: bool = False,
     ) -> None:
         """Open the file, or create it, and find the frames that are in it; a last one that is cut off is dropped.
 
@@ -89,27 +94,29 @@ class Contribution:
             codec: of the frames.
             spares: where the file goes when it is over.
             is_new: whether nothing can be in it.
+            reads_later: find the frames, which may take long, when the contribution is first appended to or asked what
+                it lacks; until then it has no bytes and no tensor that is whole.
         """
         self._catalog = catalog
         self._codec = codec
         self._lock = threading.Lock()  # of everything but the next two
         self._reading = threading.Lock()
         self._readers = 0
-        self._index: dict[str, dict[_Key, _Record]] = {}
+        self._index: dict[str, dict[Box, dict[int, _Record]]] = {}
         self._coverage: dict[str, Coverage] = {}
         self._ranges: dict[str, list[_Placed] | None] = {}
         self._discarded = False
+        self._is_unwanted = False
+        self._is_unread = not is_new
         self.identity = os.urandom(16)
         self._path = path
         self._salt = _salt_of(path)
         self._spares = spares
         path.touch()
         self._file = path.open("r+b", buffering=0)
-        self._size = 0
-        if not is_new:
-            for frame, record in self._records():
-                self._take(frame, record)
-            self._file.truncate(self._size)
+        self._size = self._count = 0
+        if not reads_later:
+            self._read_index()
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +126,9 @@ class Contribution:
     @property
     def frames(self) -> int:
         """Frames in the file."""
-        return sum(map(len, self._index.values()))
+        with self._lock:
+            self._read_index()
+            return self._count
 
     def append(self, frame: Frame) -> bool:
         """Write a checked frame unless it is there.
@@ -137,9 +146,10 @@ class Contribution:
             raise Refusal("invalid", f"codec of a frame is {frame.codec!r}; the run's is {self._codec!r}")
         head = frame.head()
         with self._lock:
-            if self._discarded:
+            self._read_index()
+            if self._discarded or self._is_unwanted:
                 raise Discarded
-            known = self._index.get(frame.name, {}).get(_key(frame))
+            known = self._index.get(frame.name, {}).get(frame.box, {}).get(frame.offset)
             if known is not None and known.checksum == frame.checksum:
                 return False
             if known is not None:
@@ -163,6 +173,8 @@ class Contribution:
         Args:
             index: of the peer; None for one that has to upload everything.
         """
+        with self._lock:
+            self._read_index()
         for spec in self._catalog:
             covered = self._covered(spec)
             is_wanted = index is None or spec.is_trained_by(index)
@@ -209,11 +221,11 @@ class Contribution:
 
     def _find_placed(self, spec: TensorSpec) -> list[_Placed] | None:
         found: list[_Placed] = []
-        for box, entries in self._by_box(spec.name).items():
+        for box, entries in self._index.get(spec.name, {}).items():
             first = flat_offset(spec.shape, box.start, box.shape)
             if first is None:
                 return None
-            ordered = sorted(entries, key=lambda entry: entry[0])
+            ordered = sorted(entries.items())
             ends = [*(offset for offset, _ in ordered[1:]), box.numel]
             found += [(first + at, end - at, record) for (at, record), end in zip(ordered, ends, strict=True)]
         return sorted(found, key=lambda entry: entry[0])
@@ -241,16 +253,16 @@ class Contribution:
     def _read(self, handle: int, spec: TensorSpec, out: torch.Tensor | None) -> torch.Tensor:
         out = torch.empty(spec.numel, dtype=torch.float32) if out is None else out[: spec.numel]
         total = out.view(spec.shape)
-        for box, entries in self._by_box(spec.name).items():
+        for box, entries in self._index.get(spec.name, {}).items():
             is_whole = box == whole_box(spec.shape)
             values = total.view(-1) if is_whole else torch.empty(box.numel, dtype=torch.float32)
-            for offset, record in entries:
+            for offset, record in entries.items():
                 if self._codec == "fp32" and record.payload:
                     # From the disk to where it belongs.
                     frame = self._load(handle, record, values[offset : offset + record.payload // 4])
                 else:
                     frame = self._load(handle, record)
-                if (frame.name, *_key(frame)) != (spec.name, box, offset):
+                if (frame.name, frame.box, frame.offset) != (spec.name, box, offset):
                     raise Refusal("damaged", f"another frame is where {spec.name!r} should be ({frame.place})")
                 if self._codec != "fp32" or not record.payload:
                     frame.decode_into(values[offset : offset + frame.count])
@@ -264,13 +276,13 @@ class Contribution:
         They are unchecked: that is done where they arrive. Iterating raises `Discarded` when the contribution is not
         wanted any more.
         """
-        found = self._by_box(name)
-        if box not in found:
+        found = self._index.get(name, {}).get(box)
+        if found is None:
             return None
 
         def frames() -> Iterator[Frame]:
             with self._handle() as handle:
-                for _, record in sorted(found[box], key=lambda entry: entry[0]):
+                for _, record in sorted(found.items()):
                     start = record.start + _LENGTHS.size
                     head = pb2.Frame.FromString(os.pread(handle, record.head, start))
                     yield Frame.from_message(head, os.pread(handle, record.payload, start + record.head))
@@ -279,6 +291,7 @@ class Contribution:
 
     def discard(self) -> None:
         """Refuse further frames, and remove the file."""
+        self._is_unwanted = True  # nobody waits until all that a former server has left is found
         with self._lock, self._reading:
             self._discarded = True
             # The start in fp32 is far longer than what a lossy codec makes of the rounds after it.
@@ -305,18 +318,25 @@ class Contribution:
                 if self._discarded and not self._readers:
                     self._file.close()
 
+    def _read_index(self) -> None:
+        """Find the frames that are in the file, unless that has been done; with the lock held, or by one thread."""
+        if not self._is_unread or self._is_unwanted:
+            return
+        self._index, self._coverage, self._size, self._count = {}, {}, 0, 0
+        for frame, record in self._records():
+            if self._is_unwanted:
+                return
+            self._take(frame, record)
+        self._file.truncate(self._size)
+        self._is_unread = False
+
     def _take(self, frame: Frame, record: _Record) -> None:
-        self._index.setdefault(frame.name, {})[_key(frame)] = replace(record, checksum=frame.checksum)
+        boxes = self._index.setdefault(frame.name, {})
+        boxes.setdefault(frame.box, {})[frame.offset] = replace(record, checksum=frame.checksum)
         self._coverage.setdefault(frame.name, Coverage()).add(frame)
         self._ranges.pop(frame.name, None)
         self._size = record.end
-
-    def _by_box(self, name: str) -> dict[Box, list[tuple[int, _Record]]]:
-        """Return (offset, record) of the frames of a tensor, by their box."""
-        found: dict[Box, list[tuple[int, _Record]]] = {}
-        for (box, offset), record in self._index.get(name, {}).items():
-            found.setdefault(box, []).append((offset, record))
-        return found
+        self._count += 1
 
     def _load(self, handle: int, record: _Record, out: torch.Tensor | None = None) -> Frame:
         """Return a frame, checked, with its payload in `out` (fp32, 1-D), if that is given."""
@@ -357,7 +377,3 @@ def _salt_of(path: Path) -> int:
     """Return the salt of a contribution's file; 0 for one without, which no other was before."""
     text = path.stem.rpartition(".")[2]
     return int(text, 16) if re.fullmatch(rf"[0-9a-f]{{{2 * _SALT_BYTES}}}", text) else 0
-
-
-def _key(frame: Frame) -> _Key:
-    return frame.box, frame.offset

@@ -17,9 +17,6 @@ from megatron_ext.sync_service.updates import can_be_cut
 
 __all__ = ["OpenValues"]
 
-_whole_tensor = threading.Lock()
-"""Held while a tensor is read whole."""
-
 
 class OpenValues:
     """The values of the open round, as far as they are known."""
@@ -31,6 +28,7 @@ class OpenValues:
         *,
         sent: Callable[[TensorSpec], Contribution | None],
         merged: frozenset[str],
+        reading: threading.Lock | None = None,
     ) -> None:
         """Look at a round.
 
@@ -39,11 +37,13 @@ class OpenValues:
             codec: of the contributions: values in fp32, else pseudo-gradients.
             sent: returns the contribution that has all of a tensor, if there is one.
             merged: names of the tensors of which the round makes something else.
+            reading: held while a tensor is read whole; one of its own unless given.
         """
         self.catalog = catalog
         self._codec = codec
         self._sent = sent
         self._merged = merged
+        self._reading = threading.Lock() if reading is None else reading
 
     def frames(self, spec: TensorSpec, box: Box, first: int | None, frame_bytes: int) -> Iterator[tuple[bytes, Frame]]:
         """Yield which contribution it is and a frame, for all frames of a box; nothing while they are not known.
@@ -70,8 +70,8 @@ class OpenValues:
             if as_they_came is not None:
                 yield from ((contribution.identity, frame) for frame in as_they_came)
             else:
-                # One whole tensor at a time, however many streams ask, and not for as long as a slow one takes.
-                with _whole_tensor:
+                # One whole tensor of a run at a time, however many streams ask; a slow stream keeps no other waiting.
+                with self._reading:
                     values = contribution.read(spec).view(spec.shape)[box.slices].clone().view(-1)
                 for offset, count in cut(box.numel, frame_bytes):
                     part = values[offset : offset + count]

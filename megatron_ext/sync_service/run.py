@@ -134,6 +134,7 @@ class Run:
         Raises:
             Refusal: it does not fit the run.
         """
+        check_alone(self.config, config, catalog)  # may take long, for which nobody else waits
         with self._noting(), self._changed:
             self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
@@ -146,7 +147,6 @@ class Run:
                 raise Refusal("state", f"the run has several servers, of which peer {peer!r} knows nothing; update it")
             if self._shards.problem:
                 raise Refusal("state" if self._shards.is_refused else "later", self._shards.problem)
-            check_alone(self.config, config, catalog)
             begins = self._begins_with(config, catalog)
             if not begins:
                 own = {INTERVAL} if self.config.is_asynchronous else set()
@@ -211,8 +211,9 @@ class Run:
         """
         if self._state.config is None:
             return True
-        same = config == self._store.agreed and self._store.catalog.difference(catalog) is None
-        return self._state.is_deserted and not self._shards.others and not same
+        if not self._state.is_deserted or self._shards.others:
+            return False
+        return config != self._store.agreed or self._store.catalog.difference(catalog) is not None
 
     def _commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         if self.config.step_weights and number > 0 and not report.steps:
@@ -327,7 +328,7 @@ class Run:
             self._caller(peer, instance)
             if number != self._state.open_round or number == 0 or self.config.is_asynchronous:
                 return None
-            return self._store.shard.open_values(number)
+        return self._store.shard.open_values(number)
 
     def leave(self, peer: str, instance: str) -> None:
         """End a membership.

@@ -11,6 +11,7 @@ again and again until it is committed, with the same bits: `write` makes its val
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class Shard:
         self._sources: tuple[int, dict[str, bytes]] = (-1, {})
         self._attempt: tuple[RoundJob, SnapshotWriter, Made] | None = None
         self._unpublished: tuple[RoundJob, SnapshotWriter, dict[str, bytes]] | None = None
+        self._reading = threading.Lock()
 
     def open(self, catalog: Catalog, codec: str) -> None:
         """Say which tensors there are, and how contributions travel."""
@@ -177,6 +179,7 @@ class Shard:
             self._codec,
             sent=lambda spec: self.spool.sent_alone(number, spec),
             merged=frozenset() if merge is None else merge.names,
+            reading=self._reading,
         )
 
     def measure(self, job: RoundJob) -> list[Measured]:

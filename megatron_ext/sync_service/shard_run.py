@@ -122,7 +122,7 @@ class ShardRun:
             self._hear(peer, instance, lambda open_round: open_round >= number)
             if number != self._word["open_round"] or number == 0 or self.config.is_asynchronous:
                 return None
-            return self._shard.open_values(number)
+        return self._shard.open_values(number)
 
     # -----------------------------------------------------------------------------------------------------------
     # What the first server asks for

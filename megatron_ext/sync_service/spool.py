@@ -33,6 +33,8 @@ class Spool:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._found: dict[str, tuple[int, Contribution]] = {}
+        # What a former server has left, looked for once: there may be thousands of peers.
+        self._left = {(path.parent.name, peer_of(path)): path for path in self._folder.glob("round-*/*.frames")}
 
     def open_round(self, number: int) -> None:
         """Go on to a round: what there is of earlier ones is removed."""
@@ -63,7 +65,10 @@ class Spool:
             self._remove_empty()
 
     def contribution(self, peer: str, number: int, catalog: Catalog, codec: str) -> Contribution:
-        """Return the contribution of a peer to a round, perhaps an empty one; one to another round is removed."""
+        """Return the contribution of a peer to a round, perhaps an empty one; one to another round is removed.
+
+        What a former server has left of it is read when it is first used, for which nobody else waits.
+        """
         with self._lock:
             if peer in self._found and self._found[peer][0] != number:
                 self.discard(peer)
@@ -86,7 +91,7 @@ class Spool:
         with self._lock:
             if peer in self._found:
                 self._found.pop(peer)[1].discard()
-            for path in list(self._folder.glob("round-*/*")):
+            for path in list(self._folder.glob(f"round-*/{peer}.*")):
                 if peer_of(path) == peer:
                     path.unlink()
             self._remove_empty()
@@ -113,9 +118,9 @@ class Spool:
 
     def _opened(self, folder: Path, peer: str, catalog: Catalog, codec: str) -> Contribution:
         """Return a peer's contribution in the folder of a round."""
-        for path in folder.glob("*.frames"):
-            if peer_of(path) == peer:
-                return Contribution(path, catalog, codec, self._spares)
+        left = self._left.pop((folder.name, peer), None)
+        if left is not None and left.exists():
+            return Contribution(left, catalog, codec, self._spares, reads_later=True)
         path = folder / new_name(peer)
         if self._spares is not None:
             self._spares.take(path)
