@@ -28,6 +28,7 @@ from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
 from megatron_ext.sync_service.frames import MAX_PAYLOAD, Box, Frame, whole_box
+from megatron_ext.sync_service.limits import Limits
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.spares import SpareFiles
@@ -85,6 +86,7 @@ class Contribution:
         *,
         is_new: bool = False,
         reads_later: bool = False,
+        limits: Limits | None = None,
     ) -> None:
         """Open the file, or create it, and find the frames that are in it; a last one that is cut off is dropped.
 
@@ -96,6 +98,7 @@ class Contribution:
             is_new: whether nothing can be in it.
             reads_later: find the frames, which may take long, when the contribution is first appended to or asked what
                 it lacks; until then it has no bytes and no tensor that is whole.
+            limits: of frames and boxes; none unless given.
         """
         self._catalog = catalog
         self._codec = codec
@@ -108,6 +111,8 @@ class Contribution:
         self._discarded = False
         self._is_unwanted = False
         self._is_unread = not is_new
+        self._limits = limits
+        self._most_frames = None if limits is None else limits.frames_of(catalog)
         self.identity = os.urandom(16)
         self._path = path
         self._salt = _salt_of(path)
@@ -154,7 +159,9 @@ class Contribution:
                 return False
             if known is not None:
                 raise Refusal("invalid", f"a frame differs from the one that has arrived before ({frame.place})")
-            self._coverage.setdefault(frame.name, Coverage()).check(frame)
+            coverage = self._coverage.setdefault(frame.name, Coverage())
+            coverage.check(frame)
+            self._check_limits(frame, coverage)
             record = _Record(self._size, len(head), len(frame.payload))
             try:
                 lengths = _LENGTHS.pack(record.head, record.payload, self._salt)
@@ -329,6 +336,28 @@ class Contribution:
             self._take(frame, record)
         self._file.truncate(self._size)
         self._is_unread = False
+
+    def _check_limits(self, frame: Frame, coverage: Coverage) -> None:
+        """Check that there may be one more frame.
+
+        Raises:
+            Refusal: there may not.
+        """
+        if self._limits is None or self._most_frames is None:
+            return
+        if self._count >= self._most_frames:
+            raise Refusal(
+                "invalid",
+                f"the contribution has {self._count} frames already, as many as max_frames of the run allows; upload "
+                "larger ones (frame_bytes), or raise max_frames at the server",
+            )
+        most = self._limits.max_boxes
+        if coverage.boxes >= most and not coverage.has(frame.box):
+            raise Refusal(
+                "invalid",
+                f"tensor {frame.name!r} comes in more than {most} boxes, which max_boxes of the run allows; upload it "
+                "in larger ones, or raise max_boxes at the server",
+            )
 
     def _take(self, frame: Frame, record: _Record) -> None:
         boxes = self._index.setdefault(frame.name, {})

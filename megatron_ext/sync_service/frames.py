@@ -77,7 +77,7 @@ def codec_of(name: str) -> Codec:
     return Fp32Codec() if name == "fp32" else build_codec(name)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Box:
     """A part of a tensor: the first element along each axis, and how many."""
 
@@ -213,8 +213,8 @@ class Frame:
             raise Refusal("invalid", f"a frame's box leaves the shape {self.shape} ({self.place})")
         if self.count < 1 or self.offset + self.count > self.box.numel:
             raise Refusal("invalid", f"a frame leaves its box of {self.box.numel} elements ({self.place})")
-        # What was not coded takes memory as well.
-        size = len(self.payload) or 4 * self.count
+        # However few bytes its codec makes of them, the values take memory.
+        size = max(len(self.payload), 4 * self.count)
         if size > MAX_PAYLOAD:
             raise Refusal("invalid", f"a frame has {size} bytes; at most {MAX_PAYLOAD} are possible")
         if len(self.payload) not in (0, codec_of(self.codec).nbytes(self.count)):

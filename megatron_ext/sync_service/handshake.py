@@ -25,8 +25,10 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
 
     Raises:
         Refusal: the codec is unknown, there are owners where there must be none, an owner is none of the peers, the
-            steps between two rounds are not the run's, or there are no experts to merge.
+            steps between two rounds are not the run's, there are no experts to merge, or the tensors are beyond the
+            run's limits.
     """
+    run.limits.check_catalog(catalog)
     codec_of(config.get("codec", ""))
     for spec in catalog:
         if spec.owners and run.is_asynchronous:

@@ -13,7 +13,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.spes import MergeConfig
-from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.limits import LONGEST_SECONDS, Limits, can_be_waited
 from megatron_ext.sync_service.members import Policy
 
 __all__ = ["RunConfig"]
@@ -34,6 +34,9 @@ _PENALTY = (
 
 _OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")
 """Fields of a run that are the outer optimizer's."""
+
+_LIMITS = ("max_tensors", "max_tensor_bytes", "max_model_bytes", "max_frames", "max_boxes")
+"""Fields of a run that are limits to what one peer announces and uploads."""
 
 _ROUNDS = ("synchronous", "asynchronous")
 
@@ -130,6 +133,24 @@ class RunConfig:
     clip_pseudo_grad: float | None = None
     """Clip the common pseudo-gradient of what all peers train to this norm, unit by unit."""
 
+    max_tensors: int = 200_000
+    """Tensors that a peer may announce."""
+
+    max_tensor_bytes: int = 32 << 30
+    """Bytes (of fp32) of one tensor that a peer may announce."""
+
+    max_model_bytes: int = 16 << 40
+    """Bytes (of fp32) of all tensors that a peer may announce."""
+
+    max_frames: int | None = None
+    """Frames of one contribution. Unless given 4096, besides 64 for every tensor and one for every 4 KiB of fp32."""
+
+    max_boxes: int = 65_536
+    """Boxes, slices that its ranks hold, in which one peer may upload one tensor."""
+
+    check_disk: bool = True
+    """When a run begins, refuse tensors of which the server's disk has no room for a round."""
+
     @property
     def policy(self) -> Policy:
         """When a round closes."""
@@ -173,6 +194,11 @@ class RunConfig:
         return config if config.has_penalty else None
 
     @property
+    def limits(self) -> Limits:
+        """What one peer may announce and upload."""
+        return Limits(**{name: getattr(self, name) for name in _LIMITS})
+
+    @property
     def _local_sgd(self) -> LocalSGDConfig:
         given = {name: getattr(self, name) for name in _PENALTY}
         return LocalSGDConfig(use_local_sgd=True, local_sgd_workers=max(self.peers, 1), **given)
@@ -197,6 +223,7 @@ class RunConfig:
             ),
             ("max_staleness", (self.max_staleness or 0) >= 0, "it must be 0 or more"),
             ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
+            *((name, (getattr(self, name) or 0) >= 1, "it must be 1 or more") for name in self._given(*_LIMITS)),
         ):
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")

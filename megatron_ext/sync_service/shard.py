@@ -82,7 +82,8 @@ class Shard:
             failpoints: where to die in tests.
         """
         # A contribution of every peer, and the snapshot that is no longer kept when the next one has been made.
-        self.spool = Spool(folder / "spool", SpareFiles(folder / "spare" / "frames", config.peers))
+        spares = SpareFiles(folder / "spare" / "frames", config.peers)
+        self.spool = Spool(folder / "spool", spares, config.limits)
         self._spares = SpareFiles(folder / "spare" / "snapshots", 1)
         self.snapshots: dict[int, Snapshot] = {}
         self._config = config

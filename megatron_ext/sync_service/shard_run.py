@@ -30,6 +30,7 @@ from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.reduction import DamagedContribution
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.remote_shard_copy import IDENTITY, ShardCopy
+from megatron_ext.sync_service.room import check_room
 from megatron_ext.sync_service.shard import Shard
 from megatron_ext.sync_service.shard_messages import (
     by_judged_to_json,
@@ -220,7 +221,12 @@ class ShardRun:
             self._draining.begin(word["last_round"])
 
     def _open(self, word: Json) -> None:
-        """Begin with what there is of the run, or with nothing at its beginning."""
+        """Begin with what there is of the run, or with nothing at its beginning.
+
+        Raises:
+            Refusal: the first server has lost rounds, or the disk has no room for one.
+            UserError: values are missing or damaged.
+        """
         # One round more may have been made, which the first server commits or has made anew.
         self._check_newest(self._shard.newest_file, word["open_round"])
         content = json.dumps({"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}).encode()
@@ -230,11 +236,13 @@ class ShardRun:
                 f"a copy; if they are this run's, write {content.decode()} into it"
             )
         self._shard.recover(word["open_round"])
+        catalog = Catalog.from_json(word["catalog"])
         if not self._identity.exists():
+            check_room(self._identity.parent, self.config, catalog, word["codec"], self._server.keep_snapshots)
             if self._copy is not None:
                 self._copy.put_identity(content)
             replace_file(self._identity, content)
-        self._shard.open(Catalog.from_json(word["catalog"]), word["codec"])
+        self._shard.open(catalog, word["codec"])
 
     def _check_newest(self, known: int, newest: int) -> None:
         """Check that no values would be removed that were committed.

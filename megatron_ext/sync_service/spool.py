@@ -13,6 +13,7 @@ from pathlib import Path
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.contribution import Contribution, new_name, peer_of
 from megatron_ext.sync_service.durable import sync_path
+from megatron_ext.sync_service.limits import Limits
 from megatron_ext.sync_service.spares import SpareFiles
 
 __all__ = ["Spool", "round_of"]
@@ -21,15 +22,17 @@ __all__ = ["Spool", "round_of"]
 class Spool:
     """Contributions that no round has used yet, at most one of each peer. May be used by several threads."""
 
-    def __init__(self, folder: Path, spares: SpareFiles | None = None) -> None:
+    def __init__(self, folder: Path, spares: SpareFiles | None = None, limits: Limits | None = None) -> None:
         """Open the folder, or make it.
 
         Args:
             folder: of the contributions.
             spares: where their files come from and go to.
+            limits: of a contribution; none unless given.
         """
         self._folder = folder
         self._spares = spares
+        self._limits = limits
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.RLock()
         self._found: dict[str, tuple[int, Contribution]] = {}
@@ -120,11 +123,11 @@ class Spool:
         """Return a peer's contribution in the folder of a round."""
         left = self._left.pop((folder.name, peer), None)
         if left is not None and left.exists():
-            return Contribution(left, catalog, codec, self._spares, reads_later=True)
+            return Contribution(left, catalog, codec, self._spares, reads_later=True, limits=self._limits)
         path = folder / new_name(peer)
         if self._spares is not None:
             self._spares.take(path)
-        return Contribution(path, catalog, codec, self._spares, is_new=True)
+        return Contribution(path, catalog, codec, self._spares, is_new=True, limits=self._limits)
 
     def _remove_empty(self) -> None:
         for folder in list(self._folder.iterdir()):

@@ -30,6 +30,7 @@ from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, damaged_journal, read_journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION
 from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.room import check_room
 from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.run_record import RunRecord
 from megatron_ext.sync_service.shard import Shard
@@ -75,6 +76,8 @@ class RunStore:
         self._name = name
         self._config = config
         self._shards = shards
+        self._folder = folder
+        self._keep = keep_snapshots
         folder.mkdir(parents=True, exist_ok=True)
         for parent in (folder, *list(folder.parents)[:2]):
             sync_path(parent)
@@ -208,12 +211,15 @@ class RunStore:
         """Let the run begin with what its first peer says that all peers have in common.
 
         Raises:
-            Refusal: there is not something for every shard.
+            Refusal: there is not something for every shard, or the disk has no room for a round.
         """
         event: dict[str, Any] = {"event": "created", "config": config, "catalog": catalog.as_json()}
+        here = catalog
         if self._shards > 1:
-            split = {"id": uuid.uuid4().hex, "shards": self._shards, "of": assign(catalog, self._shards)}
-            event["sharding"] = split
+            shard_of = assign(catalog, self._shards)
+            event["sharding"] = {"id": uuid.uuid4().hex, "shards": self._shards, "of": shard_of}
+            here = part_of(catalog, shard_of, 0)
+        check_room(self._folder, self._config, here, config["codec"], self._keep)
         also = {"rounds": self._config.rounds, "kept_states": _kept_states(self._config)}
         self.record({**event, "protocol": PROTOCOL_VERSION, "peers": self.state.policy.peers, **also})
         self._open(catalog)

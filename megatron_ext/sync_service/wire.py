@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.sync_service.frames import Frame
+from megatron_ext.sync_service.frames import HEAD_BYTES, MAX_PAYLOAD, Frame
 from megatron_ext.sync_service.protocol import DecodeError, grpc, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
 
@@ -24,6 +24,9 @@ _BATCH_FRAMES = pb2.FrameBatch.DESCRIPTOR.fields_by_name["frames"].number
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of protobuf."""
+
+_MAX_FRAMES = MAX_PAYLOAD // HEAD_BYTES
+"""In a message. No client puts more into one, as few bytes as they may take, and all are in memory at once."""
 
 _METHODS = "/megatron_ext.sync.v1.SyncService/"
 
@@ -190,6 +193,8 @@ def _unpacked(data: bytes, kind: Any, number: int) -> tuple[Any, list[Frame]]:
     frames: list[Frame] = []
 
     def take(content: memoryview) -> None:
+        if len(frames) == _MAX_FRAMES:
+            raise DecodeError(f"it has more than {_MAX_FRAMES} frames")
         payloads: list[memoryview] = []
         head = _rest(content, _PAYLOAD, payloads.append)
         frames.append(Frame.from_message(pb2.Frame.FromString(head), payloads[-1] if payloads else b""))
