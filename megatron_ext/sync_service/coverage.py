@@ -14,7 +14,7 @@ __all__ = ["Coverage"]
 class Coverage:
     """Keeps account of the frames of one tensor. Boxes that differ must not touch each other, nor ranges of a box.
 
-    n frames cost about n log n steps, whoever has cut them and in whichever order they come.
+    n frames cost about n log n steps, in whichever order they come; see `DisjointBoxes` for where it is more.
     """
 
     def __init__(self) -> None:

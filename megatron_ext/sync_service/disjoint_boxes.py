@@ -7,7 +7,8 @@ the hull of a group is compared with nothing in it. A pack is made anew, with th
 of it, so that n boxes cost about n log n, in whichever order they come.
 
 Hulls can be crossed without a box in them being touched: for boxes as long as the tensor among boxes of one element
-some sqrt(n) groups are looked into, all in one go.
+some sqrt(n) groups are looked into, all in one go. The worst that was found are long boxes that pass between each other
+in three directions: n of them cost about n^1.4.
 """
 
 from __future__ import annotations
