@@ -13,13 +13,16 @@ import torch
 
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["Catalog", "TensorSpec"]
+__all__ = ["LONGEST_NAME", "MOST_AXES", "Catalog", "TensorSpec"]
 
 RESERVED = "outer:"
 """Begins the names of the outer optimizer's states in a snapshot."""
 
 MAX_TENSORS = 1_000_000
 MAX_ELEMENTS = 1 << 40
+MOST_AXES = 16
+LONGEST_NAME = 1000
+"""Letters of the name of a tensor or unit, or of what else others give names to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,16 @@ class Catalog:
         for spec in self.specs:
             if not spec.name or spec.name == "__metadata__" or spec.name.startswith(RESERVED):
                 raise Refusal("invalid", f"{spec.name!r} cannot be the name of a tensor; choose another one")
+            for what, title in (("name", spec.name), ("unit", spec.unit)):
+                if len(title) > LONGEST_NAME or not title.isprintable():
+                    raise Refusal(
+                        "invalid",
+                        f"{what} {title[:100]!r} of a tensor must be at most {LONGEST_NAME} letters that can be "
+                        "printed; choose another one",
+                    )
+            if len(spec.shape) > MOST_AXES:
+                axes = len(spec.shape)
+                raise Refusal("invalid", f"tensor {spec.name!r} has {axes} axes; at most {MOST_AXES} are possible")
             if not 0 < spec.numel <= MAX_ELEMENTS or min(spec.shape, default=1) < 1:
                 raise Refusal("invalid", f"tensor {spec.name!r} has the shape {spec.shape}; it must hold elements")
             if list(spec.owners) != sorted(set(spec.owners)):

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.address import is_loopback, split_address
+from megatron_ext.sync_service.names import NAME
 from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.yaml_file import read_yaml
 
 __all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "read_config"]
-
-NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-"""Names of runs and peers: they become names of files."""
 
 INTERVAL = "--sync-service-interval"
 """The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""

@@ -29,6 +29,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.coverage import Coverage
 from megatron_ext.sync_service.frames import MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.limits import Limits
+from megatron_ext.sync_service.names import path_component
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.spares import SpareFiles
@@ -393,8 +394,12 @@ class Contribution:
 
 
 def new_name(peer: str) -> str:
-    """Return a name for the file of a peer, PEER.SALT.frames, that no file had before."""
-    return f"{peer}.{int.from_bytes(os.urandom(_SALT_BYTES)):0{2 * _SALT_BYTES}x}.frames"
+    """Return a name for the file of a peer, PEER.SALT.frames, that no file had before.
+
+    Raises:
+        Refusal: the peer's name would lead elsewhere.
+    """
+    return f"{path_component(peer, 'peer')}.{int.from_bytes(os.urandom(_SALT_BYTES)):0{2 * _SALT_BYTES}x}.frames"
 
 
 def peer_of(path: Path) -> str:

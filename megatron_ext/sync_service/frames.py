@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_ext.sync_service.catalog import TensorSpec
+from megatron_ext.sync_service.catalog import MOST_AXES, TensorSpec
 from megatron_ext.sync_service.checksum import crc32
 from megatron_ext.sync_service.protocol import DecodeError, pb2
 from megatron_ext.sync_service.refusal import Refusal
@@ -44,8 +44,6 @@ MAX_PAYLOAD = 4 << 20
 
 HEAD_BYTES = 256
 """About as much as a frame takes in a message beside its payload."""
-
-_MAX_AXES = 16
 
 
 class Fp32Codec:
@@ -207,7 +205,7 @@ class Frame:
                 "damaged", f"a frame's checksum is wrong ({self.place}); it changed on the way: send it again"
             )
         axes = len(self.shape)
-        if axes > _MAX_AXES or len(self.box.start) != axes or len(self.box.shape) != axes:
+        if axes > MOST_AXES or len(self.box.start) != axes or len(self.box.shape) != axes:
             raise Refusal("invalid", f"a frame's box does not fit the shape {self.shape} ({self.place})")
         if any(a + n > size or n < 1 for a, n, size in zip(self.box.start, self.box.shape, self.shape, strict=True)):
             raise Refusal("invalid", f"a frame's box leaves the shape {self.shape} ({self.place})")

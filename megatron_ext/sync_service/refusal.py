@@ -12,11 +12,16 @@ Reason = Literal["invalid", "state", "denied", "not_found", "damaged", "later"]
 not_found: there is no such thing. damaged: bytes changed on the way, send them again. later: try again."""
 
 
+_LONGEST = 2000
+"""Bytes of a message. It travels in the head of an answer, of which gRPC takes a few kilobytes, and may quote what was
+sent, which may be far longer."""
+
+
 class Refusal(Exception):
     """A request is refused; nothing has changed. The message says why and what to do."""
 
     def __init__(self, reason: Reason, message: str) -> None:
-        super().__init__(message)
+        super().__init__(_short(message))
         self.reason: Reason = reason
 
 
@@ -25,3 +30,12 @@ class NotWhole(Refusal):
 
     def __init__(self, message: str) -> None:
         super().__init__("state", message)
+
+
+def _short(message: str) -> str:
+    """Return a message without the middle of a long one: its beginning says what, and its end what to do."""
+    data = message.encode(errors="backslashreplace")
+    if len(data) <= _LONGEST:
+        return data.decode()
+    half = _LONGEST // 2
+    return f"{data[:half].decode(errors='ignore')} ... {data[-half:].decode(errors='ignore')}"

@@ -22,6 +22,8 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.durable import sync_path
+from megatron_ext.sync_service.names import path_component
+from megatron_ext.sync_service.schema import Malformed, integer, number, parse, record, text
 from megatron_ext.sync_service.snapshot import Snapshot, newest_of, snapshot_number
 
 __all__ = ["RemoteFolder"]
@@ -34,6 +36,16 @@ _FILE_LIKE = frozenset({"file", "local", "sftp", "ssh"})
 _PARTIAL = "partial-"
 
 _UNKNOWN: dict[str, Any] = {"token": None, "host": "an unknown host", "process": "unknown", "since": 0.0}
+_YEAR_3000 = 32503680000.0
+
+
+def _owner(**said: Any) -> dict[str, Any]:
+    return {**_UNKNOWN, **said}
+
+
+_OWNER = record(
+    _owner, may_lack=tuple(_UNKNOWN), token=text(), host=text(), process=integer(), since=number(0, _YEAR_3000)
+)
 
 
 class RemoteFolder:
@@ -58,7 +70,7 @@ class RemoteFolder:
             raise UserError(f"state {url}: needs the package fsspec; install it with: pip install fsspec") from error
         try:
             self._files, root = fsspec.core.url_to_fs(url)
-            self._root = "/".join([root.rstrip("/"), *within])
+            self._root = "/".join([root.rstrip("/"), *(path_component(name, "folder") for name in within)])
             for name in holding:
                 self._files.makedirs(f"{self._root}/{name}", exist_ok=True)
         except ImportError as error:
@@ -113,7 +125,7 @@ class RemoteFolder:
         """
         with self._reading():
             for name in self._listed("snapshots"):
-                path = folder / name.rpartition("/")[2]
+                path = folder / path_component(name.rpartition("/")[2], "snapshot")
                 if snapshot_number(path.name) is None or path.name in known:
                     continue
                 beside = path.with_suffix(".partial")
@@ -139,8 +151,8 @@ class RemoteFolder:
         if not self._files.exists(path):
             return None
         try:
-            return {**_UNKNOWN, **json.loads(self._files.cat_file(path))}
-        except (ValueError, TypeError):
+            return _OWNER(parse(self._files.cat_file(path)), "owner")
+        except Malformed:
             log.warning("state %s: owner.json there is damaged, and says nothing", self._url)
             return _UNKNOWN
 

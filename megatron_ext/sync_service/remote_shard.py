@@ -16,13 +16,10 @@ from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.guards import Judged
 from megatron_ext.sync_service.protocol import grpc, pb2
 from megatron_ext.sync_service.reduction import DamagedContribution, Made
+from megatron_ext.sync_service.schema import Kind, Malformed, parse
 from megatron_ext.sync_service.shard import RoundJob
-from megatron_ext.sync_service.shard_messages import (
-    by_judged_from_json,
-    decision_to_json,
-    job_to_json,
-    measured_from_json,
-)
+from megatron_ext.sync_service.shard_calls import COMMON_SQUARES, DAMAGED, FOLLOWED, MEASURED, SEALED, WRITTEN, Damaged
+from megatron_ext.sync_service.shard_messages import decision_to_json, job_to_json
 
 __all__ = ["RemoteShard", "ShardProblem"]
 
@@ -106,8 +103,9 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        found = self._call("seal", {"peer": peer, "instance": instance, "index": index, "round": number})
-        return found["missing"], found["frames"], found["bytes"]
+        wanted = {"peer": peer, "instance": instance, "index": index, "round": number}
+        found = self._call("seal", wanted, SEALED)
+        return found.missing, found.frames, found.bytes
 
     def measure(self, job: RoundJob) -> list[Measured]:
         """See `Shard`.
@@ -115,7 +113,10 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        return [measured_from_json(entry) for entry in self._work_on("measure", job, None)["measured"]]
+        found = self._work_on("measure", job, None, MEASURED)
+        if len(found) != len(job.uploaders):
+            raise self._misunderstood("measure", f"it has {len(found)} contributions of {len(job.uploaders)}")
+        return found
 
     def common_squares(self, job: RoundJob, decision: Decision) -> dict[Judged, float]:
         """See `Shard`.
@@ -123,7 +124,7 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        return by_judged_from_json(self._work_on("common_squares", job, decision)["squares"])
+        return self._work_on("common_squares", job, decision, COMMON_SQUARES)
 
     def write(self, job: RoundJob, decision: Decision) -> Made:
         """See `Shard`.
@@ -131,17 +132,21 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        found = self._work_on("write", job, decision)
-        plain, placed = found["sums"]
-        return Made(sums=(plain, placed), outer_scalars=found["outer_scalars"])
+        return self._work_on("write", job, decision, WRITTEN)
 
-    def _work_on(self, call: str, job: RoundJob, decision: Decision | None) -> dict[str, Any]:
+    def _work_on[T](self, call: str, job: RoundJob, decision: Decision | None, kind: Kind[T]) -> T:
         arguments = {"job": job_to_json(job), "decision": None if decision is None else decision_to_json(decision)}
-        found = self._call(call, arguments, _WORK_DEADLINE)
-        if "damaged" in found:
-            peer, problem = found["damaged"]
-            raise DamagedContribution(peer, f"{problem} (on shard {self.number})")
-        return found
+
+        def done_or_damaged(value: Any, where: str) -> T | Damaged:
+            is_damaged = isinstance(value, dict) and "damaged" in value
+            return DAMAGED(value, where) if is_damaged else kind(value, where)
+
+        found = self._call(call, arguments, done_or_damaged, _WORK_DEADLINE)
+        if not isinstance(found, Damaged):
+            return found
+        if found.peer not in {uploader.peer for uploader in job.uploaders}:
+            raise self._misunderstood(call, f"peer {found.peer!r} has contributed nothing")
+        raise DamagedContribution(found.peer, f"{found.problem} (on shard {self.number})")
 
     def _work(self) -> None:
         try:
@@ -170,12 +175,12 @@ class RemoteShard:
         word = {**word, "shard": self.number}
         problem, is_refused = "", False
         try:
-            reply = self._call("follow", word, _TELL_DEADLINE)
-            if reply["wants_catalog"]:
+            reply = self._call("follow", word, FOLLOWED, _TELL_DEADLINE)
+            if reply.wants_catalog:
                 with self._changed:
                     catalog = self._catalog(self.number)
-                reply = self._call("follow", {**word, **catalog}, _TELL_DEADLINE)
-            self.spooled = reply["spooled"]
+                reply = self._call("follow", {**word, **catalog}, FOLLOWED, _TELL_DEADLINE)
+            self.spooled = reply.spooled
         except ShardProblem as error:
             problem, is_refused = str(error), error.is_refusal
         with self._changed:
@@ -188,11 +193,16 @@ class RemoteShard:
                 self._changed.notify_all()
         return not problem
 
-    def _call(self, call: str, arguments: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
+    def _misunderstood(self, call: str, problem: str) -> ShardProblem:
+        where = f"shard {self.number} at {self.address}"
+        return ShardProblem(f"{where}: its answer to {call}: {problem}; install the same release everywhere", True)
+
+    def _call[T](self, call: str, arguments: dict[str, Any], kind: Kind[T], seconds: float | None = None) -> T:
         request = pb2.ShardRequest(run=self._run, call=call, json=json.dumps(arguments))
         try:
-            found: dict[str, Any] = json.loads(self._connection.call("Shard", request, seconds=seconds).json)
-            return found
+            return kind(parse(self._connection.call("Shard", request, seconds=seconds).json), call)
+        except Malformed as error:
+            raise self._misunderstood(call, str(error)) from error
         except UserError as error:
             answer = error.__cause__
             code = answer.code() if isinstance(answer, grpc.RpcError) else None

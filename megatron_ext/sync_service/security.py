@@ -12,9 +12,11 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.grpc_health import HEALTH_METHODS
 from megatron_ext.sync_service.protocol import grpc
 
-__all__ = ["TOKEN_KEY", "TokenInterceptor", "read_file", "read_token"]
+__all__ = ["SECRET_KEY", "TOKEN_KEY", "TokenInterceptor", "read_file", "read_token"]
 
 TOKEN_KEY = "authorization"
+SECRET_KEY = "megatron-ext-shard-secret"
+"""Beside the token in the calls of servers, see shard_secret.py."""
 
 
 def read_file(path: str, field: str) -> bytes:
@@ -29,18 +31,22 @@ def read_file(path: str, field: str) -> bytes:
         raise UserError(f"{field} {path}: cannot be read: {error.strerror}") from error
 
 
-def read_token(path: str | None) -> str | None:
+def read_token(path: str | None, field: str = "token_file") -> str | None:
     """Return the token that a file holds, None without a file.
+
+    Args:
+        path: of the file.
+        field: the configuration's, which names it.
 
     Raises:
         UserError: the file cannot be read, or holds no token.
     """
     if path is None:
         return None
-    token = read_file(path, "token_file").decode("ascii", errors="replace").strip()
+    token = read_file(path, field).decode("ascii", errors="replace").strip()
     if len(token) < 16 or not token.isprintable() or not token.isascii():
         raise UserError(
-            f"token_file {path}: must hold at least 16 printable ASCII characters; make one with: "
+            f"{field} {path}: must hold at least 16 printable ASCII characters; make one with: "
             "python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         )
     return token

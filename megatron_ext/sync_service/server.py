@@ -22,6 +22,7 @@ from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.folder_lock import locked
 from megatron_ext.sync_service.grpc_health import HealthService
+from megatron_ext.sync_service.names import path_component
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import PATIENCE_SECONDS
@@ -153,10 +154,11 @@ class Server:
     def _open_runs(self, folder: Path) -> None:
         config = self._config
         for name in config.runs:
+            path = folder / path_component(name, "run")
             if config.shard == 0:
-                self._runs[name] = self._run(name, folder / name)
+                self._runs[name] = self._run(name, path)
             else:
-                self._shard_runs[name] = ShardRun(name, config, folder / name, self._failpoints)
+                self._shard_runs[name] = ShardRun(name, config, path, self._failpoints)
 
     def _run(self, name: str, folder: Path) -> Run:
         config = self._config

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.config import NAME
+from megatron_ext.sync_service.names import path_component
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.report import Progress, Report
@@ -43,8 +43,8 @@ class Servicer(ValuesServicer):
                 )
             caller = request.caller
             admission = self._run(caller.run).register(
-                _name(caller.peer, "peer"),
-                _name(caller.instance, "process"),
+                path_component(caller.peer, "peer"),
+                path_component(caller.instance, "process"),
                 config=dict(request.config),
                 catalog=_catalog(request.catalog),
                 index=request.index if request.HasField("index") else None,
@@ -141,14 +141,6 @@ class Servicer(ValuesServicer):
 
     def _run(self, name: str) -> Run:
         return served(self._runs, name)
-
-
-def _name(text: str, what: str) -> str:
-    if not NAME.fullmatch(text):
-        raise Refusal(
-            "invalid", f"{text[:100]!r} cannot be the name of a {what}; use up to 64 letters, digits, '.', '_', '-'"
-        )
-    return text
 
 
 def _progress(progress: Progress | None) -> Any:

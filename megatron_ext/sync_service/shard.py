@@ -130,15 +130,16 @@ class Shard:
             UserError: the newest round's is not there, or one is damaged.
         """
         first = max(0, open_round - self._keep)
-        for path in list(self._folder.iterdir()):
-            number = snapshot_number(path.with_suffix(".safetensors").name)
-            is_unfinished = path.suffix == ".partial"
-            if number is not None and (is_unfinished or (path.suffix == ".safetensors" and number < first)):
-                path.unlink()
         for number in range(first, open_round):
             # Older ones may be gone: fewer were kept.
             if self.snapshot_path(number).exists() or number == open_round - 1:
                 self.snapshots[number] = Snapshot(self.snapshot_path(number))
+        # Only now: whoever names a round that is not here must not have the others removed.
+        for path in list(self._folder.iterdir()):
+            found = snapshot_number(path.with_suffix(".safetensors").name)
+            is_unfinished = path.suffix == ".partial"
+            if found is not None and (is_unfinished or (path.suffix == ".safetensors" and found < first)):
+                path.unlink()
 
     @property
     def newest_file(self) -> int:

@@ -31,13 +31,20 @@ from megatron_ext.sync_service.reduction import DamagedContribution
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.remote_shard_copy import IDENTITY, ShardCopy
 from megatron_ext.sync_service.room import check_room
+from megatron_ext.sync_service.schema import Malformed, parse
 from megatron_ext.sync_service.shard import Shard
-from megatron_ext.sync_service.shard_messages import (
-    by_judged_to_json,
-    decision_from_json,
-    job_from_json,
-    measured_to_json,
+from megatron_ext.sync_service.shard_calls import (
+    IDENTITY_CONTENT,
+    SEAL,
+    WORD,
+    WORK,
+    Identity,
+    Seal,
+    Word,
+    Work,
+    check_work,
 )
+from megatron_ext.sync_service.shard_messages import by_judged_to_json, measured_to_json
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 
 __all__ = ["ShardRun"]
@@ -46,6 +53,11 @@ WORD_SECONDS = 5.0
 """How long a call waits for the first server's word."""
 
 Json = dict[str, Any]
+
+_NOTHING = Word(
+    shards=(), shard=0, config={}, id="", open_round=0, members={}, kept={}, used={}, last_round=None
+)
+"""What is known before the first word."""
 
 
 class ShardRun:
@@ -79,7 +91,7 @@ class ShardRun:
         self._changed = threading.Condition()
         self._working = threading.Lock()
         self._tickets = 0
-        self._word: Json = {"id": "", "open_round": 0, "members": {}, "kept": {}, "used": {}}
+        self._word = _NOTHING
         self._heard = 0
         self._draining = Draining()
 
@@ -102,7 +114,7 @@ class ShardRun:
         with self._changed:
             self._hear(peer, instance, lambda open_round: open_round > number)
             if number not in self._shard.snapshots:
-                newest = self._word["open_round"] - 1
+                newest = self._word.open_round - 1
                 raise Refusal(
                     "not_found", f"the values of round {number} are not on {self._title}; the newest is {newest}"
                 )
@@ -121,7 +133,7 @@ class ShardRun:
         """See `Run.open_values`."""
         with self._changed:
             self._hear(peer, instance, lambda open_round: open_round >= number)
-            if number != self._word["open_round"] or number == 0 or self.config.is_asynchronous:
+            if number != self._word.open_round or number == 0 or self.config.is_asynchronous:
                 return None
         return self._shard.open_values(number)
 
@@ -129,29 +141,31 @@ class ShardRun:
     # What the first server asks for
     # -----------------------------------------------------------------------------------------------------------
 
-    def answer(self, call: str, arguments: Json) -> Json:
+    def answer(self, call: str, arguments: Any) -> Json:
         """Do what the first server asks for.
 
+        Args:
+            call: what, see shard_calls.py.
+            arguments: with what, as JSON had it.
+
         Raises:
-            Refusal: it does not fit this shard.
+            Refusal: it is no such request, or does not fit this shard.
             OSError: the disk refuses.
         """
-        calls: dict[str, Callable[[Json], Json]] = {
-            "follow": self._follow,
-            "seal": self._seal,
-            "measure": self._work,
-            "common_squares": self._work,
-            "write": self._work,
-        }
-        if call not in calls:
-            raise Refusal("invalid", f"{call!r} is nothing that a shard does; install the same release everywhere")
-        return calls[call]({**arguments, "call": call})
+        match call:
+            case "follow":
+                return self._follow(WORD(arguments, call))
+            case "seal":
+                return self._seal(SEAL(arguments, call))
+            case "measure" | "common_squares" | "write":
+                return self._work(call, WORK(arguments, call))
+        raise Refusal("invalid", f"{call[:100]!r} is nothing that a shard does; install the same release everywhere")
 
-    def _follow(self, word: Json) -> Json:
+    def _follow(self, word: Word) -> Json:
         self._check(word)
         with self._changed:
-            wants_catalog = bool(word["id"]) and not self._shard.is_open and "catalog" not in word
-            if word["id"] and not wants_catalog:
+            wants_catalog = bool(word.id) and not self._shard.is_open and word.catalog is None
+            if word.id and not wants_catalog:
                 try:
                     self._go_to(word)
                 except UserError as error:
@@ -164,44 +178,47 @@ class ShardRun:
                 self._changed.notify_all()
         return {"wants_catalog": wants_catalog, "spooled": self._shard.spool.nbytes}
 
-    def _check(self, word: Json) -> None:
+    def _check(self, word: Word) -> None:
         """Check that both servers mean the same.
 
         Raises:
             Refusal: they do not.
         """
-        wanted, found = word["shards"], list(self._server.shards)
+        wanted, found = word.shards, tuple(self._server.shards)
         if wanted != found:
             raise Refusal(
                 "state", f"its shards are {', '.join(found)}, and those of the first server {', '.join(wanted)}"
             )
-        if word["shard"] != self._server.shard:
+        if word.shard != self._server.shard:
             raise Refusal("state", f"it was started with --shard {self._server.shard}")
         for field, value in asdict(self.config).items():
-            if word["config"].get(field) != value:
-                theirs = word["config"].get(field)
+            if word.config.get(field) != value:
+                theirs = word.config.get(field)
                 raise Refusal(
                     "state", f"run {self.name!r}: {field} is {value!r} there, and {theirs!r} at the first server"
                 )
         if not self._identity.exists():
             return
-        known = json.loads(self._identity.read_text())
-        if known != {"id": word["id"], "shard": word["shard"], "shards": len(wanted)}:
+        try:
+            known = IDENTITY_CONTENT(parse(self._identity.read_bytes()), IDENTITY)
+        except Malformed as error:
+            raise Refusal("state", f"{self._identity} is damaged ({error}); restore it from a copy") from error
+        if known != Identity(id=word.id, shard=word.shard, shards=len(wanted)):
             raise Refusal(
                 "state",
-                f"its folder {self._identity.parent} has shard {known['shard']} of {known['shards']} of another run "
-                f"{self.name!r} (id {known['id']}; the first server's is {word['id'] or 'not begun'}); give it the "
+                f"its folder {self._identity.parent} has shard {known.shard} of {known.shards} of another run "
+                f"{self.name!r} (id {known.id}; the first server's is {word.id or 'not begun'}); give it the "
                 "folder that belongs to this run, or an empty one for a new run",
             )
 
-    def _go_to(self, word: Json) -> None:
+    def _go_to(self, word: Word) -> None:
         """Do what a newer word says; with the lock held.
 
         Raises:
             UserError: values are missing or damaged.
         """
-        open_round, members, kept = word["open_round"], word["members"], word["kept"]
-        self._check_newest(self._word["open_round"] - 1, open_round - 1)
+        open_round, members, kept = word.open_round, word.members, word.kept
+        self._check_newest(self._word.open_round - 1, open_round - 1)
         spool = self._shard.spool
         if not self._shard.is_open:
             self._open(word)
@@ -209,18 +226,18 @@ class ShardRun:
             spool.keep(
                 lambda peer, number: peer in kept or spool.sealed_by(peer, number) == members.get(peer, object())
             )
-        elif open_round > self._word["open_round"]:
+        elif open_round > self._word.open_round:
             self._shard.committed(open_round - 1)
             if self._copy is not None:
                 self._copy.drop_snapshots({snapshot_name(number) for number in (*self._shard.snapshots, open_round)})
-        for peer, instance in self._word["members"].items():
+        for peer, instance in self._word.members.items():
             if members.get(peer) != instance and peer not in kept:
                 spool.discard(peer)
         spool.keep(lambda peer, number: self._counts(word, peer, number) is True)
-        if word["last_round"] is not None:
-            self._draining.begin(word["last_round"])
+        if word.last_round is not None:
+            self._draining.begin(word.last_round)
 
-    def _open(self, word: Json) -> None:
+    def _open(self, word: Word) -> None:
         """Begin with what there is of the run, or with nothing at its beginning.
 
         Raises:
@@ -228,21 +245,21 @@ class ShardRun:
             UserError: values are missing or damaged.
         """
         # One round more may have been made, which the first server commits or has made anew.
-        self._check_newest(self._shard.newest_file, word["open_round"])
-        content = json.dumps({"id": word["id"], "shard": word["shard"], "shards": len(word["shards"])}).encode()
+        self._check_newest(self._shard.newest_file, word.open_round)
+        content = json.dumps(asdict(Identity(id=word.id, shard=word.shard, shards=len(word.shards)))).encode()
         if self._shard.newest_file >= 0 and not self._identity.exists():
             raise UserError(
                 f"{self._identity} is missing, which says to which run the snapshots beside it belong; restore it from "
                 f"a copy; if they are this run's, write {content.decode()} into it"
             )
-        self._shard.recover(word["open_round"])
-        catalog = Catalog.from_json(word["catalog"])
+        self._shard.recover(word.open_round)
+        assert word.catalog is not None
         if not self._identity.exists():
-            check_room(self._identity.parent, self.config, catalog, word["codec"], self._server.keep_snapshots)
+            check_room(self._identity.parent, self.config, word.catalog, word.codec, self._server.keep_snapshots)
             if self._copy is not None:
                 self._copy.put_identity(content)
             replace_file(self._identity, content)
-        self._shard.open(catalog, word["codec"])
+        self._shard.open(word.catalog, word.codec)
 
     def _check_newest(self, known: int, newest: int) -> None:
         """Check that no values would be removed that were committed.
@@ -258,32 +275,32 @@ class ShardRun:
                 "begin a run under another name",
             )
 
-    def _seal(self, arguments: Json) -> Json:
-        peer, instance, number = arguments["peer"], arguments["instance"], arguments["round"]
+    def _seal(self, wanted: Seal) -> Json:
+        peer, instance, number = wanted.peer, wanted.instance, wanted.round
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
             return {"missing": f"round {number} is over on {self._title}", "frames": 0, "bytes": 0}
-        missing = self._shard.missing(contribution, arguments["index"], number)
+        missing = self._shard.missing(contribution, wanted.index, number)
         if missing is None:
             self._shard.spool.seal(peer, number, instance)
             self._failpoints.hit("upload_checked")
         return {"missing": missing, "frames": contribution.frames, "bytes": contribution.nbytes}
 
-    def _work(self, arguments: Json) -> Json:
-        job = job_from_json(arguments["job"])
+    def _work(self, call: str, work: Work) -> Json:
+        job = work.job
         with self._changed:
             self._tickets += 1
             ticket = self._tickets
-            self._await_word(lambda word: bool(word["id"]) and word["open_round"] >= job.number)
+            self._await_word(lambda word: bool(word.id) and word.open_round >= job.number)
         with self._working:
             # A call that was given up may still have waited here.
-            if ticket != self._tickets or self._word["open_round"] != job.number or not self._shard.is_open:
+            if ticket != self._tickets or self._word.open_round != job.number or not self._shard.is_open:
                 raise Refusal("later", f"round {job.number} is not what {self._title} makes now")
+            decision = check_work(call, work, self.config, self._shard.catalog)
             try:
-                if arguments["call"] == "measure":
+                if call == "measure":
                     return {"measured": [measured_to_json(measured) for measured in self._shard.measure(job)]}
-                decision = decision_from_json(arguments["decision"])
-                if arguments["call"] == "common_squares":
+                if call == "common_squares":
                     return {"squares": by_judged_to_json(self._shard.common_squares(job, decision))}
                 made = self._shard.write(job, decision)
                 self._shard.publish()
@@ -301,7 +318,7 @@ class ShardRun:
     def is_drained(self) -> bool:
         """Whether the first server ends, and nothing is lost for anyone when this one does."""
         with self._changed:
-            return self._draining.is_over(self._word["open_round"], self._word["members"])
+            return self._draining.is_over(self._word.open_round, self._word.members)
 
     # -----------------------------------------------------------------------------------------------------------
     # Helpers
@@ -311,7 +328,7 @@ class ShardRun:
         """Return where a peer's frames go; None when they do not count any more."""
         with self._changed:
             self._hear(peer, instance, lambda open_round: open_round >= number)
-            open_round = self._word["open_round"]
+            open_round = self._word.open_round
             if number > open_round:
                 raise Refusal("state", f"round {number} is not open yet; the open one is {open_round}")
             counts = self._counts(self._word, peer, number)
@@ -322,14 +339,14 @@ class ShardRun:
             self._draining.check(open_round)
             return self._shard.contribution(peer, number)
 
-    def _counts(self, word: Json, peer: str, number: int) -> bool | None:
+    def _counts(self, word: Word, peer: str, number: int) -> bool | None:
         """Return whether a member's contribution counts, or may still; None when another one's turn comes first."""
-        open_round = word["open_round"]
+        open_round = word.open_round
         if open_round == 0 or not self.config.is_asynchronous:
             return bool(number == open_round)
-        if peer in word["kept"]:
-            return True if word["kept"][peer] == number else None
-        is_used = number <= (word["used"].get(peer) or 0)
+        if peer in word.kept:
+            return True if word.kept[peer] == number else None
+        is_used = number <= (word.used.get(peer) or 0)
         return not is_used and not self.config.policy.is_stale(number, open_round)
 
     def _hear(self, peer: str, instance: str, fits: Callable[[int], bool]) -> None:
@@ -338,13 +355,13 @@ class ShardRun:
         Raises:
             Refusal: it does not speak for it, or nothing is heard of the first server.
         """
-        self._await_word(lambda word: word["members"].get(peer) == instance and fits(word["open_round"]))
-        if not self._shard.is_open or self._word["members"].get(peer) != instance:
+        self._await_word(lambda word: word.members.get(peer) == instance and fits(word.open_round))
+        if not self._shard.is_open or self._word.members.get(peer) != instance:
             raise Refusal(
                 "state", f"peer {peer!r} is no member of the run, or another process has registered as it since"
             )
 
-    def _await_word(self, fits: Callable[[Json], bool]) -> None:
+    def _await_word(self, fits: Callable[[Word], bool]) -> None:
         """Wait until the first server's word fits, or certainly does not; with the lock held.
 
         Raises:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.schema import parse
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.values_servicer import ValuesServicer, refusing, served
 
@@ -30,7 +31,7 @@ class ShardServicer(ValuesServicer):
     def Shard(self, request: Any, context: Any) -> Any:
         """Do what the first server asks for."""
         with refusing(context):
-            answer = served(self._shard_runs, request.run).answer(request.call, json.loads(request.json))
+            answer = served(self._shard_runs, request.run).answer(request.call, parse(request.json))
             return pb2.ShardReply(json=json.dumps(answer))
 
     def _refuse(self, _request: Any, context: Any) -> NoReturn:

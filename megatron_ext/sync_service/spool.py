@@ -14,6 +14,7 @@ from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.contribution import Contribution, new_name, peer_of
 from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.limits import Limits
+from megatron_ext.sync_service.names import is_name, path_component
 from megatron_ext.sync_service.spares import SpareFiles
 
 __all__ = ["Spool", "round_of"]
@@ -60,7 +61,7 @@ class Spool:
         with self._lock:
             for path in list(self._folder.glob("round-*/*")):
                 peer, number = peer_of(path), round_of(path.parent)
-                if number is None or is_wanted(peer, number):
+                if number is None or not is_name(peer) or is_wanted(peer, number):
                     continue
                 if peer in self._found and self._found[peer][0] == number:
                     self._found.pop(peer)[1].discard()
@@ -101,7 +102,7 @@ class Spool:
 
     def seal(self, peer: str, number: int, instance: str) -> None:
         """Write down, durably, which process has uploaded all of a contribution."""
-        path = self._of_round(number) / f"{peer}.sealed"
+        path = self._sealed(peer, number)
         with path.open("w") as file:
             file.write(instance)
             file.flush()
@@ -110,7 +111,7 @@ class Spool:
 
     def sealed_by(self, peer: str, number: int) -> str | None:
         """Return which process has uploaded all of a contribution, as far as that was written down."""
-        path = self._of_round(number) / f"{peer}.sealed"
+        path = self._sealed(peer, number)
         return path.read_text() if path.exists() else None
 
     @property
@@ -133,6 +134,9 @@ class Spool:
         for folder in list(self._folder.iterdir()):
             if round_of(folder) is not None and not any(folder.iterdir()):
                 folder.rmdir()
+
+    def _sealed(self, peer: str, number: int) -> Path:
+        return self._of_round(number) / f"{path_component(peer, 'peer')}.sealed"
 
     def _of_round(self, number: int) -> Path:
         return self._folder / f"round-{number:08d}"

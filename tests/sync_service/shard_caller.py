@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Somebody who talks to a shard as the first server does, or as one who pretends to be it."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.config import RunConfig
+from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.security import SECRET_KEY, TOKEN_KEY
+
+METHODS = "/megatron_ext.sync.v1.SyncService/"
+
+
+def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, **changes: Any) -> dict[str, Any]:
+    """Return how a run stands that begins, as the first server says it to shard 1."""
+    return {
+        "shards": list(addresses),
+        "shard": 1,
+        "config": asdict(config),
+        "id": "one",
+        "open_round": 0,
+        "members": {},
+        "kept": {},
+        "used": {},
+        "last_round": None,
+        "codec": "fp32",
+        "catalog": catalog.as_json(),
+        **changes,
+    }
+
+
+class ShardCaller:
+    """Calls a server with whatever metadata."""
+
+    def __init__(self, channel: Any, *, token: str | None = None, secret: str | None = None) -> None:
+        self._channel = channel
+        shown = {TOKEN_KEY: None if token is None else f"Bearer {token}", SECRET_KEY: secret}
+        self._metadata = [(key, value) for key, value in shown.items() if value is not None]
+
+    def ask(self, call: str, content: Any, run: str = "demo") -> tuple[Any, str]:
+        """Call `Shard`, with text as it is and anything else as JSON; see `send`."""
+        text = content if isinstance(content, str) else json.dumps(content)
+        return self.send("Shard", pb2.ShardRequest(run=run, call=call, json=text).SerializeToString())
+
+    def send(self, method: str, *messages: bytes, seconds: float = 15.0) -> tuple[Any, str]:
+        """Send bytes to a method; return the status and its words, or the answer."""
+        path, where = METHODS + method, {"timeout": seconds, "metadata": self._metadata}
+        try:
+            if method == "Upload":
+                answer = self._channel.stream_unary(path)(iter(messages), **where)
+            elif method == "Download":
+                answer = b"".join(self._channel.unary_stream(path)(messages[0], **where))
+            else:
+                answer = self._channel.unary_unary(path)(messages[0], **where)
+        except grpc.RpcError as error:
+            return error.code(), error.details() or ""
+        return grpc.StatusCode.OK, answer.decode(errors="replace")
+
+
+@contextmanager
+def calling(address: str, shown: Mapping[str, str] | None = None) -> Iterator[ShardCaller]:
+    """Yield who calls a server with a token and a secret, if any."""
+    with grpc.insecure_channel(address) as channel:
+        yield ShardCaller(channel, **(shown or {}))
