@@ -71,6 +71,9 @@ def _add_start(actions: Any) -> None:
         "--shard", type=int, metavar="K", help="which of the shards in --config this is, from 0 (default: the first)"
     )
     start.add_argument("--tls-ca", metavar="FILE", help="who signed the other shards' certificates (PEM)")
+    start.add_argument(
+        "--shard-secret-file", metavar="FILE", help="file with the secret of the shards, which no peer has"
+    )
     start.add_argument("--status-host", metavar="HOST", help="address of the status page (default: 127.0.0.1)")
     run = start.add_argument_group("one run, when --config names none")
     run.add_argument("--run", metavar="NAME", help="its name (default: default)")
@@ -135,7 +138,7 @@ def run_start(args: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {} if args.config is None else read_config(args.config)
-    tls = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca", "insecure")
+    tls = ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca", "shard_secret_file", "insecure")
     flags = ("dir", "state", "bind", "shard", *tls, "status_port", "status_host")
     given |= {name: getattr(args, name) for name in flags if getattr(args, name) is not None}
     of_run = [entry.name for entry in fields(RunConfig) if hasattr(args, entry.name)]

@@ -65,6 +65,11 @@ class ServerConfig:
     tls_ca: str | None = None
     """PEM file with the authority that has signed the certificates of the other shards, for the first one."""
 
+    shard_secret_file: str | None = None
+    """File with the secret, at least 16 characters, by which the servers in shards know each other. All have the same,
+    and no peer has it: whoever shows it can change values. Needed with shards where peers have to show something, a
+    token or a certificate; where they need not, everybody who reaches the servers may do everything anyway."""
+
     keep_snapshots: int = 2
     """How many committed rounds stay on the disk."""
 
@@ -128,7 +133,9 @@ class ServerConfig:
         found = []
         if not self.shards:
             found += [f"shard is {self.shard}, and there are no shards; list their addresses"] * (self.shard != 0)
-            found += ["tls_ca is for the calls of shards, and there are none; drop it"] * (self.tls_ca is not None)
+            for name in ("tls_ca", "shard_secret_file"):
+                if getattr(self, name) is not None:
+                    found.append(f"{name} is for the calls of shards, and there are none; drop it")
             return found
         for address in self.shards:
             if split_address(str(address)) is None:
@@ -139,6 +146,11 @@ class ServerConfig:
             found.append(f"shard is {self.shard}; it must be 0 to {len(self.shards) - 1} (--shard)")
         if self.tls_cert is not None and self.tls_ca is None:
             found.append("shards with tls_cert need tls_ca, by which the first one knows the others; add it")
+        if self.shard_secret_file is None and (self.token_file is not None or self.tls_client_ca is not None):
+            found.append(
+                "shards with token_file or tls_client_ca need shard_secret_file, by which the others know the first "
+                "one, since peers show the token or a certificate too; give all servers the same file, and no peer"
+            )
         return found
 
 
@@ -155,7 +167,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path}: shards is {shards!r}; it must be a list of addresses, such as [host0:50051, host1:50051], "
             "without a blank after the colon"
         )
-    for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca"):
+    for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca", "shard_secret_file"):
         if given.get(name) == "":
             raise UserError(f"{path}: {name} is empty; name the file, or drop {name}")
         if given.get(name) is not None:

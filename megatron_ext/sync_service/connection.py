@@ -17,7 +17,7 @@ from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.line import Line, Stalled, Watch
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.proxy import proxy_variable
-from megatron_ext.sync_service.security import TOKEN_KEY, read_token
+from megatron_ext.sync_service.security import SECRET_KEY, TOKEN_KEY, read_token
 from megatron_ext.sync_service.tls import client_credentials, what_tls_says
 from megatron_ext.sync_service.wire import Unreadable
 
@@ -68,6 +68,9 @@ class ConnectionConfig:
     tls_key: str | None = None
     """PEM file with its key."""
 
+    shard_secret_file: str | None = None
+    """File with the secret by which the servers of a run know each other; for a server that calls another one."""
+
     insecure: bool = False
     """Talk to a server on another machine without TLS."""
 
@@ -104,7 +107,9 @@ class Connection:
         if (config.tls_cert is None) != (config.tls_key is None) or (config.tls_cert and config.tls_ca is None):
             raise UserError("tls_cert and tls_key belong together, and need tls_ca; give all three or only tls_ca")
         token = read_token(config.token_file)
-        self._metadata = () if token is None else ((TOKEN_KEY, f"Bearer {token}"),)
+        secret = read_token(config.shard_secret_file, "shard_secret_file")
+        shown = ((TOKEN_KEY, None if token is None else f"Bearer {token}"), (SECRET_KEY, secret))
+        self._metadata = tuple((key, value) for key, value in shown if value is not None)
         self._lock = threading.Lock()
         self._abandoned = threading.Event()
         self._has_answered = False

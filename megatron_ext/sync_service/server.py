@@ -30,6 +30,7 @@ from megatron_ext.sync_service.run import Run
 from megatron_ext.sync_service.security import TokenInterceptor, read_token
 from megatron_ext.sync_service.servicer import Servicer
 from megatron_ext.sync_service.shard_run import ShardRun
+from megatron_ext.sync_service.shard_secret import ShardSecret
 from megatron_ext.sync_service.shard_servicer import ShardServicer
 from megatron_ext.sync_service.status_page.http import StatusPage
 from megatron_ext.sync_service.tls import server_credentials, validity_problem
@@ -68,6 +69,7 @@ class Server:
         self._health = HealthService(config.runs)
         self._config = config
         token = read_token(config.token_file)
+        self._shard_secret = ShardSecret(config)
         folder = config.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +114,8 @@ class Server:
         self._open_runs(folder / "runs")
         servicer: ValuesServicer = Servicer(self._runs, self._drain)
         if self._shard_runs:
-            servicer = ShardServicer(self._shard_runs, self._config.shard, self._config.shards[0])
+            first = self._config.shards[0]
+            servicer = ShardServicer(self._shard_runs, self._config.shard, first, self._shard_secret)
         wire.serve(servicer, self._grpc)
         self._health.add_to(self._grpc)
         self._grpc.start()
@@ -181,6 +184,7 @@ class Server:
             tls_ca=config.tls_ca,
             tls_cert=None if config.tls_client_ca is None else config.tls_cert,
             tls_key=None if config.tls_client_ca is None else config.tls_key,
+            shard_secret_file=config.shard_secret_file,
             insecure=config.insecure,
             patience_seconds=PATIENCE_SECONDS,
         )

@@ -14,6 +14,7 @@ from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.schema import parse
 from megatron_ext.sync_service.shard_run import ShardRun
+from megatron_ext.sync_service.shard_secret import ShardSecret
 from megatron_ext.sync_service.values_servicer import ValuesServicer, refusing, served
 
 __all__ = ["ShardServicer"]
@@ -22,15 +23,17 @@ __all__ = ["ShardServicer"]
 class ShardServicer(ValuesServicer):
     """Answers calls at a shard."""
 
-    def __init__(self, runs: Mapping[str, ShardRun], shard: int, first: str) -> None:
-        """Take the runs by their name, the number of this shard, and the first server's address."""
+    def __init__(self, runs: Mapping[str, ShardRun], shard: int, first: str, secret: ShardSecret) -> None:
+        """Take the runs by their name, the number of this shard, the first server's address, and what that shows."""
         super().__init__(runs)
+        self._secret = secret
         self._shard_runs = runs
         self._refusal = f"this is shard {shard}, which has a part of the values; ask the first server, at {first}"
 
     def Shard(self, request: Any, context: Any) -> Any:
         """Do what the first server asks for."""
         with refusing(context):
+            self._secret.check(context)
             answer = served(self._shard_runs, request.run).answer(request.call, parse(request.json))
             return pb2.ShardReply(json=json.dumps(answer))
 

@@ -354,11 +354,13 @@ def test_the_first_server_speaks_for_all_and_draining_it_ends_all_behind_tokens_
     issued.cert_chain_pems[0].write_to_path(tmp_path / "cert")
     issued.private_key_pem.write_to_path(tmp_path / "key")
     (tmp_path / "token").write_text("0123456789abcdef")
+    (tmp_path / "secret").write_text("fedcba9876543210")
     files = {"tls_ca": "ca", "tls_cert": "cert", "tls_key": "key", "token_file": "token"}
     files = {name: str(tmp_path / file) for name, file in files.items()}
     flags = [word for name, file in files.items() for word in ("--" + name.replace("_", "-"), file)]
     service = make_service(quorum=1, grace_seconds=0.0)
-    cluster = Cluster(service, 2, **files, tls_client_ca=files["tls_ca"])
+    secret = str(tmp_path / "secret")
+    cluster = Cluster(service, 2, **files, tls_client_ca=files["tls_ca"], shard_secret_file=secret)
     cluster.start_all()
     start = start_values(1)
     with (
