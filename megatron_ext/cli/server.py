@@ -165,7 +165,7 @@ def run_status(args: argparse.Namespace) -> int:
     Raises:
         UserError: the server does not answer.
     """
-    content = json.loads(_call(args, "Status", {}).json)
+    content = _status(args)
     if args.json:
         print(json.dumps(content, indent=2))
         return 0
@@ -215,7 +215,7 @@ def run_evict(args: argparse.Namespace) -> int:
             raise UserError(f"{flag} is {getattr(args, name)!r}, which is not text in UTF-8; write it so") from None
     run = args.run
     if run is None:
-        names = [entry["run"] for entry in json.loads(_call(args, "Status", {}).json)["runs"]]
+        names = [entry["run"] for entry in _status(args)["runs"]]
         if len(names) != 1:
             raise UserError(f"--run is missing; the server has the runs {', '.join(names)}")
         (run,) = names
@@ -235,6 +235,18 @@ def run_recover(args: argparse.Namespace) -> int:
     for line in recover(args.dir, run=args.run, url=args.state, dry_run=args.dry_run):
         print(line, flush=True)
     return 0
+
+
+def _status(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_ext.sync_service.schema import Malformed
+    from megatron_ext.sync_service.status_reply import read_status
+
+    try:
+        return read_status(_call(args, "Status", {}).json)
+    except Malformed as error:
+        raise UserError(
+            f"server {args.server}: its answer to Status is none ({error}); install the same release on both sides"
+        ) from error
 
 
 def _call(args: argparse.Namespace, method: str, fields: dict[str, str]) -> Any:

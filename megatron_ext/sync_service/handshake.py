@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.catalog import LONGEST_NAME, Catalog
 from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.frames import codec_of
 from megatron_ext.sync_service.merge import layers_of
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["check_against", "check_alone"]
+
+_MOST_FIELDS = 1000
+_LONGEST_VALUE = 10_000
 
 
 def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> None:
@@ -25,9 +28,10 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
 
     Raises:
         Refusal: the codec is unknown, there are owners where there must be none, an owner is none of the peers, the
-            steps between two rounds are not the run's, there are no experts to merge, or the tensors are beyond the
-            run's limits.
+            steps between two rounds are not the run's, there are no experts to merge, the tensors are beyond the run's
+            limits, or a field has no end.
     """
+    _check_fields(config)
     run.limits.check_catalog(catalog)
     codec_of(config.get("codec", ""))
     for spec in catalog:
@@ -90,3 +94,23 @@ def check_against(
     difference = known.difference(catalog)
     if difference is not None:
         raise Refusal("state", f"the catalog of peer {peer!r} is not the run's: {difference}")
+
+
+def _check_fields(config: Mapping[str, str]) -> None:
+    """Check that what all peers have in common is no more than settings: the journal keeps it.
+
+    Raises:
+        Refusal: it is.
+    """
+    if len(config) > _MOST_FIELDS:
+        raise Refusal("invalid", f"config has {len(config)} fields; at most {_MOST_FIELDS} are possible")
+    for field, value in config.items():
+        if not field or len(field) > LONGEST_NAME or not field.isprintable():
+            raise Refusal(
+                "invalid",
+                f"config has a field {field[:100]!r}; its name must be 1 to {LONGEST_NAME} letters that can be printed",
+            )
+        if len(value) > _LONGEST_VALUE:
+            raise Refusal(
+                "invalid", f"config field {field!r} has {len(value)} letters; at most {_LONGEST_VALUE} are possible"
+            )

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.schema import LARGEST_COUNT
 
 __all__ = ["Progress", "Report"]
 
@@ -35,9 +36,10 @@ class Progress:
         Raises:
             Refusal: nothing can go on from there.
         """
-        if not math.isfinite(message.schedule):
-            raise Refusal("invalid", f"progress.schedule is {message.schedule}; it has to be a number")
-        return cls(message.iteration, message.samples, message.schedule, message.batch)
+        found = cls(message.iteration, message.samples, message.schedule, message.batch)
+        for name, count in asdict(found).items():
+            _check_count(f"progress.{name}", count)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,21 @@ class Report:
     progress: Progress | None = None
     """How far the training was then; None where it is none that can go on from there."""
 
+    @classmethod
+    def of(cls, request: Any) -> Report:
+        """Return what the protocol's CommitRequest says.
+
+        Raises:
+            Refusal: it cannot be.
+        """
+        if request.HasField("steps"):
+            _check_count("steps", request.steps)
+        return cls(
+            loss=request.loss if request.HasField("loss") else None,
+            steps=request.steps if request.HasField("steps") else None,
+            progress=Progress.of(request.progress) if request.HasField("progress") else None,
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return what is known, for the journal; a loss that is not finite as None, which JSON can hold."""
         found: dict[str, Any] = {}
@@ -63,3 +80,13 @@ class Report:
         if self.progress is not None:
             found["progress"] = list(astuple(self.progress))
         return found
+
+
+def _check_count(field: str, count: float) -> None:
+    """Check that a job can have counted so far.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    if not 0 <= count <= LARGEST_COUNT:  # nor is NaN
+        raise Refusal("invalid", f"{field} is {count}; it must be a number of 0 to {LARGEST_COUNT}")

@@ -22,6 +22,7 @@ __all__ = [
     "Kind",
     "Malformed",
     "flag",
+    "having",
     "integer",
     "list_of",
     "map_of",
@@ -184,6 +185,19 @@ def record[T](make: Callable[..., T], may_lack: tuple[str, ...] = (), **kinds: K
             if entry not in fields and entry not in may_lack:
                 raise Malformed(f"{where}.{entry} is missing")
         return make(**{entry: kinds[entry](held, f"{where}.{entry}") for entry, held in fields.items()})
+
+    return found
+
+
+def having(**kinds: Kind[Any]) -> Kind[dict[str, Any]]:
+    """Return the kind of objects with certain fields, and perhaps others, of which nothing is known."""
+
+    def found(value: Any, where: str) -> dict[str, Any]:
+        fields = _object(value, where)
+        for entry in kinds:
+            if entry not in fields:
+                raise Malformed(f"{where}.{entry} is missing")
+        return {**fields, **{entry: kind(fields[entry], f"{where}.{entry}") for entry, kind in kinds.items()}}
 
     return found
 

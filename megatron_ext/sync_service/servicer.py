@@ -70,11 +70,7 @@ class Servicer(ValuesServicer):
         """Count a contribution as whole."""
         with refusing(context):
             caller = request.caller
-            report = Report(
-                loss=request.loss if request.HasField("loss") else None,
-                steps=request.steps if request.HasField("steps") else None,
-                progress=Progress.of(request.progress) if request.HasField("progress") else None,
-            )
+            report = Report.of(request)
             try:
                 closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
             except NotWhole as problem:

@@ -128,22 +128,73 @@ def stub_of(channel: Any) -> Any:
 
 def serve(servicer: Any, server: Any) -> None:
     """Let a gRPC server serve all methods of a servicer, of which those that move values take and give what is
-    defined here.
+    defined here. A request that cannot be read is refused.
     """
     pb2_grpc.add_SyncServiceServicer_to_server(servicer, server)
     methods = {
+        **_unary_methods(servicer),
         "Upload": grpc.stream_unary_rpc_method_handler(
             servicer.Upload,
             request_deserializer=unpack_upload,
             response_serializer=pb2.UploadReply.SerializeToString,
         ),
         "Download": grpc.unary_stream_rpc_method_handler(
-            servicer.Download,
-            request_deserializer=pb2.DownloadRequest.FromString,
+            _streaming(servicer.Download),
+            request_deserializer=_reading(pb2.DownloadRequest),
             response_serializer=pack,
         ),
     }
     server.add_registered_method_handlers(_METHODS.strip("/"), methods)  # in the place of the generated ones
+
+
+def _unary_methods(servicer: Any) -> dict[str, Any]:
+    """Return the handlers of the methods that have one request and one answer, by their names."""
+    return {
+        method.name: grpc.unary_unary_rpc_method_handler(
+            _answering(getattr(servicer, method.name)),
+            request_deserializer=_reading(getattr(pb2, method.input_type.name)),
+            response_serializer=getattr(pb2, method.output_type.name).SerializeToString,
+        )
+        for method in pb2.DESCRIPTOR.services_by_name["SyncService"].methods
+        if not (method.client_streaming or method.server_streaming)
+    }
+
+
+def _reading(kind: Any) -> Callable[[bytes], Any]:
+    """Return what reads a message of a kind. gRPC itself would answer with an error of its own, and log a traceback."""
+
+    def read(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            return Unreadable(f"a {kind.DESCRIPTOR.name} cannot be read: {error}")
+
+    return read
+
+
+def _answering(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a method that refuses what cannot be read."""
+
+    def answer(request: Any, context: Any) -> Any:
+        _refuse_unreadable(request, context)
+        return method(request, context)
+
+    return answer
+
+
+def _streaming(method: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
+    """Return a method whose answer is a stream that refuses what cannot be read."""
+
+    def answer(request: Any, context: Any) -> Iterator[Any]:
+        _refuse_unreadable(request, context)
+        yield from method(request, context)
+
+    return answer
+
+
+def _refuse_unreadable(request: Any, context: Any) -> None:
+    if isinstance(request, Unreadable):
+        context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.problem)
 
 
 @dataclass
