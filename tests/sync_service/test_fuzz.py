@@ -6,6 +6,7 @@ Each test takes a second unless pytest is told how long:
     ./tests/run.sh tests/sync_service/test_fuzz.py --fuzz-seconds 600
 """
 
+import json
 import random
 import signal
 import time
@@ -16,12 +17,21 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.local_sgd.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.contribution import Contribution
+from megatron_ext.sync_service.decision import Decision
 from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.shard import RoundJob, Uploader
+from megatron_ext.sync_service.shard_messages import decision_to_json, job_to_json
+from tests.sync_service.cluster import Cluster
+from tests.sync_service.hostile import bytes_of, json_of, message_of
+from tests.sync_service.peer import start_values
 from tests.sync_service.service import Service
+from tests.sync_service.shard_caller import calling, word
 from tests.sync_service.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(3600)]
@@ -120,14 +130,15 @@ def test_a_spool_file_gives_back_what_was_written_or_nothing(dice: Iterator[rand
         found.discard()
 
 
-def requests(name: str) -> dict[str, list[bytes]]:
+def requests(name: str, run: str = "garbage", instance: str = "process") -> dict[str, list[bytes]]:
     """Return a peer's good requests by the method that takes them."""
-    caller = pb2.Caller(run="garbage", peer=name, instance="process")
+    caller = pb2.Caller(run=run, peer=name, instance=instance)
     catalog = [pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit) for spec in CATALOG]
     config = {"codec": "fp32"}
     upload = pb2.UploadRequest(caller=caller, round=0, frames=[frame.to_message() for frame in frames("fp32")[:-1]])
     slices = [pb2.Slice(name="w", start=(1, 0), shape=(2, 500)), pb2.Slice(name="v")]
-    register = {"caller": caller, "protocol": PROTOCOL_VERSION, "config": config, "catalog": catalog}
+    knows = {"asynchronous": True, "sharded": True}
+    register = {"caller": caller, "protocol": PROTOCOL_VERSION, "config": config, "catalog": catalog, **knows}
     found = {
         "Register": [pb2.RegisterRequest(**register), pb2.RegisterRequest(**register, index=1, peers=2)],
         "Upload": [upload, pb2.UploadRequest(caller=caller, round=1)],
@@ -136,7 +147,7 @@ def requests(name: str) -> dict[str, list[bytes]]:
         "Download": [pb2.DownloadRequest(caller=caller, round=0, slices=slices, since=0)],
         "Leave": [pb2.LeaveRequest(caller=caller)],
         "Status": [pb2.StatusRequest()],
-        "Evict": [pb2.EvictRequest(run="garbage", peer="x2", reason="why")],
+        "Evict": [pb2.EvictRequest(run=run, peer="x2", reason="why")],
     }
     return {method: [message.SerializeToString() for message in messages] for method, messages in found.items()}
 
@@ -168,6 +179,103 @@ def test_a_server_refuses_what_makes_no_sense_and_goes_on(
     server.kill(signal.SIGTERM)
     assert server.wait() == 0, service.output
     service.start()
+
+
+KNOWN = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.UNAVAILABLE,
+    # Whoever is no member waits at a shard for the first server's word, and for a round at the first one.
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+RUNS: dict[str, dict[str, Any]] = {"garbage": {}, "alone": {"rounds": "asynchronous", "outer_optimizer": "sgd"}}
+"""Runs to which what makes no sense is sent."""
+
+SECRET = "secret-of-the-servers"
+METHODS = [method.name for method in pb2.DESCRIPTOR.services_by_name["SyncService"].methods if method.name != "Drain"]
+
+
+def drawn(dice: random.Random, method: str, run: str, instance: str) -> list[bytes]:
+    """Return messages to a method, with every field drawn from a good one and what makes no sense."""
+    if method == "Shard":
+        call, good = dice.choice(list(shard_requests(run, instance).items()))
+        text = json_of(dice, good) if dice.random() < 0.9 else json.dumps(good)
+        goods = [pb2.ShardRequest(run=run, call=call, json=text)]
+    else:
+        kind = getattr(pb2, f"{method}Request")
+        goods = [kind.FromString(data) for data in requests("x0", run, instance)[method]]
+    found = []
+    for _ in range(dice.randint(1, 3)):
+        good = dice.choice(goods)
+        message = good if dice.random() < 0.3 else message_of(dice, type(good), good)
+        found.append(bytes_of(dice, message))
+    return [one if dice.random() < 0.9 else damaged(one, dice) for one in found]
+
+
+def shard_requests(run: str, instance: str) -> dict[str, Any]:
+    """Return what a first server may ask a shard for; of another run of that name, so that it is not obeyed."""
+    config = RunConfig(peers=2, **RUNS[run])
+    uploaders = (Uploader(peer="x0", index=0, made_for=0),)
+    job = job_to_json(RoundJob(number=0, uploaders=uploaders, outer_scalars={"a": 1.0}))
+    verdicts = {spec.judged_as: Verdict(accepted=(0,), weights=(1.0,)) for spec in CATALOG}
+    decision = decision_to_json(Decision(rejected={"x1": "why"}, verdicts=verdicts, coefficients={("w", False): 0.5}))
+    return {
+        "follow": word(["a:1", "b:1"], config, CATALOG, members={"x0": instance}, kept={"x0": 0}, used={"x0": None}),
+        "seal": {"peer": "x0", "instance": instance, "index": 0, "round": 1},
+        "measure": {"job": job, "decision": None},
+        "common_squares": {"job": job, "decision": decision},
+        "write": {"job": job, "decision": decision},
+    }
+
+
+def test_every_field_of_every_message_to_every_server_is_taken_or_refused(
+    dice: Iterator[random.Random],
+    make_service: Callable[..., Service],
+    undisturbed: list[str],  # noqa: F811  # the fixture
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "secret").write_text(SECRET)
+    service = make_service({"demo": {"peers": 2, **DILOCO}, **{run: {"peers": 2, **RUNS[run]} for run in RUNS}})
+    cluster = Cluster(service, 2, shard_secret_file=str(tmp_path / "secret"))
+    cluster.start_all()
+    start = {spec.name: torch.ones(spec.shape) for spec in CATALOG}
+    instances = {}
+    for run in RUNS:
+        with service.client("x0", CATALOG, run=run, index=0) as client:
+            client.start(start)
+            instances[run] = client._membership.caller.instance
+    with (
+        calling(cluster.addresses[0]) as first,
+        calling(cluster.addresses[1]) as other,
+        calling(cluster.addresses[1], {"secret": SECRET}) as leader,
+    ):
+        for thrown in dice:
+            run, method = thrown.choice(list(RUNS)), thrown.choice(METHODS)
+            if thrown.random() < 0.3:
+                # Whoever has left or was evicted is a member again, and the next message meets one.
+                first.send("Register", requests("x0", run, instances[run])["Register"][0])
+            caller = leader if method == "Shard" and thrown.random() < 0.9 else thrown.choice([first, other])
+            messages = drawn(thrown, method, run, instances[run])
+            code, said = caller.send(method, *messages, seconds=0.3)
+            if code is not grpc.StatusCode.OK:
+                assert code in KNOWN and 0 < len(said) < 3000, (method, code, said, messages)
+    peers = [service.peer(f"p{index}", ROUNDS, options={"index": index}, seed=7) for index in range(2)]
+    assert [peer.wait() for peer in peers] == [0, 0], [peer.output for peer in peers]
+    assert [event["digest"] for event in service.events("committed")] == undisturbed
+    # What they have written down of the other runs can be read again.
+    for server in cluster.servers.values():
+        server.kill(signal.SIGTERM)
+        assert server.wait() == 0, server.output
+    cluster.start_all()
+    with service.client("p0", start_values(7), run="demo") as client:
+        client.start(start_values(7))
+    said = "".join(process.output for process in service.processes)
+    assert "Traceback" not in said and SECRET not in said
+    assert not [path for folder in (Path("/"), Path.cwd(), tmp_path) for path in folder.glob("*pwned*")]
+    assert not list(tmp_path.rglob("*pwned*"))
 
 
 def call(channel: Any, method: str, data: list[bytes]) -> Any:
