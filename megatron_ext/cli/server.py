@@ -197,7 +197,7 @@ def run_drain(args: argparse.Namespace) -> int:
         UserError: the server does not answer.
     """
     print(f"draining; {_call(args, 'Drain', {}).message}")
-    print("a round that cannot close holds this up; SIGTERM ends the server at once, and nothing committed is lost")
+    print("peers that are gone are awaited for 30 s; SIGTERM ends the server at once, and nothing committed is lost")
     return 0
 
 

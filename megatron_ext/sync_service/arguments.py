@@ -81,6 +81,13 @@ class SyncServiceConfig(FromArgs):
     sync_service_patience_seconds: float = 300.0
     """How long a call is tried again while the server is away."""
 
+    sync_service_heartbeat_seconds: float = 5.0
+    """How often this job says that it is alive, so that no other one gets its place by mistake; 0 for never. A job that
+    is started in the place of a killed one waits until three heartbeats have failed to come."""
+
+    sync_service_take_over: bool = False
+    """Take this peer's place though another job that is alive has it, which ends."""
+
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one sentence each."""
         if self.sync_service is None:
@@ -120,6 +127,10 @@ class SyncServiceConfig(FromArgs):
             value = self.by_flag()[flag]
             if value is not None and not can_be_waited(value):
                 found.append(f"{flag} is {value}; it must be above 0 and at most {LONGEST_SECONDS:.0f} (a month)")
+        if not can_be_waited(self.sync_service_heartbeat_seconds, or_zero=True):
+            found.append(
+                f"--sync-service-heartbeat-seconds is {self.sync_service_heartbeat_seconds}; it must be 0 or more"
+            )
         return found
 
     def _delay_problems(self) -> list[str]:

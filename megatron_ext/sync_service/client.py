@@ -108,8 +108,9 @@ class SyncClient:
         self.close()
 
     def close(self) -> None:
-        """Close the connections; the membership stays."""
+        """Close the connections; the membership stays, in which another process may follow."""
         self.rest()
+        self._membership.rest()
         self._pool.shutdown()
 
     def rest(self) -> None:
@@ -119,6 +120,7 @@ class SyncClient:
 
     def abandon(self) -> None:
         """Let what another thread does with this client end soon, with a UserError; there is no way back."""
+        self._membership.rest()
         self._route.abandon()
 
     def register(self) -> int:

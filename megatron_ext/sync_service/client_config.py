@@ -53,6 +53,13 @@ class ClientConfig:
     round_seconds: float = 3600.0
     """How long a round is awaited before this peer gives up."""
 
+    heartbeat_seconds: float = 5.0
+    """How often this peer says that it is alive, so that no other process gets its place by mistake; 0 for never. A
+    process that is started in the place of a killed one waits until three heartbeats have failed to come."""
+
+    take_over: bool = False
+    """Take this peer's place though another process that is alive has it, which is refused from then on."""
+
     def check(self) -> None:
         """Check the values.
 
@@ -72,6 +79,8 @@ class ClientConfig:
             raise UserError(
                 f"round_seconds is {self.round_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0f} (a month)"
             )
+        if not can_be_waited(self.heartbeat_seconds, or_zero=True):
+            raise UserError(f"heartbeat_seconds is {self.heartbeat_seconds}; it must be 0 or more")
         if self.codec not in CODECS:
             raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
         if "codec" in self.agreed:

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.address import is_loopback, split_address
+from megatron_ext.sync_service.limits import can_be_waited
+from megatron_ext.sync_service.message_size import MAX_MESSAGE
 from megatron_ext.sync_service.names import NAME
 from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.yaml_file import read_yaml
@@ -46,6 +48,10 @@ class ServerConfig:
     tls_client_ca: str | None = None
     """PEM file with the authority that has to have signed the callers' certificates (mutual TLS)."""
 
+    operators: Sequence[str] = ()
+    """Names (common name, or first alternative name) of certificates that may evict peers and drain the server, where
+    callers have certificates (tls_client_ca). Besides them, there, only the server's own may."""
+
     insecure: bool = False
     """Listen at an address that others reach without token and TLS. Anybody there can then take part in the runs."""
 
@@ -69,6 +75,20 @@ class ServerConfig:
     """File with the secret, at least 16 characters, by which the servers in shards know each other. All have the same,
     and no peer has it: whoever shows it can change values. Needed with shards where peers have to show something, a
     token or a certificate; where they need not, everybody who reaches the servers may do everything anyway."""
+
+    peer_streams: int = 1024
+    """Uploads and downloads of a peer, all of its ranks together, that may be open at a time."""
+
+    peer_bytes_in_flight: int = 256 << 20
+    """Bytes of messages of a peer that the server takes in, or sends, at a time; further ones wait for their turn. The
+    memory for a peer's messages is at most twice as much, and a MiB for each of its streams."""
+
+    silent_calls: int = 256
+    """Calls that have not brought a message yet, altogether; an address has a quarter. Where there are more, those that
+    have been silent for longest end."""
+
+    silent_seconds: float = 30.0
+    """How long a call may be without having brought a message."""
 
     keep_snapshots: int = 2
     """How many committed rounds stay on the disk."""
@@ -101,13 +121,25 @@ class ServerConfig:
             found.append("tls_cert and tls_key belong together; give both or none")
         if self.tls_client_ca is not None and self.tls_cert is None:
             found.append("tls_client_ca has no meaning without tls_cert and tls_key")
+        if self.operators and self.tls_client_ca is None:
+            found.append("operators are names of certificates, which callers show with tls_client_ca alone; add that")
         if self.status_port is not None and not 0 <= self.status_port <= 65535:
             found.append(f"status_port is {self.status_port}; it must be 0 to 65535")
         if not self.status_host.strip():
             found.append(f"status_host is {self.status_host!r}, which means every address; give one, or drop it")
         elif self.status_port is None and not is_loopback(self.status_host):
             found.append(f"status_host is {self.status_host!r}, and there is no status_port; add it, or drop this one")
+        elif self.status_port is not None and not is_loopback(self.status_host) and not self.insecure:
+            found.append(
+                f"status_host is {self.status_host}, which others reach, and the page has neither TLS nor a token; let "
+                "a proxy with both lead to 127.0.0.1, or say insecure (--insecure)"
+            )
         found += self._shard_problems()
+        for name, least in (("peer_streams", 1), ("peer_bytes_in_flight", MAX_MESSAGE), ("silent_calls", 4)):
+            if getattr(self, name) < least:
+                found.append(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if not can_be_waited(self.silent_seconds):
+            found.append(f"silent_seconds is {self.silent_seconds}; it must be above 0")
         if self.keep_snapshots < 1:
             found.append(f"keep_snapshots is {self.keep_snapshots}; it must be 1 or more")
         if not self.runs:
@@ -167,6 +199,9 @@ def read_config(path: Path) -> dict[str, Any]:
             f"{path}: shards is {shards!r}; it must be a list of addresses, such as [host0:50051, host1:50051], "
             "without a blank after the colon"
         )
+    operators = given.get("operators", [])
+    if not isinstance(operators, list) or not all(isinstance(name, str) for name in operators):
+        raise UserError(f"{path}: operators is {operators!r}; it must be a list of names of certificates")
     for name in ("token_file", "tls_cert", "tls_key", "tls_client_ca", "tls_ca", "shard_secret_file"):
         if given.get(name) == "":
             raise UserError(f"{path}: {name} is empty; name the file, or drop {name}")

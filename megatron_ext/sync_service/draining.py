@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 
@@ -23,6 +24,7 @@ class Draining:
     def __init__(self) -> None:
         self.last_round: int | None = None
         """No round is made after this one; None while there is no end."""
+        self._begun = 0.0
         self._since: float | None = None
         self._fetched: dict[str, int] = {}
         self._running = 0
@@ -31,6 +33,7 @@ class Draining:
     def begin(self, last_round: int) -> None:
         """Make no round after this one."""
         self.last_round = last_round
+        self._begun = time.monotonic()
 
     def check(self, number: int) -> None:
         """Check that a round may still be made.
@@ -51,6 +54,21 @@ class Draining:
         self._running -= 1
         self._last = time.monotonic()
 
+    def is_given_up(self, open_round: int, silent_seconds: Iterable[float]) -> bool:
+        """Return whether the last round is not made, and those who are awaited in it seem to be gone.
+
+        Args:
+            open_round: the round that takes contributions.
+            silent_seconds: of those who are awaited in it, for how long nothing was heard of them.
+        """
+        if self.last_round is None or open_round > self.last_round or self._running:
+            return False
+        return min(silent_seconds, default=math.inf) > LINGER_SECONDS < time.monotonic() - self._begun
+
+    def lacking(self, members: Iterable[str]) -> list[str]:
+        """Return who has not fetched the last round from this server, which may have been another one's."""
+        return [peer for peer in members if self._fetched.get(peer) != self.last_round]
+
     def is_over(self, open_round: int, members: Iterable[str]) -> bool:
         """Return whether the last round is made and everybody has it, or has had the time.
 
@@ -62,5 +80,5 @@ class Draining:
             self._since = time.monotonic()
         if self._running:
             return False
-        have_all = all(self._fetched.get(peer) == self.last_round for peer in members)
-        return time.monotonic() - max(self._since, self._last) > (QUIET_SECONDS if have_all else LINGER_SECONDS)
+        lingers = LINGER_SECONDS if self.lacking(members) else QUIET_SECONDS
+        return time.monotonic() - max(self._since, self._last) > lingers

@@ -138,6 +138,8 @@ def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) 
         agreed=agreed(context.args),
         streams=config.sync_service_streams,
         round_seconds=config.sync_service_round_seconds,
+        heartbeat_seconds=config.sync_service_heartbeat_seconds,
+        take_over=config.sync_service_take_over,
     )
     job = Ranks(group)
     job.on_all(partial(_refuse_frozen, view, context.args))

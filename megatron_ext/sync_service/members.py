@@ -51,6 +51,9 @@ class Member:
     instance: str
     """Which process speaks for it."""
 
+    alive_seconds: float = 0.0
+    """For how long that counts as alive after every word of it; 0 where it sends no heartbeats."""
+
     awaited: bool = True
     """Whether a round stays open for it. A peer that missed a round is awaited again when it takes a round's values."""
 

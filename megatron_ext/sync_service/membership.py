@@ -11,6 +11,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
+from megatron_ext.sync_service.heartbeat import ALIVE_HEARTBEATS, Heartbeat
 from megatron_ext.sync_service.job import Job
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.report import Progress, Report
@@ -109,6 +110,7 @@ class Membership:
         self._config = config
         self._connection = connection
         self._job = job
+        self._heartbeat: Heartbeat | None = None
         instance = job.on_first(lambda: uuid.uuid4().hex)
         self.caller = pb2.Caller(run=config.run, peer=config.peer, instance=instance)
 
@@ -133,10 +135,14 @@ class Membership:
             peers=config.peers,
             asynchronous=True,
             sharded=True,
+            take_over=config.take_over,
+            alive_seconds=ALIVE_HEARTBEATS * config.heartbeat_seconds,
         )
 
         def register() -> Registered:
             reply = self._connection.call("Register", request)
+            if config.heartbeat_seconds:
+                self._heartbeat = Heartbeat(config.connection, self.caller, config.heartbeat_seconds)
             return Registered(
                 index=reply.index,
                 peers=reply.peers,
@@ -150,6 +156,7 @@ class Membership:
                 looks_ahead=reply.looks_ahead,
             )
 
+        self.rest()
         return self._job.on_first(register)
 
     def commit(self, number: int, report: Report) -> tuple[bool, str]:
@@ -194,8 +201,15 @@ class Membership:
         """
         return self._job.on_first(lambda: self._ask(number, uploaded, end, again))
 
+    def rest(self) -> None:
+        """Send no more heartbeats; the membership stays."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._heartbeat = None
+
     def leave(self) -> None:
         """End the membership; what was committed counts."""
+        self.rest()
         request = pb2.LeaveRequest(caller=self.caller)
         self._job.on_first(lambda: bool(self._connection.call("Leave", request)))
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.message_size import MAX_MESSAGE
 
 try:
     import grpc
@@ -32,6 +33,3 @@ __all__ = [
 
 PROTOCOL_VERSION = 3
 """Changes when client and server of different releases would misunderstand each other."""
-
-MAX_MESSAGE = 16 << 20
-"""Bytes of the largest message in either direction."""

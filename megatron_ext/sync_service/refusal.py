@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["NotWhole", "Reason", "Refusal"]
+__all__ = ["NameInUse", "NotWhole", "Reason", "Refusal"]
 
-Reason = Literal["invalid", "state", "denied", "not_found", "damaged", "later"]
+Reason = Literal["invalid", "state", "denied", "not_found", "damaged", "later", "full"]
 """invalid: the request is wrong in itself. state: not now, or not by this caller. denied: the caller is out.
-not_found: there is no such thing. damaged: bytes changed on the way, send them again. later: try again."""
+not_found: there is no such thing. damaged: bytes changed on the way, send them again. later: try again.
+full: the caller has as much as it may have."""
 
 
 _LONGEST = 2000
@@ -30,6 +31,19 @@ class NotWhole(Refusal):
 
     def __init__(self, message: str) -> None:
         super().__init__("state", message)
+
+
+class NameInUse(Refusal):
+    """A process wants the place of a peer that another one has, which is alive as far as is known."""
+
+    def __init__(self, peer: str, seconds: float) -> None:
+        """Take the peer's name, and for how many seconds the other process counts as alive."""
+        super().__init__(
+            "state",
+            f"peer {peer!r} is alive in another process, which would end if this one took its place; give this one a "
+            "peer name of its own, or say take_over (--sync-service-take-over) if it is to replace the other one",
+        )
+        self.seconds = seconds
 
 
 def _short(message: str) -> str:

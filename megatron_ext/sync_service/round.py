@@ -46,6 +46,8 @@ class RunState:
         self.uploaded: dict[str, int] = {}
         self.counted: dict[int, Progress] = {}
         """By index, whose part of the samples it counts, whoever has it."""
+        self.certificates: dict[str, str] = {}
+        """Whose certificate the name of a peer belongs to."""
         self._reported: dict[str, tuple[int, Progress]] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
@@ -336,7 +338,14 @@ class RunState:
 
     def _joined(self, event: Event) -> None:
         name = event["peer"]
-        self.members[name] = Member(name=name, index=event["index"], instance=event["instance"])
+        self.members[name] = Member(
+            name=name,
+            index=event["index"],
+            instance=event["instance"],
+            alive_seconds=event.get("alive_seconds", 0.0),
+        )
+        if "certificate" in event:
+            self.certificates.setdefault(name, event["certificate"])
         self.evicted.pop(name, None)
         if self.publisher is None:
             self.publisher = name
@@ -351,6 +360,7 @@ class RunState:
         member = self.members.get(event["peer"])
         if member is not None:
             self.evicted[member.name] = (member.instance, event["reason"])
+            self.certificates.pop(member.name, None)
         if self.closing is None or event.get("reopens"):
             self._drop_upload(event["peer"])
         if event.get("reopens"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.changes import Changes
 from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.contribution import Contribution
@@ -23,8 +23,9 @@ from megatron_ext.sync_service.frames import Frame
 from megatron_ext.sync_service.handshake import check_against, check_alone
 from megatron_ext.sync_service.members import Admission, Member, RoundResult
 from megatron_ext.sync_service.open_values import OpenValues
+from megatron_ext.sync_service.presence import Presence
 from megatron_ext.sync_service.receive import receive
-from megatron_ext.sync_service.refusal import NotWhole, Refusal
+from megatron_ext.sync_service.refusal import NameInUse, NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import RemoteShard, ShardProblem
 from megatron_ext.sync_service.report import Progress, Report
@@ -45,7 +46,11 @@ _LONGEST_REASON = 300
 
 
 class Run:
-    """A run that is being served. Its methods may be called from several threads."""
+    """A run that is being served. Its methods may be called from several threads.
+
+    Attributes:
+        changes: the lock of everything, and what is waited for.
+    """
 
     def __init__(
         self,
@@ -80,16 +85,19 @@ class Run:
         self._on_fatal = on_fatal
         self._stopped_by = ""
         self._unwritten = ""
-        self._changed = threading.Condition()
-        self._stopping = False
+        self.changes = Changes()
         self._draining = Draining()
         self._addresses = tuple(shard.server for shard in shards)
         self._store = RunStore(name, config, folder, keep_snapshots, remote, failpoints, shards=max(len(shards), 1))
         self._state = self._store.state
+        self._presence = Presence()
+        for member in self._state.members.values():
+            # Of those who were alive when a former server ended, the next heartbeat tells.
+            self._presence.says(member.name, member.instance, member.alive_seconds)
         self._shards = Shards(
             self._store.shard,
             [
-                RemoteShard(number, name, shard, self._changed, self._word, self._catalog_of, self._fail)
+                RemoteShard(number, name, shard, self.changes, self._word, self._catalog_of, self._fail)
                 for number, shard in enumerate(shards)
                 if number > 0
             ],
@@ -101,7 +109,7 @@ class Run:
                 "run %s: merge_interval is %d and sync_steps %d, so experts are merged every %d steps",
                 *(name, config.merge_interval, steps, every),
             )
-        self._maker = RoundMaker(config, self._store, self._shards, self._changed, failpoints, self._fail)
+        self._maker = RoundMaker(config, self._store, self._shards, self.changes, failpoints, self._fail)
 
     # -----------------------------------------------------------------------------------------------------------
     # What peers ask for
@@ -118,6 +126,9 @@ class Run:
         peers: int | None,
         asynchronous: bool,
         sharded: bool,
+        certificate: str | None = None,
+        take_over: bool = False,
+        alive_seconds: float = 0.0,
     ) -> Admission:
         """Make a peer a member.
 
@@ -130,12 +141,16 @@ class Run:
             peers: how many peers it believes there are.
             asynchronous: whether it can take part in asynchronous rounds.
             sharded: whether it can talk to several servers.
+            certificate: whose certificate it has shown, if any.
+            take_over: whether it takes the place of a process that is alive.
+            alive_seconds: for how long it counts as alive after every word; 0 if it sends no heartbeats.
 
         Raises:
+            NameInUse: another process speaks for the peer, and is alive.
             Refusal: it does not fit the run.
         """
         check_alone(self.config, config, catalog)  # may take long, for which nobody else waits
-        with self._noting(), self._changed:
+        with self._noting(), self.changes:
             self._draining.check(self._state.open_round)
             if peers not in (None, self.config.peers):
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
@@ -151,15 +166,21 @@ class Run:
             if not begins:
                 own = {INTERVAL} if self.config.is_asynchronous else set()
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
+            self._check_certificate(peer, certificate)
             event = self._state.check_joining(peer, instance, index)
+            left = self._presence.seconds_left(peer)
+            if event is not None and left and not take_over and peer in self._state.members:
+                raise NameInUse(peer, left)
             if begins:
                 self._store.create(config, catalog)
             if event is not None:
                 if peer not in self._state.uploaded:
                     # Another process may train from other values: what the former one has sent is not finished by it.
                     self._store.shard.spool.discard(peer)
-                self._store.record(event)
-                self._changed.notify_all()
+                whose = {} if certificate is None else {"certificate": certificate}
+                self._store.record({**event, **whose, "alive_seconds": alive_seconds})
+                self.changes.notify_all()
+            self._presence.says(peer, instance, alive_seconds)
             return Admission(
                 index=self._state.members[peer].index,
                 open_round=self._state.open_round,
@@ -169,6 +190,16 @@ class Run:
                 shards=self._addresses,
                 shard_of=self._store.shard_of if self._addresses else (),
             )
+
+    def heartbeat(self, peer: str, instance: str, alive_seconds: float) -> None:
+        """Note that a peer's process counts as alive for some seconds; for 0 that it does not any more.
+
+        Raises:
+            Refusal: it does not speak for the peer.
+        """
+        with self.changes:
+            self._caller(peer, instance)
+            self._presence.says(peer, instance, alive_seconds)
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """Take frames of a contribution.
@@ -220,9 +251,9 @@ class Run:
             raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
-            with self._changed:
+            with self.changes:
                 return not self._state.counts(peer, number)
-        with self._changed:
+        with self.changes:
             index = self._caller(peer, instance).index
         missing = self._store.shard.missing(contribution, index, number)
         if missing is not None:
@@ -231,7 +262,7 @@ class Run:
         if missing is not None:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
         self._failpoints.hit("upload_checked")
-        with self._changed:
+        with self.changes:
             self._caller(peer, instance)
             if not self._accepts(peer, number):
                 return not self._state.counts(peer, number)
@@ -239,23 +270,20 @@ class Run:
                 size = {"frames": contribution.frames + frames, "bytes": contribution.nbytes + nbytes}
                 self._store.record({"event": "uploaded", "round": number, "peer": peer, **size, **report.as_json()})
                 self._failpoints.hit("upload_journaled")
-                self._changed.notify_all()
+                self.changes.notify_all()
         return False
 
-    def wait(self, peer: str, instance: str, number: int, *, uploaded: bool, seconds: float) -> Answer:
-        """Return what a peer that awaits a round is to do; after `seconds` that it shall go on waiting.
+    def look(self, peer: str, instance: str, number: int, *, uploaded: bool) -> Answer:
+        """Return what a peer that awaits a round is to do as things are; `changes` may make it another answer.
 
         Raises:
             Refusal: the caller is refused.
         """
-        end = time.monotonic() + seconds
-        with self._changed:
-            while True:
-                answer = self._answer(peer, instance, number, uploaded)
-                left = end - time.monotonic()
-                if answer[0] != "waiting" or left <= 0 or self._stopping:
-                    return answer
-                self._changed.wait(left)
+        with self.changes:
+            return self._answer(peer, instance, number, uploaded)
+
+    async def hear(self, peer: str, instance: str, least: int) -> None:
+        """Nothing has to be waited for: this server knows who its members are."""
 
     def result(
         self, peer: str, number: int, *, again: bool
@@ -275,7 +303,7 @@ class Run:
         Raises:
             Refusal: there is no round yet.
         """
-        with self._changed:
+        with self.changes:
             newest, used = self._state.newest, self._state.outcome(peer, number)
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
@@ -299,7 +327,7 @@ class Run:
         Raises:
             Refusal: they are not there (any more), or the caller is refused.
         """
-        with self._changed:
+        with self.changes:
             self._caller(peer, instance)
             newest = self._state.newest
             if newest is None or number not in self._store.shard.snapshots:
@@ -307,7 +335,7 @@ class Run:
                 raise Refusal("not_found", f"the values of round {number} are not here; {held}")
             self._state.adopted(peer, number)
             self._draining.begin_fetching(peer, number)
-            self._changed.notify_all()
+            self.changes.notify_all()
             reading = ExitStack()
             found = reading.enter_context(self._store.shard.snapshots[number].reading())
             catalog = self._store.shard.catalog
@@ -315,7 +343,7 @@ class Run:
             with reading:
                 yield found, catalog
         finally:
-            with self._changed:
+            with self.changes:
                 self._draining.end_fetching()
 
     def open_values(self, peer: str, instance: str, number: int) -> OpenValues | None:
@@ -324,7 +352,7 @@ class Run:
         Raises:
             Refusal: the caller is refused.
         """
-        with self._changed:
+        with self.changes:
             self._caller(peer, instance)
             if number != self._state.open_round or number == 0 or self.config.is_asynchronous:
                 return None
@@ -336,11 +364,11 @@ class Run:
         Raises:
             Refusal: another process speaks for the peer by now.
         """
-        with self._changed:
+        with self.changes:
             if peer in self._state.members:
                 self._caller(peer, instance)
                 self._store.drop(peer, {"event": "left", "peer": peer})
-                self._changed.notify_all()
+                self.changes.notify_all()
 
     # -----------------------------------------------------------------------------------------------------------
     # What people ask for
@@ -352,29 +380,45 @@ class Run:
         Raises:
             Refusal: there is no such peer.
         """
-        with self._changed:
+        with self.changes:
             if peer not in self._state.members:
                 names = ", ".join(self._state.members) or "none"
                 raise Refusal("not_found", f"run {self.name!r} has no peer {peer!r}; its peers are: {names}")
             self._store.drop(peer, {"event": "evicted", "peer": peer, "reason": _printable(reason)})
-            self._changed.notify_all()
+            self.changes.notify_all()
 
     def status(self) -> dict[str, Any]:
         """Return what people want to know, as plain data."""
-        with self._changed:
+        with self.changes:
             return status_of(self.name, self.config, self._store, self._shards, self._problem, self._is_draining)
 
     def overview(self) -> dict[str, Any]:
         """Return the status with the history and the health of the run, as plain data."""
-        with self._changed:
+        with self.changes:
             return overview_of(self.name, self.config, self._store, self._shards, self._problem, self._is_draining)
 
-    def drain(self) -> None:
-        """Take no new members, and begin no round after the one for which contributions are there."""
-        with self._changed:
+    def drain(self) -> str:
+        """Take no new members, and begin no round after the one for which contributions are there.
+
+        Returns:
+            What is waited for, in words.
+        """
+        with self.changes:
             under_way = self._state.uploaded or self._state.closing is not None
             self._draining.begin(self._state.open_round if under_way else self._state.open_round - 1)
-            log.info("run %s: draining; %s", self.name, self._state.waiting_for())
+            log.info("run %s: draining; %s", self.name, self._drained_after())
+            return self._drained_after()
+
+    def _drained_after(self) -> str:
+        """Return in words what is waited for before the server ends."""
+        last = self._draining.last_round
+        assert last is not None
+        if self._state.open_round <= last:
+            return self._state.waiting_for()
+        lacking = ", ".join(self._draining.lacking(self._state.members))
+        if last < 0 or not lacking:
+            return "no round is under way"
+        return f"no round is under way; {lacking} may still fetch round {last}"
 
     @property
     def _is_draining(self) -> bool:
@@ -383,14 +427,22 @@ class Run:
     @property
     def is_drained(self) -> bool:
         """Whether nothing is lost for anyone when the server ends now, or nothing comes any more."""
-        with self._changed:
-            return bool(self._stopped_by) or self._draining.is_over(self._state.open_round, self._state.members)
+        with self.changes:
+            if self._stopped_by or self._draining.is_over(self._state.open_round, self._state.members):
+                return True
+            awaited = self._state.awaited()
+            is_stuck = self._state.closing is None and self._state.seconds_until_close(time.monotonic()) is None
+            silent = map(self._presence.silent_seconds, awaited)
+            if not (is_stuck and self._draining.is_given_up(self._state.open_round, silent)):
+                return False
+            log.warning(
+                "run %s: %s, and nothing is heard of %s: the round stays open, with what was uploaded for it",
+                *(self.name, self._state.waiting_for(), ", ".join(awaited) or "further peers"),
+            )
+            return True
 
     def stop(self) -> None:
-        """End the thread, and let everybody who waits go."""
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
+        """End the threads."""
         self._maker.stop()
         self._shards.stop()
         self._store.close()
@@ -398,12 +450,12 @@ class Run:
     def _fail(self, error: BaseException) -> None:
         """Make no round any more. Peers wait, are told why, and go on when the server has been started again."""
         log.critical("run %s has stopped", self.name, exc_info=error)
-        with self._changed:
+        with self.changes:
             self._stopped_by = (
                 f"the run has stopped at round {self._state.open_round} ({type(error).__name__}: {error}); when its "
                 "cause is mended (the server's log has more), start the server again"
             )
-            self._changed.notify_all()
+            self.changes.notify_all()
         self._on_fatal(error)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -418,11 +470,26 @@ class Run:
         """
         member = self._state.check_caller(peer, instance)
         self._store.history.seen(peer, time.time())
+        self._presence.heard(peer, instance)
         return member
+
+    def _check_certificate(self, peer: str, certificate: str | None) -> None:
+        """Check that a peer's name belongs to whoever calls: to the certificate that was the first to register it.
+
+        Raises:
+            Refusal: it belongs to another one.
+        """
+        owner = self._state.certificates.get(peer)
+        if certificate is not None and owner not in (None, certificate):
+            raise Refusal(
+                "denied",
+                f"the name of peer {peer!r} belongs to the certificate of {owner!r}, and this call shows that of "
+                f"{certificate!r}; give a peer name of its own, or let an operator evict {peer!r}, which frees it",
+            )
 
     def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
         """Return where a peer's frames go; None when they do not count any more."""
-        with self._changed:
+        with self.changes:
             self._caller(peer, instance)
             if not self._accepts(peer, number):
                 return None

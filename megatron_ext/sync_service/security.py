@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.grpc_health import HEALTH_METHODS
-from megatron_ext.sync_service.protocol import grpc
 
-__all__ = ["SECRET_KEY", "TOKEN_KEY", "TokenInterceptor", "read_file", "read_token"]
+__all__ = ["SECRET_KEY", "TOKEN_KEY", "TokenCheck", "read_file", "read_token"]
 
 TOKEN_KEY = "authorization"
 SECRET_KEY = "megatron-ext-shard-secret"
@@ -52,24 +49,16 @@ def read_token(path: str | None, field: str = "token_file") -> str | None:
     return token
 
 
-class TokenInterceptor(grpc.ServerInterceptor):  # type: ignore[misc]  # grpcio has no types
-    """Refuses every call that does not show the token, but for questions after the server's health."""
+class TokenCheck:
+    """Knows the token that callers have to show, if there is one."""
 
-    def __init__(self, token: str) -> None:
-        self._wanted = f"Bearer {token}".encode()
+    def __init__(self, token: str | None) -> None:
+        """Take the token; None lets everybody in."""
+        self._wanted = None if token is None else f"Bearer {token}".encode()
 
-        def refuse(_requests: Any, context: Any) -> None:
-            context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's token_file"
-            )
-
-        # A method that takes one request would first wait for it, in one of the server's threads.
-        self._refusal = grpc.stream_stream_rpc_method_handler(refuse)
-
-    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """Let a call through, or refuse it."""
-        if details.method.startswith(HEALTH_METHODS):
-            return continuation(details)
-        shown = dict(details.invocation_metadata).get(TOKEN_KEY, "")
-        shown = shown if isinstance(shown, bytes) else shown.encode()
-        return continuation(details) if hmac.compare_digest(shown, self._wanted) else self._refusal
+    def is_shown(self, metadata: Iterable[tuple[str, str | bytes]]) -> bool:
+        """Return whether the metadata of a call show the token, or none is needed."""
+        if self._wanted is None:
+            return True
+        shown = dict(metadata).get(TOKEN_KEY, "")
+        return hmac.compare_digest(shown if isinstance(shown, bytes) else shown.encode(), self._wanted)

@@ -9,25 +9,25 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service import wire
+from megatron_ext.sync_service.calls import Calls
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.folder_lock import locked
 from megatron_ext.sync_service.grpc_health import HealthService
+from megatron_ext.sync_service.listener import Listener
 from megatron_ext.sync_service.names import path_component
-from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
+from megatron_ext.sync_service.origin import Operators
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import PATIENCE_SECONDS
 from megatron_ext.sync_service.run import Run
-from megatron_ext.sync_service.security import TokenInterceptor, read_token
+from megatron_ext.sync_service.security import TokenCheck, read_token
 from megatron_ext.sync_service.servicer import Servicer
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.shard_secret import ShardSecret
@@ -68,7 +68,7 @@ class Server:
         self._failed: dict[str, BaseException] = {}
         self._health = HealthService(config.runs)
         self._config = config
-        token = read_token(config.token_file)
+        self._token = TokenCheck(read_token(config.token_file))
         self._shard_secret = ShardSecret(config)
         folder = config.folder
         try:
@@ -78,30 +78,15 @@ class Server:
         self._failpoints = failpoints or Failpoints()
         self._runs: dict[str, Run] = {}
         self._shard_runs: dict[str, ShardRun] = {}
-        self._grpc = grpc.server(
-            # Whoever awaits a round holds a thread, and so does every stream, of which a peer of many ranks has many;
-            # there are only as many threads as have been needed.
-            ThreadPoolExecutor(max_workers=min(64 * (1 + sum(run.peers for run in config.runs.values())), 4096)),
-            interceptors=[TokenInterceptor(token)] if token is not None else [],
-            options=[
-                ("grpc.max_receive_message_length", MAX_MESSAGE),
-                ("grpc.max_send_message_length", MAX_MESSAGE),
-                # Two servers at one port would each get a part of the calls.
-                ("grpc.so_reuseport", 0),
-                ("grpc.keepalive_time_ms", 60_000),
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-            ],
-        )
         # First what may go wrong and concerns nobody else: an open run has taken its URL from whoever had it.
-        self.address = self._bind()
+        self._listener, self.address = self._bind()
         self._status_page = None
         if config.status_port is not None and config.shard == 0:
             self._status_page = StatusPage(config.status_host, config.status_port, self._overview)
         try:
             self._open(folder)
         except BaseException as error:  # whatever it is, no thread keeps the process alive
-            self._grpc.stop(None)
+            self._listener.stop(0.0)
             if self._status_page is not None:
                 self._status_page.close()
             if isinstance(error, OSError):
@@ -112,13 +97,14 @@ class Server:
     def _open(self, folder: Path) -> None:
         """Go on with the runs that are there, and let peers call."""
         self._open_runs(folder / "runs")
-        servicer: ValuesServicer = Servicer(self._runs, self._drain)
+        config, operators = self._config, None
+        if config.tls_client_ca is not None and config.tls_cert is not None:
+            operators = Operators(config.tls_cert, config.operators)
+        servicer: ValuesServicer = Servicer(self._runs, self._drain, operators)
         if self._shard_runs:
             first = self._config.shards[0]
             servicer = ShardServicer(self._shard_runs, self._config.shard, first, self._shard_secret)
-        wire.serve(servicer, self._grpc)
-        self._health.add_to(self._grpc)
-        self._grpc.start()
+        self._listener.start(lambda: Calls(servicer, self._health, self._config, self._token))
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
 
     def wait(self) -> None:
@@ -136,12 +122,9 @@ class Server:
         self._health.end()
         if self._status_page is not None:
             self._status_page.close()
-        stopped = self._grpc.stop(_STOP_SECONDS)
+        self._listener.stop(_STOP_SECONDS)
         for run in self._runs.values():
             run.stop()
-        # gRPC never finishes some of the calls whose messages it could not read. Everything that counts is on the disk.
-        if not stopped.wait(2 * _STOP_SECONDS):
-            log.warning("calls that were under way are left alone")
         for name, error in self._failed.items():
             raise RuntimeError(f"run {name} has stopped") from error
 
@@ -202,23 +185,19 @@ class Server:
         if len(self._failed) == len(self._config.runs):
             self._ended.set()
 
-    def _bind(self) -> str:
-        """Take the port, at which nobody is answered before the server is started."""
+    def _bind(self) -> tuple[Listener, str]:
+        """Take the port, at which nobody is answered before the server is started, and return its address as well."""
         config = self._config
         host, _, wanted = config.bind.rpartition(":")
         _try_out(host, int(wanted))
-        try:
-            if config.tls_cert is not None and config.tls_key is not None:
-                credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
-                problem = validity_problem(config.tls_cert, config.tls_key)
-                if problem is not None:
-                    log.warning("tls_cert %s: %s; no peer will trust this server", config.tls_cert, problem)
-                port = self._grpc.add_secure_port(config.bind, credentials)
-            else:
-                port = self._grpc.add_insecure_port(config.bind)
-        except RuntimeError as error:
-            raise UserError(f"bind {config.bind}: cannot listen there: {error}") from error
-        return f"{host}:{port}"
+        credentials = None
+        if config.tls_cert is not None and config.tls_key is not None:
+            credentials = server_credentials(config.tls_cert, config.tls_key, config.tls_client_ca)
+            problem = validity_problem(config.tls_cert, config.tls_key)
+            if problem is not None:
+                log.warning("tls_cert %s: %s; no peer will trust this server", config.tls_cert, problem)
+        listener = Listener(config.bind, credentials)
+        return listener, f"{host}:{listener.port}"
 
 
 def _try_out(host: str, port: int) -> None:

@@ -8,6 +8,7 @@ word is answered when two more have come, the second of which is certainly newer
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.changes import Changes
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.draining import Draining
@@ -88,7 +90,7 @@ class ShardRun:
             self._copy.meet(folder)
         self._shard = Shard(self.config, folder, server.keep_snapshots, failpoints)
         self._failpoints = failpoints
-        self._changed = threading.Condition()
+        self.changes = Changes()
         self._working = threading.Lock()
         self._tickets = 0
         self._word = _NOTHING
@@ -98,6 +100,32 @@ class ShardRun:
     # -----------------------------------------------------------------------------------------------------------
     # What peers ask for
     # -----------------------------------------------------------------------------------------------------------
+
+    async def hear(self, peer: str, instance: str, least: int) -> None:
+        """Wait until the first server's word says that a process speaks for a peer, or certainly does not.
+
+        Args:
+            peer: its name.
+            instance: which process speaks for it.
+            least: the open round must be so far.
+
+        Raises:
+            Refusal: nothing is heard of the first server.
+        """
+
+        def fits(word: Word) -> bool:
+            return word.members.get(peer) == instance and word.open_round >= least
+
+        heard, end = self._heard, time.monotonic() + WORD_SECONDS
+        with self.changes.watched() as changed:
+            while True:
+                changed.clear()
+                if fits(self._word) or self._heard >= heard + 2:
+                    return
+                try:
+                    await asyncio.wait_for(changed.wait(), end - time.monotonic())
+                except TimeoutError:
+                    raise self._no_word() from None
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """See `Run.upload`."""
@@ -111,8 +139,8 @@ class ShardRun:
     @contextmanager
     def snapshot(self, peer: str, instance: str, number: int) -> Iterator[tuple[Snapshot, Catalog]]:
         """See `Run.snapshot`."""
-        with self._changed:
-            self._hear(peer, instance, lambda open_round: open_round > number)
+        with self.changes:
+            self._check_caller(peer, instance)
             if number not in self._shard.snapshots:
                 newest = self._word.open_round - 1
                 raise Refusal(
@@ -126,13 +154,13 @@ class ShardRun:
             with reading:
                 yield found, catalog
         finally:
-            with self._changed:
+            with self.changes:
                 self._draining.end_fetching()
 
     def open_values(self, peer: str, instance: str, number: int) -> OpenValues | None:
         """See `Run.open_values`."""
-        with self._changed:
-            self._hear(peer, instance, lambda open_round: open_round >= number)
+        with self.changes:
+            self._check_caller(peer, instance)
             if number != self._word.open_round or number == 0 or self.config.is_asynchronous:
                 return None
         return self._shard.open_values(number)
@@ -163,7 +191,7 @@ class ShardRun:
 
     def _follow(self, word: Word) -> Json:
         self._check(word)
-        with self._changed:
+        with self.changes:
             wants_catalog = bool(word.id) and not self._shard.is_open and word.catalog is None
             if word.id and not wants_catalog:
                 try:
@@ -175,7 +203,7 @@ class ShardRun:
             if not wants_catalog:
                 self._word = word
                 self._heard += 1
-                self._changed.notify_all()
+                self.changes.notify_all()
         return {"wants_catalog": wants_catalog, "spooled": self._shard.spool.nbytes}
 
     def _check(self, word: Word) -> None:
@@ -277,6 +305,8 @@ class ShardRun:
 
     def _seal(self, wanted: Seal) -> Json:
         peer, instance, number = wanted.peer, wanted.instance, wanted.round
+        with self.changes:
+            self._await_word(lambda word: word.members.get(peer) == instance and word.open_round >= number)
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
             return {"missing": f"round {number} is over on {self._title}", "frames": 0, "bytes": 0}
@@ -288,7 +318,7 @@ class ShardRun:
 
     def _work(self, call: str, work: Work) -> Json:
         job = work.job
-        with self._changed:
+        with self.changes:
             self._tickets += 1
             ticket = self._tickets
             self._await_word(lambda word: bool(word.id) and word.open_round >= job.number)
@@ -317,7 +347,7 @@ class ShardRun:
     @property
     def is_drained(self) -> bool:
         """Whether the first server ends, and nothing is lost for anyone when this one does."""
-        with self._changed:
+        with self.changes:
             return self._draining.is_over(self._word.open_round, self._word.members)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -326,8 +356,8 @@ class ShardRun:
 
     def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
         """Return where a peer's frames go; None when they do not count any more."""
-        with self._changed:
-            self._hear(peer, instance, lambda open_round: open_round >= number)
+        with self.changes:
+            self._check_caller(peer, instance)
             open_round = self._word.open_round
             if number > open_round:
                 raise Refusal("state", f"round {number} is not open yet; the open one is {open_round}")
@@ -349,13 +379,12 @@ class ShardRun:
         is_used = number <= (word.used.get(peer) or 0)
         return not is_used and not self.config.policy.is_stale(number, open_round)
 
-    def _hear(self, peer: str, instance: str, fits: Callable[[int], bool]) -> None:
-        """Wait until the first server's word says that a process speaks for a peer, in a round that fits.
+    def _check_caller(self, peer: str, instance: str) -> None:
+        """Check that a process speaks for a peer, as far as was heard.
 
         Raises:
-            Refusal: it does not speak for it, or nothing is heard of the first server.
+            Refusal: it does not.
         """
-        self._await_word(lambda word: word.members.get(peer) == instance and fits(word.open_round))
         if not self._shard.is_open or self._word.members.get(peer) != instance:
             raise Refusal(
                 "state", f"peer {peer!r} is no member of the run, or another process has registered as it since"
@@ -370,5 +399,8 @@ class ShardRun:
         heard, end = self._heard, time.monotonic() + WORD_SECONDS
         while not fits(self._word) and self._heard < heard + 2:
             if time.monotonic() > end:
-                raise Refusal("later", f"{self._title} hears nothing of the first server, {self._server.shards[0]}")
-            self._changed.wait(end - time.monotonic())
+                raise self._no_word()
+            self.changes.wait(end - time.monotonic())
+
+    def _no_word(self) -> Refusal:
+        return Refusal("later", f"{self._title} hears nothing of the first server, {self._server.shards[0]}")

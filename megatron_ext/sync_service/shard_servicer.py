@@ -10,12 +10,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from megatron_ext.sync_service.origin import Origin
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.schema import parse
 from megatron_ext.sync_service.shard_run import ShardRun
 from megatron_ext.sync_service.shard_secret import ShardSecret
-from megatron_ext.sync_service.values_servicer import ValuesServicer, refusing, served
+from megatron_ext.sync_service.values_servicer import ValuesServicer, served
 
 __all__ = ["ShardServicer"]
 
@@ -30,16 +31,17 @@ class ShardServicer(ValuesServicer):
         self._shard_runs = runs
         self._refusal = f"this is shard {shard}, which has a part of the values; ask the first server, at {first}"
 
-    def Shard(self, request: Any, context: Any) -> Any:
+    def Shard(self, request: Any, origin: Origin) -> Any:
         """Do what the first server asks for."""
-        with refusing(context):
-            self._secret.check(context)
-            answer = served(self._shard_runs, request.run).answer(request.call, parse(request.json))
-            return pb2.ShardReply(json=json.dumps(answer))
+        self._secret.check(origin.metadata)
+        answer = served(self._shard_runs, request.run).answer(request.call, parse(request.json))
+        return pb2.ShardReply(json=json.dumps(answer))
 
-    def _refuse(self, _request: Any, context: Any) -> NoReturn:
-        with refusing(context):
-            raise Refusal("state", self._refusal)
-        raise AssertionError("a refusal ends the call")
+    def awaited(self, _request: Any) -> NoReturn:
+        """Refuse to say how a round is."""
+        raise Refusal("state", self._refusal)
 
-    Register = Commit = Await = Leave = Status = Evict = Drain = _refuse
+    def _refuse(self, _request: Any, _origin: Origin) -> NoReturn:
+        raise Refusal("state", self._refusal)
+
+    Register = Heartbeat = Commit = Await = Leave = Status = Evict = Drain = _refuse

@@ -40,6 +40,11 @@ class SyncServiceStub(object):
                 request_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.RegisterReply.FromString,
                 _registered_method=True)
+        self.Heartbeat = channel.unary_unary(
+                '/megatron_ext.sync.v1.SyncService/Heartbeat',
+                request_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.HeartbeatRequest.SerializeToString,
+                response_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.HeartbeatReply.FromString,
+                _registered_method=True)
         self.Upload = channel.stream_unary(
                 '/megatron_ext.sync.v1.SyncService/Upload',
                 request_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.UploadRequest.SerializeToString,
@@ -92,6 +97,13 @@ class SyncServiceServicer(object):
 
     def Register(self, request, context):
         """Makes the caller a member of its run, or finds it to be one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Heartbeat(self, request, context):
+        """Says that the caller's process is alive, so that no other one gets its peer's place.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -166,6 +178,11 @@ def add_SyncServiceServicer_to_server(servicer, server):
                     request_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.RegisterRequest.FromString,
                     response_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.RegisterReply.SerializeToString,
             ),
+            'Heartbeat': grpc.unary_unary_rpc_method_handler(
+                    servicer.Heartbeat,
+                    request_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.HeartbeatRequest.FromString,
+                    response_serializer=megatron__ext_dot_sync__service_dot_sync__pb2.HeartbeatReply.SerializeToString,
+            ),
             'Upload': grpc.stream_unary_rpc_method_handler(
                     servicer.Upload,
                     request_deserializer=megatron__ext_dot_sync__service_dot_sync__pb2.UploadRequest.FromString,
@@ -239,6 +256,33 @@ class SyncService(object):
             '/megatron_ext.sync.v1.SyncService/Register',
             megatron__ext_dot_sync__service_dot_sync__pb2.RegisterRequest.SerializeToString,
             megatron__ext_dot_sync__service_dot_sync__pb2.RegisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Heartbeat(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megatron_ext.sync.v1.SyncService/Heartbeat',
+            megatron__ext_dot_sync__service_dot_sync__pb2.HeartbeatRequest.SerializeToString,
+            megatron__ext_dot_sync__service_dot_sync__pb2.HeartbeatReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -51,6 +51,8 @@ def upload(
         left, at_once, before, closed = job, len(job), len(job), False
 
         def requests(some: list[Piece]) -> Iterator[Any]:
+            # Who calls comes first, alone: the server takes no values before it knows that.
+            yield wire.Upload(caller=caller, round=number, frames=())
             for frames in outgoing.batches(number, some, values):
                 connection.count(sent=sum(len(frame.payload) for frame in frames))
                 yield wire.Upload(caller=caller, round=number, frames=frames)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods of the protocol that move values, and what is refused as gRPC's status codes."""
+"""The methods of the protocol that move values."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from megatron_ext.params import flat_offset
@@ -13,22 +14,12 @@ from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import HEAD_BYTES, Box, Frame, codec_of, cut, payload_of, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
-from megatron_ext.sync_service.protocol import grpc, pb2, pb2_grpc
+from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
-from megatron_ext.sync_service.remote_shard import ShardProblem
 from megatron_ext.sync_service.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.updates import UPDATE, has_update, kept_as
 
-__all__ = ["HasValues", "ValuesServicer", "refusing", "served"]
-
-_CODES = {
-    "invalid": grpc.StatusCode.INVALID_ARGUMENT,
-    "state": grpc.StatusCode.FAILED_PRECONDITION,
-    "denied": grpc.StatusCode.PERMISSION_DENIED,
-    "not_found": grpc.StatusCode.NOT_FOUND,
-    "damaged": grpc.StatusCode.DATA_LOSS,
-    "later": grpc.StatusCode.UNAVAILABLE,
-}
+__all__ = ["FRAME_BYTES", "Downloading", "HasValues", "Uploading", "ValuesServicer", "served"]
 
 _DIGEST_BYTES = 32
 
@@ -38,6 +29,9 @@ FRAME_BYTES = 1 << 20
 
 class HasValues(Protocol):
     """A run, or a part of its values."""
+
+    async def hear(self, peer: str, instance: str, least: int) -> None:
+        """Wait until it is known whether a process speaks for a peer, in a run whose open round is so far."""
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """See `Run`."""
@@ -53,44 +47,122 @@ class HasValues(Protocol):
         """See `Run`."""
 
 
-class ValuesServicer(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated code has no types
-    """Answers calls that move values."""
+class Uploading:
+    """The call of one upload. Its methods may be called in different threads, one after the other."""
+
+    def __init__(self, runs: Mapping[str, HasValues], first: bytes) -> None:
+        """Take the call's first message, in which there may be frames besides who calls.
+
+        Raises:
+            Refusal: it cannot be read, or its run is not served here.
+        """
+        self._first: wire.Upload | None = _unpacked(first)
+        self._run = served(runs, self._first.caller.run)
+        self._caller, self._round = self._first.caller, self._first.round
+        self._closed, self._taken, self._known = False, 0, 0
+        self.peer = self._caller.run, self._caller.peer
+
+    async def hear(self) -> None:
+        """Wait until it is known whether the caller is who it says."""
+        await self._run.hear(self._caller.peer, self._caller.instance, self._round)
+
+    def take_first(self) -> bool:
+        """Take the frames of the first message, as `take` does."""
+        assert self._first is not None
+        frames, self._first = self._first.frames, None
+        return self._take(frames)
+
+    def take(self, message: bytes) -> bool:
+        """Take the frames of a further message.
+
+        Returns:
+            Whether the round was closed before, so that no more are wanted.
+
+        Raises:
+            Refusal: a frame or the caller is refused; the frames before it are kept.
+            OSError: the disk refuses.
+        """
+        return self._take(_unpacked(message).frames)
+
+    @property
+    def reply(self) -> Any:
+        """The answer at the end."""
+        return pb2.UploadReply(closed=self._closed, frames=self._taken, duplicates=self._known)
+
+    def _take(self, frames: Iterable[Frame]) -> bool:
+        found = self._run.upload(self._caller.peer, self._caller.instance, self._round, frames)
+        self._closed, self._taken, self._known = found[0], self._taken + found[1], self._known + found[2]
+        return self._closed
+
+
+class Downloading:
+    """The call of one download: an iterator of packed messages, for different threads, one at a time."""
+
+    def __init__(self, runs: Mapping[str, HasValues], request: Any) -> None:
+        """Take the request.
+
+        Raises:
+            Refusal: its run is not served here.
+        """
+        self._request = request
+        self._run = served(runs, request.caller.run)
+        self._lock = threading.Lock()
+        self._messages = self._packed()
+        self.peer = request.caller.run, request.caller.peer
+
+    async def hear(self) -> None:
+        """Wait until it is known whether the caller is who it says."""
+        request = self._request
+        await self._run.hear(
+            request.caller.peer, request.caller.instance, request.round if request.ahead else request.round + 1
+        )
+
+    def next(self) -> bytes | None:
+        """Return the next message, None at the end.
+
+        Raises:
+            Refusal: what is asked for is not there, or the caller is refused.
+            OSError: it cannot be read.
+        """
+        with self._lock:
+            return next(self._messages, None)
+
+    def close(self) -> None:
+        """Give back what the call holds."""
+        with self._lock:
+            self._messages.close()
+
+    def _packed(self) -> Generator[bytes]:
+        request = self._request
+        caller, run = request.caller, self._run
+        if request.ahead:
+            known = run.open_values(caller.peer, caller.instance, request.round)
+            yield from () if known is None else map(wire.pack, _known_batches(known, request.slices))
+            return
+        with run.snapshot(caller.peer, caller.instance, request.round) as (snapshot, catalog):
+            is_update = request.HasField("since") and request.since + 1 == request.round
+            codec = run.codec if is_update else "fp32"
+            yield from map(wire.pack, _batches(snapshot, catalog, request.slices, codec))
+
+
+class ValuesServicer:
+    """Answers calls that move values. The methods of all servicers may be called from several threads."""
 
     def __init__(self, runs: Mapping[str, HasValues]) -> None:
         """Take the runs by their name."""
         self._values = runs
 
-    def Upload(self, requests: Iterator[wire.Upload | wire.Unreadable], context: Any) -> Any:
-        """Take frames."""
-        with refusing(context):
-            uploads = wire.readable(requests)
-            first = next(uploads, None)
-            if first is None:
-                raise Refusal("invalid", "an upload without a message")
-            caller = first.caller
+    def Upload(self, first: bytes) -> Uploading:
+        """Begin to take frames."""
+        return Uploading(self._values, first)
 
-            def frames() -> Iterator[Frame]:
-                yield from first.frames
-                for upload in uploads:
-                    yield from upload.frames
+    def Download(self, request: Any) -> Downloading:
+        """Begin to send values."""
+        return Downloading(self._values, request)
 
-            run = served(self._values, caller.run)
-            closed, taken, known = run.upload(caller.peer, caller.instance, first.round, frames())
-            return pb2.UploadReply(closed=closed, frames=taken, duplicates=known)
 
-    def Download(self, request: Any, context: Any) -> Iterator[wire.Batch]:
-        """Send values."""
-        with refusing(context):
-            caller = request.caller
-            run = served(self._values, caller.run)
-            if request.ahead:
-                known = run.open_values(caller.peer, caller.instance, request.round)
-                yield from () if known is None else _known_batches(known, request.slices)
-                return
-            with run.snapshot(caller.peer, caller.instance, request.round) as (snapshot, catalog):
-                is_update = request.HasField("since") and request.since + 1 == request.round
-                codec = run.codec if is_update else "fp32"
-                yield from _batches(snapshot, catalog, request.slices, codec)
+def _unpacked(message: bytes) -> wire.Upload:
+    return next(wire.readable([wire.unpack_upload(message)]))
 
 
 def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec: str) -> Iterator[wire.Batch]:
@@ -158,19 +230,6 @@ def served[T](runs: Mapping[str, T], name: str) -> T:
     if name not in runs:
         raise Refusal("not_found", f"run {name!r} is not served here; the runs are: {', '.join(runs)}")
     return runs[name]
-
-
-@contextmanager
-def refusing(context: Any) -> Iterator[None]:
-    """Turn what is refused inside into an answer."""
-    try:
-        yield
-    except Refusal as refusal:
-        context.abort(_CODES[refusal.reason], str(refusal))
-    except ShardProblem as problem:
-        context.abort(_CODES["state" if problem.is_refusal else "later"], str(problem))
-    except OSError as error:
-        context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server cannot write: {error}")
 
 
 def _box(spec: TensorSpec, start: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int | None]:

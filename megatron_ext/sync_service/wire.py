@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.sync_service.frames import HEAD_BYTES, MAX_PAYLOAD, Frame
-from megatron_ext.sync_service.protocol import DecodeError, grpc, pb2, pb2_grpc
+from megatron_ext.sync_service.protocol import DecodeError, pb2, pb2_grpc
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["Batch", "Unreadable", "Upload", "pack", "readable", "serve", "stub_of", "unpack_batch", "unpack_upload"]
+__all__ = ["METHODS", "Batch", "Unreadable", "Upload", "pack", "readable", "stub_of", "unpack_batch", "unpack_upload"]
 
 _PAYLOAD = pb2.Frame.DESCRIPTOR.fields_by_name["payload"].number
 _UPLOAD_FRAMES = pb2.UploadRequest.DESCRIPTOR.fields_by_name["frames"].number
@@ -28,7 +28,8 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_FRAMES = MAX_PAYLOAD // HEAD_BYTES
 """In a message. No client puts more into one, as few bytes as they may take, and all are in memory at once."""
 
-_METHODS = "/megatron_ext.sync.v1.SyncService/"
+METHODS = "/megatron_ext.sync.v1.SyncService/"
+"""Begins the names of the methods."""
 
 
 @dataclass(kw_only=True)
@@ -116,85 +117,14 @@ def stub_of(channel: Any) -> Any:
     """Return a caller's side of all methods, of which those that move values take and give what is defined here."""
     stub = pb2_grpc.SyncServiceStub(channel)
     stub.Upload = channel.stream_unary(
-        _METHODS + "Upload", request_serializer=pack, response_deserializer=pb2.UploadReply.FromString
+        METHODS + "Upload", request_serializer=pack, response_deserializer=pb2.UploadReply.FromString
     )
     stub.Download = channel.unary_stream(
-        _METHODS + "Download",
+        METHODS + "Download",
         request_serializer=pb2.DownloadRequest.SerializeToString,
         response_deserializer=unpack_batch,
     )
     return stub
-
-
-def serve(servicer: Any, server: Any) -> None:
-    """Let a gRPC server serve all methods of a servicer, of which those that move values take and give what is
-    defined here. A request that cannot be read is refused.
-    """
-    pb2_grpc.add_SyncServiceServicer_to_server(servicer, server)
-    methods = {
-        **_unary_methods(servicer),
-        "Upload": grpc.stream_unary_rpc_method_handler(
-            servicer.Upload,
-            request_deserializer=unpack_upload,
-            response_serializer=pb2.UploadReply.SerializeToString,
-        ),
-        "Download": grpc.unary_stream_rpc_method_handler(
-            _streaming(servicer.Download),
-            request_deserializer=_reading(pb2.DownloadRequest),
-            response_serializer=pack,
-        ),
-    }
-    server.add_registered_method_handlers(_METHODS.strip("/"), methods)  # in the place of the generated ones
-
-
-def _unary_methods(servicer: Any) -> dict[str, Any]:
-    """Return the handlers of the methods that have one request and one answer, by their names."""
-    return {
-        method.name: grpc.unary_unary_rpc_method_handler(
-            _answering(getattr(servicer, method.name)),
-            request_deserializer=_reading(getattr(pb2, method.input_type.name)),
-            response_serializer=getattr(pb2, method.output_type.name).SerializeToString,
-        )
-        for method in pb2.DESCRIPTOR.services_by_name["SyncService"].methods
-        if not (method.client_streaming or method.server_streaming)
-    }
-
-
-def _reading(kind: Any) -> Callable[[bytes], Any]:
-    """Return what reads a message of a kind. gRPC itself would answer with an error of its own, and log a traceback."""
-
-    def read(data: bytes) -> Any:
-        try:
-            return kind.FromString(data)
-        except DecodeError as error:
-            return Unreadable(f"a {kind.DESCRIPTOR.name} cannot be read: {error}")
-
-    return read
-
-
-def _answering(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a method that refuses what cannot be read."""
-
-    def answer(request: Any, context: Any) -> Any:
-        _refuse_unreadable(request, context)
-        return method(request, context)
-
-    return answer
-
-
-def _streaming(method: Callable[[Any, Any], Iterator[Any]]) -> Callable[[Any, Any], Iterator[Any]]:
-    """Return a method whose answer is a stream that refuses what cannot be read."""
-
-    def answer(request: Any, context: Any) -> Iterator[Any]:
-        _refuse_unreadable(request, context)
-        yield from method(request, context)
-
-    return answer
-
-
-def _refuse_unreadable(request: Any, context: Any) -> None:
-    if isinstance(request, Unreadable):
-        context.abort(grpc.StatusCode.INVALID_ARGUMENT, request.problem)
 
 
 @dataclass

@@ -17,7 +17,8 @@ from tests.sync_service.service import Service
 SINGLE = ("single", "fp32", 1)
 
 ALONE: dict[str, Value] = {
-    f"sync_service{name}": None for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds")
+    f"sync_service{name}": None
+    for name in ("", "_run", "_peer", "_peers", "_interval", "_round_seconds", "_heartbeat_seconds")
 }
 """Laid over a peer's options, they make it a job that is none."""
 
@@ -39,6 +40,8 @@ def job_arguments(service: Service, name: str, kind: Kind, **overrides: Value) -
         "sync_service_peers": next(iter(service.runs.values()))["peers"],
         "sync_service_interval": 4,
         "sync_service_round_seconds": 60,
+        # A killed one does not count as alive for long.
+        "sync_service_heartbeat_seconds": 0.3,
     }
     return toy_gpt(LAYOUTS[layout].options, PRECISIONS[precision], options, **overrides)
 

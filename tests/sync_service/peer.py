@@ -64,6 +64,7 @@ def run_peer(job: dict[str, Any]) -> int:
         frame_bytes=4096,
         call_bytes=16384,
         round_seconds=60,
+        heartbeat_seconds=0.3,  # a killed one does not count as alive for long
         **job.get("options", {}),
     )
     values = start_values(job.get("seed", hash(job["name"]) % 1000))

@@ -169,6 +169,7 @@ class Service:
             "frame_bytes": 4096,
             "call_bytes": 16384,
             "round_seconds": 60,
+            "heartbeat_seconds": 0,  # tests put another client in the place of one that they do not close
             **options,
         }
         return SyncClient(ClientConfig(connection=connection, peer=name, **options), values, parts=parts)

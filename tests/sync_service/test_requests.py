@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from megatron_ext.cli.main import main
-from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.client import Report
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
 from tests.sync_service.peer import start_values
@@ -201,7 +200,7 @@ def test_a_status_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture
     server = grpc.server(ThreadPoolExecutor(2))
     saying = Saying()
     saying.status = status
-    wire.serve(saying, server)
+    pb2_grpc.add_SyncServiceServicer_to_server(saying, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
@@ -219,7 +218,7 @@ def test_a_status_of_a_later_release_may_say_more(service: Service, capsys: pyte
     server = grpc.server(ThreadPoolExecutor(2))
     saying = Saying()
     saying.status = json.dumps({**status, "later": 1, "runs": [{**status["runs"][0], "later": {}}]})
-    wire.serve(saying, server)
+    pb2_grpc.add_SyncServiceServicer_to_server(saying, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

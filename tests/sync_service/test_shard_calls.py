@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_ext.local_sgd.penalty import Verdict
-from megatron_ext.sync_service import shard_run, wire
+from megatron_ext.sync_service import shard_run
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.decision import Decision, Measured
@@ -193,7 +193,7 @@ def answering() -> Iterator[tuple[dict[str, str], RemoteShard]]:
     """What a server answers, and what the first one makes of it."""
     servicer = Answering({"follow": FOLLOWED})
     server = grpc.server(ThreadPoolExecutor(4))
-    wire.serve(servicer, server)
+    pb2_grpc.add_SyncServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     connection = ConnectionConfig(server=f"127.0.0.1:{port}", patience_seconds=0.0)

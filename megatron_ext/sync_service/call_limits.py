@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What callers may hold at the server: calls that say nothing, streams, bytes that are in flight.
+
+A call costs no thread while it waits, but memory. Those that have not brought a message yet are few, of an address and
+altogether, and end after some seconds. A caller that means it sends its message at once, so where there are too many,
+the longest silent one makes room for it. Whoever has said who it is has streams and bytes of its own: a peer that asks
+for too much is in nobody's way but its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from megatron_ext.sync_service.refusal import Refusal
+
+__all__ = ["PeerLimits", "SilentCalls"]
+
+
+class SilentCalls:
+    """Calls that have not brought a message yet. For one event loop."""
+
+    def __init__(self, of_an_address: int, altogether: int) -> None:
+        """Take how many there may be."""
+        self._of_an_address = of_an_address
+        self._altogether = altogether
+        self._calls: dict[asyncio.Future[None], str] = {}  # the longest silent one first
+        self._counts: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    @contextmanager
+    def waiting(self, address: str) -> Iterator[asyncio.Future[None]]:
+        """Yield what is done once the call has to make room for a newer one.
+
+        Args:
+            address: of the caller, without its port.
+        """
+        if self._counts[address] >= self._of_an_address:
+            self._end(next(call for call, found in self._calls.items() if found == address))
+        elif len(self._calls) >= self._altogether:
+            self._end(next(iter(self._calls)))
+        call: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._calls[call] = address
+        self._counts[address] += 1
+        try:
+            yield call
+        finally:
+            if call in self._calls:
+                self._remove(call)
+
+    def _end(self, call: asyncio.Future[None]) -> None:
+        self._remove(call)
+        call.set_result(None)
+
+    def _remove(self, call: asyncio.Future[None]) -> None:
+        address = self._calls.pop(call)
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
+
+
+class PeerLimits:
+    """Streams and messages of every peer. For one event loop."""
+
+    def __init__(self, streams: int, messages: int, field: str) -> None:
+        """Take how many there may be.
+
+        Args:
+            streams: of a peer that are open.
+            messages: of a peer that are taken or sent at the same time; further ones wait for their turn.
+            field: of the configuration, that limits the streams.
+        """
+        self._limit = streams
+        self._messages = messages
+        self._field = field
+        self._streams: Counter[Hashable] = Counter()
+        self._turns: dict[Hashable, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self._messages))
+
+    @contextmanager
+    def stream(self, key: Hashable, who: str) -> Iterator[None]:
+        """Count a stream as long as it is open.
+
+        Args:
+            key: of the peer.
+            who: the peer in words.
+
+        Raises:
+            Refusal: the peer has as many as it may have.
+        """
+        if self._streams[key] >= self._limit:
+            raise Refusal(
+                "full",
+                f"{who} has {self._limit} streams open, as many as {self._field} of the server allows; use fewer "
+                f"streams or ranks, or raise {self._field}",
+            )
+        self._streams[key] += 1
+        try:
+            yield
+        finally:
+            self._streams[key] -= 1
+            if not self._streams[key]:
+                del self._streams[key]
+                self._turns.pop(key, None)
+
+    @asynccontextmanager
+    async def message(self, key: Hashable) -> AsyncIterator[None]:
+        """Wait until the peer's messages that are in flight leave room for another one, and count that."""
+        async with self._turns[key]:
+            yield
