@@ -216,7 +216,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         request = pb2.AwaitRequest.FromString(message)
         loop = asyncio.get_running_loop()
         end = loop.time() + (min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0)  # of NaN, too
-        with self._servicer.awaited(request).watched() as changed:
+        with self._place_for(message), self._servicer.awaited(request).watched() as changed:
             while True:
                 changed.clear()
                 reply = await _in(self._for_peers, self._servicer.Await, request, call.origin)
@@ -260,11 +260,22 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
             self._for_values.submit(download.close)
 
     async def _check(self, call: _Call, message: bytes) -> None:
-        await call.write(self._health.check(health_pb2.HealthCheckRequest.FromString(message)))
+        await call.write(self._health.check(_asked(message)))
 
     async def _watch(self, call: _Call, message: bytes) -> None:
-        async for reply in self._health.watch(health_pb2.HealthCheckRequest.FromString(message)):
+        async for reply in self._health.watch(_asked(message)):
             await call.write(reply)
+
+
+def _asked(message: bytes) -> Any:
+    """Return what somebody asks of the health, who may be anybody.
+
+    Raises:
+        Refusal: it is more than a name.
+    """
+    if len(message) > _SMALL_BYTES:
+        raise Refusal("invalid", f"a question after the health has {len(message)} bytes, and asks but for a name")
+    return health_pb2.HealthCheckRequest.FromString(message)
 
 
 async def _in[**P, T](

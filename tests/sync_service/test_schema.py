@@ -125,13 +125,13 @@ def test_names_are_checked_where_a_path_is_made_whatever_their_origin(tmp_path: 
     assert found <= {"spool", "spool/round-00000000"}
 
 
-def test_what_others_have_put_into_the_spool_is_removed_and_not_asked_for(tmp_path: Path):
+def test_what_others_have_put_into_the_spool_is_left_alone_and_not_asked_for(tmp_path: Path):
     spool = Spool(tmp_path / "spool")
     (tmp_path / "spool" / "round-00000001").mkdir()
     for file in ("p.sealed", "not a peer.sealed"):
         (tmp_path / "spool" / "round-00000001" / file).write_text("i")
-    spool.keep(lambda peer, number: spool.sealed_by(peer, number) == "i")
-    assert [path.name for path in (tmp_path / "spool" / "round-00000001").iterdir()] == ["p.sealed"]
+    spool.keep(lambda peer, number: spool.sealed_by(peer, number) == "another")
+    assert [path.name for path in (tmp_path / "spool" / "round-00000001").iterdir()] == ["not a peer.sealed"]
 
 
 @pytest.mark.parametrize("said", ['{"since": "x"}', '{"since": 1e99}', "[1]", "{", '{"token": 5}', '{"other": 1}'])
