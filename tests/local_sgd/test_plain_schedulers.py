@@ -89,7 +89,7 @@ def test_learning_rates_that_differ_are_said_once_where_no_scheduler_was_given()
     lines = [line for line in first[3].splitlines() if "lr of parameter group" in line]
     assert lines == [
         "> megatron_ext: local SGD: lr of parameter group 0 is 0.00625 on workers 0, 2 and 0.0125 on worker 1; each "
-        "worker goes on with its own. Where steps that a GradScaler skips leave a worker's scheduler behind, "
+        "worker keeps its own. Where steps that a GradScaler skips leave a worker's scheduler behind, "
         "optimizer.align_schedulers(scheduler) lets it catch up in rounds"
     ]
 

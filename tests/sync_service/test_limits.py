@@ -37,7 +37,8 @@ def contribution(folder: Path, catalog: Catalog, **limits: int) -> Contribution:
 
 def upload(client: SyncClient, frames: Sequence[Frame]) -> Any:
     request = wire.Upload(caller=client._membership.caller, round=0, frames=frames)
-    return client._connection.call("Upload", lambda: iter([request]))
+    who = wire.Upload(caller=request.caller, round=request.round, frames=())
+    return client._connection.call("Upload", lambda: iter([who, request]))
 
 
 @pytest.mark.parametrize(

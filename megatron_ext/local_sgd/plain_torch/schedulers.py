@@ -102,9 +102,9 @@ class SchedulesInStep:
 
     def _way_out(self) -> str:
         if self._schedulers:
-            return "each worker goes on with its own"
+            return "each worker keeps its own"
         return (
-            "each worker goes on with its own. Where steps that a GradScaler skips leave a worker's scheduler behind, "
+            "each worker keeps its own. Where steps that a GradScaler skips leave a worker's scheduler behind, "
             "optimizer.align_schedulers(scheduler) lets it catch up in rounds"
         )
 
