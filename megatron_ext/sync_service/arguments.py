@@ -15,6 +15,7 @@ from megatron_ext.support import refusals
 from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.presence import LONGEST_HEARTBEAT_SECONDS
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.connection import ConnectionConfig
@@ -127,9 +128,10 @@ class SyncServiceConfig(FromArgs):
             value = self.by_flag()[flag]
             if value is not None and not can_be_waited(value):
                 found.append(f"{flag} is {value}; it must be above 0 and at most {LONGEST_SECONDS:.0f} (a month)")
-        if not can_be_waited(self.sync_service_heartbeat_seconds, or_zero=True):
+        if not 0 <= self.sync_service_heartbeat_seconds <= LONGEST_HEARTBEAT_SECONDS:
             found.append(
-                f"--sync-service-heartbeat-seconds is {self.sync_service_heartbeat_seconds}; it must be 0 or more"
+                f"--sync-service-heartbeat-seconds is {self.sync_service_heartbeat_seconds}; it must be 0 to "
+                f"{LONGEST_HEARTBEAT_SECONDS:g}"
             )
         return found
 

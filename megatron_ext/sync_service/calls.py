@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -98,7 +98,10 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         self._uploads = PeerLimits(config.peer_streams, messages // MAX_MESSAGE, "peer_streams")
         self._downloads = PeerLimits(config.peer_streams, messages // (2 * FRAME_BYTES), "peer_streams")
         self._for_people = ThreadPoolExecutor(2, "people")
-        self._for_peers = ThreadPoolExecutor(32, "peers")
+        self._for_peers = ThreadPoolExecutor(16, "peers")
+        # These wait for other servers, if there are any.
+        self._for_commits = ThreadPoolExecutor(32, "commits")
+        self._for_heartbeats = ThreadPoolExecutor(2, "heartbeats")
         self._for_values = ThreadPoolExecutor(max(8, 2 * (os.cpu_count() or 1)), "values")
         methods: dict[str, Callable[[_Call, bytes], Awaitable[None]]] = {
             METHODS + "Register": self._register,
@@ -117,7 +120,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
 
     def close(self) -> None:
         """Let the threads end."""
-        for pool in (self._for_people, self._for_peers, self._for_values):
+        pools = self._for_people, self._for_peers, self._for_commits, self._for_heartbeats, self._for_values
+        for pool in pools:
             pool.shutdown(wait=False, cancel_futures=True)
 
     # -----------------------------------------------------------------------------------------------------------
@@ -173,7 +177,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
     def _unary(self, name: str) -> Callable[[_Call, bytes], Awaitable[None]]:
         """Return what answers a method of one message in each direction."""
         method, request_type = getattr(self._servicer, name), getattr(pb2, f"{name}Request")
-        pool = self._for_people if name in _PEOPLE else self._for_peers
+        pools = {"Commit": self._for_commits, "Heartbeat": self._for_heartbeats}
+        pool = self._for_people if name in _PEOPLE else pools.get(name, self._for_peers)
 
         async def answer(call: _Call, message: bytes) -> None:
             with self._place_for(message):
@@ -203,20 +208,23 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         def register() -> Any:
             return self._servicer.Register(pb2.RegisterRequest.FromString(message), call.origin)
 
-        with self._place_for(message):
-            try:
+        try:
+            with self._place_for(message):
                 reply = await _in(self._for_peers, register)
-            except NameInUse as in_use:
-                # The other process may have been killed: then it says nothing until its time is over.
-                await asyncio.sleep(in_use.seconds + 0.05)
+        except NameInUse as in_use:
+            # The other process may have been killed: then it says nothing until its time is over.
+            await asyncio.sleep(in_use.seconds + 0.05)
+            with self._place_for(message):
                 reply = await _in(self._for_peers, register)
         await call.write(reply)
 
     async def _await(self, call: _Call, message: bytes) -> None:
+        if len(message) > _SMALL_BYTES:
+            raise Refusal("invalid", f"a call that awaits a round has {len(message)} bytes; {_SMALL_BYTES} are enough")
         request = pb2.AwaitRequest.FromString(message)
         loop = asyncio.get_running_loop()
         end = loop.time() + (min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0)  # of NaN, too
-        with self._place_for(message), self._servicer.awaited(request).watched() as changed:
+        with self._servicer.awaited(request).watched() as changed:
             while True:
                 changed.clear()
                 reply = await _in(self._for_peers, self._servicer.Await, request, call.origin)
@@ -245,8 +253,11 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         await call.write(upload.reply)
 
     async def _download(self, call: _Call, message: bytes) -> None:
-        request = pb2.DownloadRequest.FromString(message)
-        download = await _in(self._for_values, self._servicer.Download, request)
+        def download_of() -> Any:
+            return self._servicer.Download(pb2.DownloadRequest.FromString(message))
+
+        with self._place_for(message):
+            download = await _in(self._for_values, download_of)
         try:
             await download.hear()
             packed = await _in(self._for_values, download.next)
@@ -263,8 +274,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         await call.write(self._health.check(_asked(message)))
 
     async def _watch(self, call: _Call, message: bytes) -> None:
-        async for reply in self._health.watch(_asked(message)):
-            await call.write(reply)
+        async with aclosing(self._health.watch(_asked(message))) as replies:
+            async for reply in replies:
+                await call.write(reply)
 
 
 def _asked(message: bytes) -> Any:

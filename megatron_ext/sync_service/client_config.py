@@ -11,6 +11,7 @@ from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.frames import CODECS
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.presence import LONGEST_HEARTBEAT_SECONDS
 
 __all__ = ["ClientConfig"]
 
@@ -79,8 +80,10 @@ class ClientConfig:
             raise UserError(
                 f"round_seconds is {self.round_seconds}; it must be above 0 and at most {LONGEST_SECONDS:.0f} (a month)"
             )
-        if not can_be_waited(self.heartbeat_seconds, or_zero=True):
-            raise UserError(f"heartbeat_seconds is {self.heartbeat_seconds}; it must be 0 or more")
+        if not 0 <= self.heartbeat_seconds <= LONGEST_HEARTBEAT_SECONDS:
+            raise UserError(
+                f"heartbeat_seconds is {self.heartbeat_seconds}; it must be 0 to {LONGEST_HEARTBEAT_SECONDS:g}"
+            )
         if self.codec not in CODECS:
             raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
         if "codec" in self.agreed:

@@ -7,7 +7,7 @@ for room on the disk does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from megatron_ext.sync_service.changes import Changes
@@ -44,7 +44,7 @@ class HealthService:
             raise Refusal("not_found", "there is no such run here")
         return self._reply(request.service)
 
-    async def watch(self, request: Any) -> AsyncIterator[Any]:
+    async def watch(self, request: Any) -> AsyncGenerator[Any]:
         """Yield whether what is asked for serves, at once and whenever that changes.
 
         Raises:

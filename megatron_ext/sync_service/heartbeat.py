@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.presence import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol import pb2
 
-__all__ = ["ALIVE_HEARTBEATS", "Heartbeat"]
-
-ALIVE_HEARTBEATS = 3
-"""Heartbeats that may fail to come before a process no longer counts as alive."""
+__all__ = ["Heartbeat"]
 
 _CALL_SECONDS = 2.0
 """How long one may take, and so how long it may keep a process from forking."""
@@ -61,12 +59,9 @@ class Heartbeat:
 
     def _say(self, alive_seconds: float) -> None:
         request = pb2.HeartbeatRequest(caller=self._caller, alive_seconds=alive_seconds)
-        with _IN_FLIGHT:
-            connection = Connection(self._connection)
-            # The server may be away, or have another process in this one's place: the next call of a round says so.
-            with suppress(UserError):
-                connection.call("Heartbeat", request)
-            connection.close()
+        # The server may be away, or a file, or another process in this one's place: the next round's calls say so.
+        with _IN_FLIGHT, suppress(UserError), closing(Connection(self._connection)) as connection:
+            connection.call("Heartbeat", request)
 
 
 @cache

@@ -11,10 +11,16 @@ import math
 import time
 from dataclasses import dataclass
 
-__all__ = ["LONGEST_ALIVE_SECONDS", "Presence"]
+__all__ = ["ALIVE_HEARTBEATS", "LONGEST_ALIVE_SECONDS", "LONGEST_HEARTBEAT_SECONDS", "Presence"]
 
 LONGEST_ALIVE_SECONDS = 60.0
 """For longer nobody counts as alive without a further word."""
+
+ALIVE_HEARTBEATS = 3
+"""Heartbeats that may fail to come before a process no longer counts as alive."""
+
+LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
+"""Between two heartbeats."""
 
 
 @dataclass

@@ -180,6 +180,7 @@ class Run:
                 whose = {} if certificate is None else {"certificate": certificate}
                 self._store.record({**event, **whose, "alive_seconds": alive_seconds})
                 self.changes.notify_all()
+            self._presence.heard(peer, instance)
             self._presence.says(peer, instance, alive_seconds)
             return Admission(
                 index=self._state.members[peer].index,
@@ -439,6 +440,9 @@ class Run:
                 "run %s: %s, and nothing is heard of %s: the round stays open, with what was uploaded for it",
                 *(self.name, self._state.waiting_for(), ", ".join(awaited) or "further peers"),
             )
+            # Other servers of the run end, too.
+            self._draining.begin(self._state.open_round - 1)
+            self.changes.notify_all()
             return True
 
     def stop(self) -> None:

@@ -145,6 +145,7 @@ def requests(name: str, run: str = "garbage", instance: str = "process") -> dict
         "Commit": [pb2.CommitRequest(caller=caller, round=0, loss=1.0, steps=3, can_repeat=True)],
         "Await": [pb2.AwaitRequest(caller=caller, round=0), pb2.AwaitRequest(caller=caller, round=1, uploaded=True)],
         "Download": [pb2.DownloadRequest(caller=caller, round=0, slices=slices, since=0)],
+        "Heartbeat": [pb2.HeartbeatRequest(caller=caller, alive_seconds=1.0)],
         "Leave": [pb2.LeaveRequest(caller=caller)],
         "Status": [pb2.StatusRequest()],
         "Evict": [pb2.EvictRequest(run=run, peer="x2", reason="why")],

@@ -43,7 +43,7 @@ def test_a_peer_that_was_killed_is_followed_without_a_word_and_one_that_has_left
     killed = service.peer("p0", 50, pauses={"3": 600})
     until(lambda: 2 in service.seen("p0"), "two rounds")
     killed.kill()
-    with service.client("p0", START, heartbeat_seconds=60.0) as follower:
+    with service.client("p0", START, heartbeat_seconds=20.0) as follower:
         follower.start(START)
         assert follower.sync(START).number == 3
     begin = time.monotonic()
