@@ -106,7 +106,8 @@ def _recover_run(folder: Path, url: str | None, dry_run: bool) -> Iterator[str]:
         return
     newest = rebuilt.state.newest
     assert newest is not None
-    members = ", ".join(f"{member.name} (index {member.index})" for member in rebuilt.state.members.values()) or "none"
+    by_index = sorted(rebuilt.state.members.values(), key=lambda member: member.index)
+    members = ", ".join(f"{member.name} (index {member.index})" for member in by_index) or "none"
     would = "would be " if dry_run else ""
     yield f"run {run}: recovered at round {newest.number}, whose digest is {newest.digest}; its members: {members}"
     yield f"  what was journaled before: {len(journal.events)} whole lines, the newest round {journal.newest}"
@@ -162,6 +163,11 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
             f"run {run}: the journal commits round {journal.newest}, and {folder} has "
             f"{'no snapshot' if newest < 0 else f'no newer snapshot than {snapshot_name(newest)}'}: the values are "
             "lost; restore the snapshot from a copy"
+        )
+    if newest < 0 and journal.damage:
+        raise UserError(
+            f"run {run}: {folder / _JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
+            "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it anew"
         )
     if newest == journal.newest and not journal.damage:
         return "the journal names all rounds that there are snapshots of"

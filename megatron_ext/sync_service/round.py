@@ -284,6 +284,7 @@ class RunState:
             "created": None if self.config is None else self._created_as_json(),
             "members": [asdict(member) for member in self.members.values()],
             "publisher": self.publisher,
+            "certificates": dict(self.certificates),
             "evicted": [[peer, instance, reason] for peer, (instance, reason) in self.evicted.items()],
             "uploaded": dict(self.uploaded),
             "reported": [[peer, index, astuple(progress)] for peer, (index, progress) in self._reported.items()],
@@ -322,6 +323,7 @@ class RunState:
             self._created(found["created"])
         self.members = {entry["name"]: Member(**entry) for entry in found["members"]}
         self.publisher = found["publisher"]
+        self.certificates = dict(found["certificates"])
         self.evicted = {peer: (instance, reason) for peer, instance, reason in found["evicted"]}
         self.uploaded = dict(found["uploaded"])
         self._reported = {peer: (index, Progress(*progress)) for peer, index, progress in found["reported"]}

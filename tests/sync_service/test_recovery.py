@@ -15,10 +15,12 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.folder_lock import locked
 from megatron_ext.sync_service.journal import Journal, read_journal
 from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.round import RunState
 from megatron_ext.sync_service.run_record import RunRecord
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 from megatron_ext.sync_service.store import RunStore
@@ -246,6 +248,36 @@ def test_a_snapshot_tells_of_its_run_all_that_the_journal_had_told(make_service:
         rebuilt.apply(event)
     assert json.dumps(rebuilt.as_json()) == json.dumps(told.as_json())
     assert rebuilt.as_json()["results"] and rebuilt.as_json()["members"]
+
+
+@pytest.mark.parametrize("kind", [RunState, AsynchronousState])
+def test_nothing_of_a_state_is_missing_in_what_a_snapshot_tells_of_it(kind: type[RunState]):
+    told, rebuilt = (kind(RunConfig(peers=2).policy) for _ in range(2))
+    created = {"event": "created", "config": {"codec": "fp32"}, "catalog": [], "peers": 2, "protocol": 3}
+    joined = {"event": "joined", "peer": "a", "index": 0, "instance": "i", "alive_seconds": 15.0}
+    for event in (created, {**joined, "certificate": "site-a"}, {**joined, "peer": "b", "index": 1}):
+        told.apply(event)
+    told.apply({"event": "uploaded", "round": 0, "peer": "a", "progress": [1, 8, 2.5, 8]})
+    told.apply({"event": "evicted", "peer": "b", "reason": "it was in the way"})
+    rebuilt.apply(json.loads(json.dumps({"event": "recovered", "round": 0, "state": told.as_json()})))
+    assert vars(rebuilt) == vars(told) and rebuilt.certificates == {"a": "site-a"}
+
+
+def test_a_journal_that_is_damaged_before_any_round_is_refused_in_one_line(
+    make_service: MakeService, capsys: pytest.CaptureFixture[str]
+):
+    service = make_service(peers=2)
+    folder_of(service).mkdir(parents=True)
+    journal = Journal(folder_of(service) / "journal.jsonl")
+    for peer in "abc":
+        journal.append({"event": "left", "peer": peer})
+    journal.close()
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(b"".join([lines[0], b"{}\n", lines[2]]))
+    before = contents(folder_of(service))
+    said = refused_recovery(service.state, capsys)
+    assert "line 2 is damaged (of 3), and no round was committed before it" in said and len(said.splitlines()) == 1
+    assert contents(folder_of(service)) == before
 
 
 def test_what_a_peer_has_trained_is_counted_by_a_recovered_server_as_before(tmp_path: Path):
