@@ -28,6 +28,7 @@ __all__ = [
     "canonical",
     "differences",
     "gather_all",
+    "gather_objects",
     "held_by",
     "numbers_in_words",
     "refuse_together",
@@ -115,6 +116,18 @@ def held_by(values: Sequence[Any], who: Callable[[Sequence[int]], str]) -> str:
     return f"{', '.join(said[:-1])} and {said[-1]}"
 
 
+def gather_objects(mine: Any, group: Any) -> list[Any]:
+    """Return what every rank of a group brought, in their order; all of them must call it.
+
+    Args:
+        mine: any object that can be pickled.
+        group: the process group.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 def gather_all(mine: Any, across: Any, inside: Any) -> list[list[Any]]:
     """Return what every rank brought, by worker and rank of the worker; all ranks must call it.
 
@@ -123,12 +136,10 @@ def gather_all(mine: Any, across: Any, inside: Any) -> list[list[Any]]:
         across: process group of the ranks that hold the same values, one per worker, in worker order.
         inside: process group of all ranks of this worker; None when it is this one alone.
     """
-    of_workers: list[Any] = [None] * dist.get_world_size(across)
-    dist.all_gather_object(of_workers, mine, group=across)
+    of_workers = gather_objects(mine, across)
     if inside is None:
         return [[theirs] for theirs in of_workers]
-    of_shards: list[Any] = [None] * dist.get_world_size(inside)
-    dist.all_gather_object(of_shards, of_workers, group=inside)
+    of_shards = gather_objects(of_workers, inside)
     return [list(of_ranks) for of_ranks in zip(*of_shards, strict=False)]
 
 

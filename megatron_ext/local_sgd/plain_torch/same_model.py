@@ -9,9 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from megatron_ext.local_sgd.agreement import differences, gather_all, refuse_together, workers_in_words
+from megatron_ext.local_sgd.agreement import (
+    differences,
+    gather_all,
+    gather_objects,
+    refuse_together,
+    workers_in_words,
+)
 from megatron_ext.local_sgd.digest import tensor_digest
 from megatron_ext.local_sgd.plain_torch.buffers import persistent_buffers
 from megatron_ext.local_sgd.plain_torch.parameters import local_part
@@ -81,8 +86,7 @@ def require_same_model(described: ModelDescription, problems: Sequence[str], acr
         UserError: they do not, or a rank has a problem; on all ranks.
     """
     mine = list(problems)
-    theirs: list[Any] = [None] * dist.get_world_size(across)
-    dist.all_gather_object(theirs, (described, mine), group=across)
+    theirs = gather_objects((described, mine), across)
     if not any(problems for _, problems in theirs):
         mine = _problems([each for each, _ in theirs])
     everyone = gather_all((mine, described.units), across, inside)

@@ -8,17 +8,17 @@ after steps that were made leaves that worker's behind. Wherever workers meet, t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.agreement import (
     canonical,
     differences,
     gather_all,
+    gather_objects,
     held_by,
     refuse_together,
     workers_in_words,
@@ -71,11 +71,12 @@ class SchedulesInStep:
         All ranks of the group across workers must call it.
         """
         if self._schedulers:
-            places = self._gather([each.last_epoch for each in self._schedulers])
+            places = gather_objects([each.last_epoch for each in self._schedulers], self._across)
             for number, scheduler in enumerate(self._schedulers):
                 self._catch_up(scheduler, [theirs[number] for theirs in places])
-        rates: list[Mapping[str, str]] = self._gather(self._rates())
-        different = [] if self._was_said else differences(rates, workers_in_words, self._way_out())
+        if self._was_said:  # alike on all ranks, which compared the same
+            return
+        different = differences(gather_objects(self._rates(), self._across), workers_in_words, self._way_out())
         if different:
             self._was_said = True
             self._say(different[0])
@@ -107,11 +108,6 @@ class SchedulesInStep:
             "each worker keeps its own. Where steps that a GradScaler skips leave a worker's scheduler behind, "
             "optimizer.align_schedulers(scheduler) lets it catch up in rounds"
         )
-
-    def _gather(self, own: Any) -> list[Any]:
-        everyone: list[Any] = [None] * dist.get_world_size(self._across)
-        dist.all_gather_object(everyone, own, group=self._across)
-        return everyone
 
 
 def _problem(scheduler: Any) -> str | None:
