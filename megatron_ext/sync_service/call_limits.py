@@ -29,9 +29,6 @@ class SilentCalls:
         self._calls: dict[asyncio.Future[None], str] = {}  # the longest silent one first
         self._counts: Counter[str] = Counter()
 
-    def __len__(self) -> int:
-        return len(self._calls)
-
     @contextmanager
     def waiting(self, address: str) -> Iterator[asyncio.Future[None]]:
         """Yield what is done once the call has to make room for a newer one.
@@ -66,17 +63,15 @@ class SilentCalls:
 class PeerLimits:
     """Streams and messages of every peer. For one event loop."""
 
-    def __init__(self, streams: int, messages: int, field: str) -> None:
+    def __init__(self, streams: int, messages: int) -> None:
         """Take how many there may be.
 
         Args:
-            streams: of a peer that are open.
+            streams: of a peer that are open: `peer_streams` of the configuration.
             messages: of a peer that are taken or sent at the same time; further ones wait for their turn.
-            field: of the configuration, that limits the streams.
         """
         self._limit = streams
         self._messages = messages
-        self._field = field
         self._streams: Counter[Hashable] = Counter()
         self._turns: dict[Hashable, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self._messages))
 
@@ -94,8 +89,8 @@ class PeerLimits:
         if self._streams[key] >= self._limit:
             raise Refusal(
                 "full",
-                f"{who} has {self._limit} streams open, as many as {self._field} of the server allows; use fewer "
-                f"streams or ranks, or raise {self._field}",
+                f"{who} has {self._limit} streams open, as many as peer_streams of the server allows; use fewer "
+                "streams or ranks, or raise peer_streams",
             )
         self._streams[key] += 1
         try:

@@ -95,8 +95,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         self._silent = SilentCalls(config.silent_calls // 4, config.silent_calls)
         self._strangers = SilentCalls(_STRANGERS_OF_AN_ADDRESS, _STRANGERS)
         messages = config.peer_bytes_in_flight
-        self._uploads = PeerLimits(config.peer_streams, messages // MAX_MESSAGE, "peer_streams")
-        self._downloads = PeerLimits(config.peer_streams, messages // (2 * FRAME_BYTES), "peer_streams")
+        self._uploads = PeerLimits(config.peer_streams, messages // MAX_MESSAGE)
+        self._downloads = PeerLimits(config.peer_streams, messages // (2 * FRAME_BYTES))
         self._for_people = ThreadPoolExecutor(2, "people")
         self._for_peers = ThreadPoolExecutor(16, "peers")
         # These wait for other servers, if there are any.

@@ -49,7 +49,6 @@ class JournalContent:
     damage: str = ""
     """Which line is damaged, in words; empty when none is."""
 
-
     @property
     def newest(self) -> int:
         """The newest round that is committed; -1 for none."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 __all__ = ["ALIVE_HEARTBEATS", "LONGEST_ALIVE_SECONDS", "LONGEST_HEARTBEAT_SECONDS", "Presence"]
 
@@ -23,47 +22,34 @@ LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
 """Between two heartbeats."""
 
 
-@dataclass
-class _Said:
-    """What a process has said."""
-
-    instance: str
-    """Which process."""
-
-    seconds: float
-    """For how long it counts as alive after every word."""
-
-    last: float
-    """When it has said something, on a clock that never goes back."""
-
-
 class Presence:
     """The processes that speak for the peers of a run. To be used with the run's lock held."""
 
     def __init__(self) -> None:
         """Know of nobody."""
-        self._said: dict[str, _Said] = {}
+        self._alive_seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
         self._begun = time.monotonic()
 
-    def says(self, peer: str, instance: str, seconds: float) -> None:
-        """Note that a process counts as alive for some seconds from now on, and so after every further word of it."""
-        if not math.isfinite(seconds) or seconds <= 0:
-            self._said.pop(peer, None)
-            return
-        self._said[peer] = _Said(instance, min(seconds, LONGEST_ALIVE_SECONDS), time.monotonic())
+    def says(self, peer: str, seconds: float) -> None:
+        """Note that a peer's process counts as alive for some seconds after every word of it; for 0 that it does not.
 
-    def heard(self, peer: str, instance: str) -> None:
-        """Note that a process has called."""
+        Args:
+            peer: its name.
+            seconds: no more than the longest that is granted count.
+        """
+        if not math.isfinite(seconds) or seconds <= 0:
+            self._alive_seconds.pop(peer, None)
+        else:
+            self._alive_seconds[peer] = min(seconds, LONGEST_ALIVE_SECONDS)
+
+    def heard(self, peer: str) -> None:
+        """Note a word of the process that speaks for a peer."""
         self._last[peer] = time.monotonic()
-        said = self._said.get(peer)
-        if said is not None and said.instance == instance:
-            said.last = time.monotonic()
 
     def seconds_left(self, peer: str) -> float:
         """Return for how many seconds a peer's process counts as alive unless it says something; 0 when it does not."""
-        said = self._said.get(peer)
-        return 0.0 if said is None else max(0.0, said.last + said.seconds - time.monotonic())
+        return max(0.0, self._alive_seconds.get(peer, 0.0) - self.silent_seconds(peer))
 
     def silent_seconds(self, peer: str) -> float:
         """Return for how many seconds nothing was heard of a peer, since this server has begun at most."""

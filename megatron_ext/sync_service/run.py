@@ -93,7 +93,7 @@ class Run:
         self._presence = Presence()
         for member in self._state.members.values():
             # Of those who were alive when a former server ended, the next heartbeat tells.
-            self._presence.says(member.name, member.instance, member.alive_seconds)
+            self._presence.says(member.name, member.alive_seconds)
         self._shards = Shards(
             self._store.shard,
             [
@@ -180,8 +180,8 @@ class Run:
                 whose = {} if certificate is None else {"certificate": certificate}
                 self._store.record({**event, **whose, "alive_seconds": alive_seconds})
                 self.changes.notify_all()
-            self._presence.heard(peer, instance)
-            self._presence.says(peer, instance, alive_seconds)
+            self._presence.heard(peer)
+            self._presence.says(peer, alive_seconds)
             return Admission(
                 index=self._state.members[peer].index,
                 open_round=self._state.open_round,
@@ -200,7 +200,7 @@ class Run:
         """
         with self.changes:
             self._caller(peer, instance)
-            self._presence.says(peer, instance, alive_seconds)
+            self._presence.says(peer, alive_seconds)
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """Take frames of a contribution.
@@ -407,8 +407,9 @@ class Run:
         with self.changes:
             under_way = self._state.uploaded or self._state.closing is not None
             self._draining.begin(self._state.open_round if under_way else self._state.open_round - 1)
-            log.info("run %s: draining; %s", self.name, self._drained_after())
-            return self._drained_after()
+            awaited = self._drained_after()
+            log.info("run %s: draining; %s", self.name, awaited)
+            return awaited
 
     def _drained_after(self) -> str:
         """Return in words what is waited for before the server ends."""
@@ -474,7 +475,7 @@ class Run:
         """
         member = self._state.check_caller(peer, instance)
         self._store.history.seen(peer, time.time())
-        self._presence.heard(peer, instance)
+        self._presence.heard(peer)
         return member
 
     def _check_certificate(self, peer: str, certificate: str | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_ext.config_options import in_field_names
@@ -35,7 +35,7 @@ _PENALTY = (
 _OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")
 """Fields of a run that are the outer optimizer's."""
 
-_LIMITS = ("max_tensors", "max_tensor_bytes", "max_model_bytes", "max_frames", "max_boxes")
+_LIMITS = tuple(entry.name for entry in fields(Limits))
 """Fields of a run that are limits to what one peer announces and uploads."""
 
 _ROUNDS = ("synchronous", "asynchronous")
@@ -269,5 +269,5 @@ class RunConfig:
 
 def _as_fields(problems: Sequence[str], config: Any, names: Sequence[str]) -> list[str]:
     """Return what a configuration with flags complains of, in the words of this one's file."""
-    fields = {name: config.__dataclass_fields__[name] for name in names}
-    return [in_field_names(problem, fields, off="{}: false") for problem in problems]
+    named = {name: config.__dataclass_fields__[name] for name in names}
+    return [in_field_names(problem, named, off="{}: false") for problem in problems]

@@ -2,7 +2,7 @@
 """The secret by which the servers of a run know each other: peers have the token, and must not lead a server.
 
 The first server shows it with every call of `Shard`; who shows nothing, or something else, is refused before anything
-of the call is read.
+of the call is done.
 """
 
 from __future__ import annotations

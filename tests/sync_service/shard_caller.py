@@ -11,11 +11,10 @@ from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.protocol import grpc, pb2
 from megatron_ext.sync_service.security import SECRET_KEY, TOKEN_KEY
+from megatron_ext.sync_service.wire import METHODS
 
-METHODS = "/megatron_ext.sync.v1.SyncService/"
 
-
-def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, **changes: Any) -> dict[str, Any]:
+def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, /, **changes: Any) -> dict[str, Any]:
     """Return how a run stands that begins, as the first server says it to shard 1."""
     return {
         "shards": list(addresses),

@@ -39,6 +39,7 @@ from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.peer import digest, start_values, trained
 from tests.sync_service.service import Service
+from tests.sync_service.shard_caller import word
 
 MakeService = Callable[..., Service]
 ROUNDS = 3
@@ -222,20 +223,7 @@ class Shard1:
         self.run = ShardRun("demo", server, folder, Failpoints())
 
     def follow(self, **changes: Any) -> dict[str, Any]:
-        word = {
-            "shards": ["a:1", "b:1"],
-            "shard": 1,
-            "config": asdict(self.config),
-            "id": "one",
-            "open_round": 0,
-            "members": {},
-            "kept": {},
-            "used": {},
-            "last_round": None,
-            "codec": "fp32",
-            "catalog": self.catalog.as_json(),
-        }
-        return self.run.answer("follow", {**word, **changes})
+        return self.run.answer("follow", word(["a:1", "b:1"], self.config, self.catalog, **changes))
 
     def upload(self, peer: str, instance: str, number: int = 0, *, closed: bool = False) -> None:
         """Upload everything, by default of the start."""
