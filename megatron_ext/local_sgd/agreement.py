@@ -56,7 +56,7 @@ def settings_of(
     found = {"the version of megatron_ext": __version__}
     configs: tuple[FromArgs, ...] = (config, outer, gta, streaming)
     for each in configs:
-        fields: dict[str, dataclasses.Field[Any]] = getattr(each, "__dataclass_fields__")  # noqa: B009
+        fields: dict[str, dataclasses.Field[Any]] = getattr(each, "__dataclass_fields__")  # noqa: B009  # no type says it
         for name, entry in fields.items():
             if name not in MAY_DIFFER:
                 found[flag_of(entry)] = canonical(getattr(each, name))

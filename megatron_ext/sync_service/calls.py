@@ -142,7 +142,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
             ended = None
             try:
                 await work(call, await self._first(call, silent))
-            except Exception as error:
+            except Exception as error:  # whatever it is, the caller is told, and the log where it is a fault of ours
                 ended = _status_of(error, name)
                 # What was under way holds messages, and is forgotten now, not when Python next looks for cycles.
                 error.__traceback__ = None

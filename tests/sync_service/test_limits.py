@@ -198,7 +198,7 @@ def test_the_hostile_stream_of_a_run_costs_the_server_as_much_as_an_honest_one(m
                 client.register()
                 before = processor_seconds(server.pid)
                 taken: list[int] = []
-                stream = threading.Thread(target=lambda: taken.append(upload(client, frames).frames))  # noqa: B023
+                stream = threading.Thread(target=lambda: taken.append(upload(client, frames).frames))  # noqa: B023  # joined below
                 stream.start()
                 for _ in range(rounds):
                     values = other.sync(trained(values, 0, other.round + 1)).values
