@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
 from megatron_ext.hot_switch import PRESETS, Links, read_strategies
-from megatron_ext.hot_switch.lengths import typical_batch
-from megatron_ext.hot_switch.step_time import Machine, ModelledTimes, StepTimes
-from megatron_ext.hot_switch.suggest import Suggester, Suggestion
+from megatron_ext.hot_switch.cost_model.step_time import Machine, ModelledTimes, StepTimes
+from megatron_ext.hot_switch.cost_model.suggest import Suggester, Suggestion
+from megatron_ext.hot_switch.data.lengths import typical_batch
 from megatron_ext.params import GptShape
 
 Attention = Literal["rows", "documents"]

@@ -276,7 +276,7 @@ def _measure(name: str, setting: Setting) -> tuple[dict[str, list[float]], int]:
 
 
 def _sizes(setting: Setting) -> Any:
-    from megatron_ext.hot_switch.messages import DEFAULT_SIZES, MessageSizes
+    from megatron_ext.hot_switch.transfer.messages import DEFAULT_SIZES, MessageSizes
 
     default = DEFAULT_SIZES["gloo"]
     direct, chunk = setting.direct_bytes, setting.chunk_bytes

@@ -43,8 +43,8 @@ def count_sends() -> None:
     """Count, on this rank, what switches send and what their plans say."""
     import torch.distributed as dist
 
-    from megatron_ext.hot_switch.arriving import Arriving
-    from megatron_ext.hot_switch.executor import SwitchExecutor
+    from megatron_ext.hot_switch.transfer.arriving import Arriving
+    from megatron_ext.hot_switch.transfer.executor import SwitchExecutor
 
     planned: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     make, begin, send = SwitchExecutor.__init__, SwitchExecutor.begin, Arriving._send

@@ -4,7 +4,7 @@ each as a message from its tensor into the receiver's, or copied into messages o
 
     python benchmarks/switch_sizes.py
 
-It is what `DEFAULT_SIZES` of megatron_ext/hot_switch/messages.py stands on.
+It is what `DEFAULT_SIZES` of megatron_ext/hot_switch/transfer/messages.py stands on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
 from benchmarks.switch import RANKS, measure_by_turns, slowest
-from megatron_ext.hot_switch.messages import DEFAULT_SIZES
+from megatron_ext.hot_switch.transfer.messages import DEFAULT_SIZES
 from tests.support.distributed import run_ranks
 
 SIZES = [1 << power for power in (10, 12, 14, 15, 16, 17, 18, 20)]

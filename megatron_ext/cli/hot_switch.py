@@ -112,7 +112,7 @@ def run_plan(options: argparse.Namespace) -> int:
         UserError: the model, a strategy, a bucket or the machine cannot be as it was given.
     """
     from megatron_ext.hot_switch import Links, measure_plan, plan_switch
-    from megatron_ext.hot_switch.plan import check_nodes
+    from megatron_ext.hot_switch.planning.plan import check_nodes
 
     for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
         if not 1e-6 <= getattr(options, name) < math.inf:

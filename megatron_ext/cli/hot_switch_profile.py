@@ -97,7 +97,7 @@ def run_profile(options: argparse.Namespace) -> int:
 
 def _measure_all(shape: GptShape, options: argparse.Namespace, found: dict[str, list[float]]) -> None:
     """Add the coefficients of every (TP, PP) to what is found, and print and write them."""
-    from megatron_ext.hot_switch.fit import fit_coefficients
+    from megatron_ext.hot_switch.cost_model.fit import fit_coefficients
 
     far_off = []
     print(
@@ -139,8 +139,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _check(options: argparse.Namespace, shape: GptShape) -> None:
-    from megatron_ext.hot_switch.strategy import Strategy
-    from megatron_ext.hot_switch.strategy_checks import model_problems
+    from megatron_ext.hot_switch.strategies.strategy import Strategy
+    from megatron_ext.hot_switch.strategies.strategy_checks import model_problems
 
     problems = [
         f"--{name} has {value}; give numbers of at least 1"
@@ -177,7 +177,7 @@ def _measure(stage: GptShape, tp: int, options: argparse.Namespace) -> Sequence[
         output = Path(folder) / "seconds.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
         command += ["--log-dir", folder]
-        command += ["-m", "megatron_ext.hot_switch.stage_timing", "--shape", stage_arguments(stage)]
+        command += ["-m", "megatron_ext.hot_switch.cost_model.stage_timing", "--shape", stage_arguments(stage)]
         command += ["--lengths", *map(str, options.lengths), "--repeats", str(options.repeats)]
         command += ["--recompute", options.recompute, "--attention", options.attention]
         command += ["--moe-router-topk", str(options.moe_router_topk), "--output", str(output)]

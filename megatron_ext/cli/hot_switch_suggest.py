@@ -14,8 +14,8 @@ from megatron_ext.cli.gpt_shape import add_shape_options, add_topk_option, read_
 from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
-    from megatron_ext.hot_switch.step_time import Coefficients
-    from megatron_ext.hot_switch.suggest import Suggestion
+    from megatron_ext.hot_switch.cost_model.step_time import Coefficients
+    from megatron_ext.hot_switch.cost_model.suggest import Suggestion
 
 __all__ = ["add_suggest", "run_suggest"]
 
@@ -97,9 +97,9 @@ def run_suggest(options: argparse.Namespace) -> int:
         UserError: an option cannot be as it was given, or nothing fits.
     """
     from megatron_ext.hot_switch import Links
-    from megatron_ext.hot_switch.lengths import read_lengths, typical_batch
-    from megatron_ext.hot_switch.step_time import Machine, ModelledTimes, StepTimes
-    from megatron_ext.hot_switch.suggest import Suggester
+    from megatron_ext.hot_switch.cost_model.step_time import Machine, ModelledTimes, StepTimes
+    from megatron_ext.hot_switch.cost_model.suggest import Suggester
+    from megatron_ext.hot_switch.data.lengths import read_lengths, typical_batch
 
     _check(options)
     machine = Machine(
@@ -164,7 +164,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
-    from megatron_ext.hot_switch.step_time import Coefficients
+    from megatron_ext.hot_switch.cost_model.step_time import Coefficients
 
     wanted = 'give JSON such as {"4,1": [1e-9, 5.6e-5, 0.057]}: by "tp,pp" the numbers a, b, c'
     try:

@@ -2,19 +2,19 @@
 """Hot switching: one job moves between parallel strategies inside a training step.
 
 Planning (which strategies, what a switch moves, what that costs), carrying plans out on tensors, and splitting and
-packing batches need no Megatron. `feature.py` brings them into its training loop; `guest.py` and `step.py` are the
-heart of that.
+packing batches need no Megatron. `feature.py` brings them into its training loop; `runtime/guest.py` and
+`runtime/step.py` are the heart of that.
 """
 
-from megatron_ext.hot_switch.executor import SwitchExecutor
-from megatron_ext.hot_switch.figures import Links, SwitchFigures, measure_plan
-from megatron_ext.hot_switch.messages import MessageSizes
-from megatron_ext.hot_switch.plan import Move, Stay, SwitchPlan, plan_switch
-from megatron_ext.hot_switch.presets import PRESETS
-from megatron_ext.hot_switch.senders import ALGORITHMS
-from megatron_ext.hot_switch.strategy import Strategy
-from megatron_ext.hot_switch.strategy_file import read_strategy_file
-from megatron_ext.hot_switch.strategy_list import Bucket, StrategyList, check_strategies, read_strategies
+from megatron_ext.hot_switch.cost_model.presets import PRESETS
+from megatron_ext.hot_switch.planning.figures import Links, SwitchFigures, measure_plan
+from megatron_ext.hot_switch.planning.plan import Move, Stay, SwitchPlan, plan_switch
+from megatron_ext.hot_switch.planning.senders import ALGORITHMS
+from megatron_ext.hot_switch.strategies.strategy import Strategy
+from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
+from megatron_ext.hot_switch.strategies.strategy_list import Bucket, StrategyList, check_strategies, read_strategies
+from megatron_ext.hot_switch.transfer.executor import SwitchExecutor
+from megatron_ext.hot_switch.transfer.messages import MessageSizes
 
 __all__ = [
     "ALGORITHMS",

@@ -14,11 +14,11 @@ from megatron_ext.data.corpus_files import check_corpus, check_split
 from megatron_ext.data.split import MEGATRONS_SPLIT
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
+from megatron_ext.hot_switch.planning.senders import ALGORITHMS
 from megatron_ext.hot_switch.refused_options import refused_options
-from megatron_ext.hot_switch.senders import ALGORITHMS
-from megatron_ext.hot_switch.strategy import Strategy
-from megatron_ext.hot_switch.strategy_file import read_strategy_file
-from megatron_ext.hot_switch.strategy_list import StrategyList, check_strategies, parse_strategies
+from megatron_ext.hot_switch.strategies.strategy import Strategy
+from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
+from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
 from megatron_ext.params import GptShape, LatentAttention, ParamsError
 from megatron_ext.support import refusals
 

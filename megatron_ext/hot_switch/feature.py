@@ -13,12 +13,12 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import BuilderContext, Feature, LoadContext, LogContext, TrainContext, hooks
 from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problems, strategies_of, take_home
-from megatron_ext.hot_switch.batches import BatchReader
 from megatron_ext.hot_switch.config import HotSwitchConfig
-from megatron_ext.hot_switch.documents import open_documents
-from megatron_ext.hot_switch.loading import order_changes, refuse_other_vocabulary
+from megatron_ext.hot_switch.data.batches import BatchReader
+from megatron_ext.hot_switch.data.training_documents import open_documents
 from megatron_ext.hot_switch.refused_options import refused_config
-from megatron_ext.hot_switch.strategy_list import StrategyList
+from megatron_ext.hot_switch.runtime.loading import order_changes, refuse_other_vocabulary
+from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
 from megatron_ext.seams import (
@@ -110,7 +110,7 @@ class HotSwitchFeature(Feature):
 
     def on_groups_built(self, groups: WorkerGroups) -> None:
         """Switch inside each worker of local SGD."""
-        from megatron_ext.hot_switch.step import WorkerPlace
+        from megatron_ext.hot_switch.runtime.step import WorkerPlace
 
         self._worker = WorkerPlace(index=groups.worker, count=groups.num_workers, group=groups.inside)
 
@@ -120,11 +120,11 @@ class HotSwitchFeature(Feature):
         import torch
         from megatron.training import get_args
 
-        from megatron_ext.hot_switch.attention import attend_by_document
-        from megatron_ext.hot_switch.executor import default_sizes
-        from megatron_ext.hot_switch.guest import SwitchOptions
-        from megatron_ext.hot_switch.guest_builder import build_guest
-        from megatron_ext.hot_switch.placed_model import PlacedModel, frozen_names
+        from megatron_ext.hot_switch.runtime.document_attention import attend_by_document
+        from megatron_ext.hot_switch.runtime.guest import SwitchOptions
+        from megatron_ext.hot_switch.runtime.guest_builder import build_guest
+        from megatron_ext.hot_switch.runtime.placed_model import PlacedModel, frozen_names
+        from megatron_ext.hot_switch.transfer.executor import default_sizes
 
         config = HotSwitchConfig.from_args(get_args())
         if found := refused_config(get_args(), context.config):
@@ -169,7 +169,7 @@ class HotSwitchFeature(Feature):
 
     def on_train_start(self, context: TrainContext) -> None:
         """Open the data, and let home's gradients be those of all strategies."""
-        from megatron_ext.hot_switch.step import SwitchingStep
+        from megatron_ext.hot_switch.runtime.step import SwitchingStep
 
         if self._home is None:
             raise UserError(
@@ -222,7 +222,7 @@ class HotSwitchFeature(Feature):
         """Return this rank's worker; the whole job is one where local SGD does not cut it."""
         import torch.distributed as dist
 
-        from megatron_ext.hot_switch.step import WorkerPlace
+        from megatron_ext.hot_switch.runtime.step import WorkerPlace
 
         return self._worker or WorkerPlace(index=0, count=1, group=dist.group.WORLD)
 

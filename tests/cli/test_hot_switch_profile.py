@@ -34,7 +34,7 @@ STAGE = replace(
 
 
 def time_stage(arguments: list[str]) -> int:
-    from megatron_ext.hot_switch import stage_timing
+    from megatron_ext.hot_switch.cost_model import stage_timing
 
     return stage_timing.main(arguments)
 

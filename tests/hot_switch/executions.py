@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.hot_switch import plan_switch
-from megatron_ext.hot_switch.executor import SwitchExecutor
-from megatron_ext.hot_switch.messages import MessageSizes
+from megatron_ext.hot_switch.transfer.executor import SwitchExecutor
+from megatron_ext.hot_switch.transfer.messages import MessageSizes
 from megatron_ext.params import GptShape, Layout, Placement, scatter
 from tests.params.models import full_values
 

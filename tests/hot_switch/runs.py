@@ -175,14 +175,14 @@ def tell_padding() -> None:
 
 def forbid_attention_by_document() -> None:
     """Let the attention of one document after the other fail, so that what is left is another one."""
-    from megatron_ext.hot_switch import attention
+    from megatron_ext.hot_switch.runtime import document_attention as attention
 
     attention.attend_within_documents = None
 
 
 def many_rounds() -> None:
     """Let switches have many small rounds, so that layers are used long before the last one has arrived."""
-    from megatron_ext.hot_switch import messages
+    from megatron_ext.hot_switch.transfer import messages
 
     sizes = messages.MessageSizes(direct_bytes=2048, chunk_bytes=4096, round_bytes=8192)
     messages.DEFAULT_SIZES.update(gloo=sizes, nccl=sizes)
@@ -200,7 +200,7 @@ def same_weights() -> None:
 
 def one_document_per_row() -> None:
     """Let no two documents of --mock-data fit into a row of the buckets 32, 16, 8, 0."""
-    from megatron_ext.hot_switch.documents import MockDocuments
+    from megatron_ext.hot_switch.data.training_documents import MockDocuments
 
     make = MockDocuments.__init__
 
@@ -225,8 +225,8 @@ def _document_rows() -> Any:
 def _rows(length: int, seed: int, first: int, step: int) -> Iterator[dict[str, Any]]:
     import torch
 
-    from megatron_ext.hot_switch.documents import MockDocuments
-    from megatron_ext.hot_switch.sequences import SequenceOrder
+    from megatron_ext.hot_switch.data.sequences import SequenceOrder
+    from megatron_ext.hot_switch.data.training_documents import MockDocuments
 
     documents = MockDocuments(longest=length, vocab_size=127, seed=seed)
     order = SequenceOrder(documents.lengths, longest=length, seed=seed)

@@ -48,7 +48,7 @@ EXPERTS = {**GROUPED, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.1}
 
 def forbid_attention_at_once():
     """The reverse."""
-    from megatron_ext.hot_switch import attention
+    from megatron_ext.hot_switch.runtime import document_attention as attention
 
     attention._attend_at_once = None
 

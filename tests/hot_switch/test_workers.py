@@ -57,7 +57,7 @@ def read_second_share():
 
 
 def _read_share(worker):
-    from megatron_ext.hot_switch.batches import BatchReader
+    from megatron_ext.hot_switch.data.batches import BatchReader
 
     plan = BatchReader.plan
     BatchReader.plan = lambda self, consumed, size: plan(self, 2 * consumed + worker * size, size)

@@ -64,7 +64,7 @@ PAIR, ALONE = ("single", "fp32", 2), ("single", "fp32", 1)
 
 def pack_nothing() -> None:
     """Before: give every document a row of its own; the balancing loss depends on what shares a micro-batch."""
-    from megatron_ext.hot_switch import packing
+    from megatron_ext.hot_switch.data import packing
 
     packing.first_fit_decreasing = lambda lengths, capacity: [[item] for item in range(len(lengths))]
 

@@ -12,7 +12,7 @@ def accept_transformer_engine() -> None:
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     from megatron_ext.backends.cpu import cuda_calls, options
-    from megatron_ext.hot_switch import attention
+    from megatron_ext.hot_switch.runtime import document_attention as attention
 
     ours = {"--transformer-impl transformer_engine", "--moe-grouped-gemm"}
     options.RULES = tuple(rule for rule in options.RULES if rule.option not in ours)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from megatron_ext.hot_switch.documents import MockDocuments
-from megatron_ext.hot_switch.sequences import SequenceOrder
+from megatron_ext.hot_switch.data.sequences import SequenceOrder
+from megatron_ext.hot_switch.data.training_documents import MockDocuments
 from tests.support.presets import Options
 from tests.support.pretrain import RankOutcome
 from tests.support.waiting import until
@@ -40,7 +40,7 @@ def remember_sequences() -> None:
     """Before: keep what is planned for training, as documents and offsets."""
     from megatron.training import get_args
 
-    from megatron_ext.hot_switch.batches import BatchReader
+    from megatron_ext.hot_switch.data.batches import BatchReader
 
     plan = BatchReader.plan
 
