@@ -8,7 +8,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Buffer, Iterator
+from collections.abc import Buffer, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,9 @@ _MAGIC = {
 _BZIP2_BLOCKS = (b"1AY&SY", b"\x17rE8P\x90")
 """What follows `BZh` and the level: a block, or the end of empty data. Three letters alone might begin a text."""
 
+_ZSTD_SKIPPABLE, _ZSTD_SKIPPABLE_END = bytes(range(0x50, 0x60)), b"\x2a\x4d\x18"
+"""First byte and what follows it of a frame without data, with which parallel zstd begins a file."""
+
 _COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 
 BUFFER_BYTES = 1 << 16
@@ -50,6 +53,8 @@ class DamagedData(Exception):
 
 def compression_of(head: bytes) -> str | None:
     """Return how a file with these first bytes (12 or more where there are so many) is compressed, or None."""
+    if head[:1] in _ZSTD_SKIPPABLE and head[1:4] == _ZSTD_SKIPPABLE_END:
+        return "zstd"
     for name, magic in _MAGIC.items():
         if head.startswith(magic) and (name != "bzip2" or head[4:10] in _BZIP2_BLOCKS):
             return name
@@ -107,11 +112,74 @@ def _decompressor(raw: Stream, compression: str, path: str) -> Any:
     if compression == "gzip":
         return gzip.GzipFile(fileobj=raw)
     if compression == "bzip2":
-        return bz2.BZ2File(raw)
+        return _Streams(raw, bz2.BZ2Decompressor)
     if compression == "xz":
-        return lzma.LZMAFile(raw)
+        return _Streams(raw, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ), padding=4)
     arrow: Any = import_optional("pyarrow", f"reading {path}, which is compressed with zstd,")
     return arrow.CompressedInputStream(raw, "zstd")
+
+
+class _Streams:
+    """Compressed streams one after the other, all of them: Python's own files end without a word at a damaged one."""
+
+    def __init__(self, raw: Stream, new: Callable[[], Any], *, padding: int = 0) -> None:
+        """Begin.
+
+        Args:
+            raw: The file, at its start.
+            new: Makes the decompressor of one stream.
+            padding: A multiple of so many zero bytes may follow a stream; 0 for none.
+        """
+        self._raw = raw
+        self._new = new
+        self._padding = padding
+        self._decompressor: Any = None
+
+    def __enter__(self) -> _Streams:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass  # the file is the caller's
+
+    def read1(self, most: int) -> bytes:
+        """Return at most so many bytes, and none at the end.
+
+        Raises:
+            EOFError: The last stream is truncated.
+            OSError: Data cannot be read.
+            ValueError: The padding cannot be.
+            LZMAError: So it is.
+        """
+        while True:
+            if self._decompressor is None:
+                self._pass_padding()
+                if not self._raw.peek(1):
+                    return b""
+                self._decompressor = self._new()
+            data = b""
+            if self._decompressor.needs_input:
+                data = self._raw.peek(1)
+                if not data:
+                    raise EOFError
+                self._raw.read(len(data))
+            found: bytes = self._decompressor.decompress(data, most)
+            if self._decompressor.eof:
+                # What comes after the stream is still in the file's buffer: no more than that was read at once.
+                self._raw.seek(-len(self._decompressor.unused_data), io.SEEK_CUR)
+                self._decompressor = None
+            if found:
+                return found
+
+    def _pass_padding(self) -> None:
+        count = 0
+        while self._padding and (ahead := self._raw.peek(1)):
+            zeros = len(ahead) - len(ahead.lstrip(b"\0"))
+            self._raw.read(zeros)
+            count += zeros
+            if zeros < len(ahead):
+                break
+        if self._padding and count % self._padding:
+            raise ValueError(f"{count} zero bytes after a stream")
 
 
 class _Checked(io.RawIOBase):
