@@ -41,14 +41,14 @@ text. The flags that Megatron needs are printed at the end.
 """
 
 _EPILOG = """\
-What a file holds decides how it is read, not its name:
+What a file holds decides how it is read:
   - compressed files, Parquet and Arrow are known by their first bytes;
-  - JSON lines: the first line, or the one after it, is one whole JSON object (so .json files, too);
-  - JSON array: begins with [{
-  - JSON records over several lines: begins with an object that has the text's key (--jsonl-key);
-  - everything else without a zero byte near its start is text: code, Markdown, and JSON such as
-    package.json. A record without the key is an error that names its keys; in a folder of code, where
-    it is no record, use --format text.
+  - JSON is what has a name that ends in .json, .jsonl or .ndjson, and what begins with {" or [{ whatever
+    its name: one record per line, the elements of an array, or objects over several lines. It is never one
+    text: what is no record with the text's key (--jsonl-key) is an error that names it. For a folder of
+    code with files such as package.json use --format text, or --exclude '*.json'. Where an object has a key
+    twice, the last one counts;
+  - everything else without a zero byte near its start is text: code, Markdown.
 Names that end in .jsonl, .parquet or .arrow and the like are read as what they promise.
 
 Order: inputs as given; inside a folder, files sorted by relative path; inside a file, as found.

@@ -8,20 +8,24 @@ The rule, in this order; a format that the user gives (`--format`) replaces all 
 2. Parquet and Arrow are recognized by their first bytes; a name that ends in .parquet, .pq, .arrow or .feather is read
    as what it promises.
 3. Archives, UTF-16, UTF-32, and what has a zero byte near its start (binary data) are not read.
-4. JSON lines: the first line that is not blank, or the one after it, is one whole JSON object.
-5. A JSON array of records: `[` and `{` are the first two characters that are not blank.
-6. JSON records over several lines: the file begins with an object that has the text's key (`--jsonl-key`).
-7. A name that ends in .jsonl, .jsonlines or .ndjson is read as JSON lines.
-8. A JSON array of strings is not read: each could be a document, or all of them one.
-9. Everything else is text, and so one document: source code, Markdown, also other JSON, such as package.json.
+4. JSON is what has a name that ends in .json, .jsonl, .jsonlines or .ndjson, and what begins with `{"`, `{}` or `[{`,
+   white space aside. It is never one text: each record becomes a document, or an error that names it.
+5. JSON that begins with `[` is an array of records. One of strings is not read, whatever its name: each could be a
+   document, or all of them one.
+6. Other JSON is JSON lines where its first line is JSON, or is where the damage lies; else records over several lines.
+7. A name that ends in .json and does not keep it, from the first character on, is an error.
+8. Everything else is text, and so one document: source code, Markdown.
+
+Where an object has a key twice, the last one counts, as everywhere in Python's json.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from megatron_ext.data.compression import (
     DamagedData,
@@ -48,6 +52,15 @@ TOO_LONG = (
 _RECORD_PROBE_BYTES = 64 << 20
 """A first record over several lines is looked for in so many bytes."""
 
+_FIRST_RECORDS = 1 << 20
+"""Of a first line that holds several records so many characters are looked at."""
+
+_NO_JSON = (
+    "mend its beginning, or use --format text to take each file as one text, or --format jsonl --on-error skip to read "
+    "the lines that are JSON"
+)
+_LONG_RECORD = "write one JSON line per document, or use --format json, or --format text to take each file as one text"
+
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _UTF8_BOM = codecs.BOM_UTF8
 
@@ -55,6 +68,7 @@ _ARCHIVES = {b"PK\x03\x04": "zip", b"PK\x05\x06": "zip", b"7z\xbc\xaf\x27\x1c": 
 _TAR_OFFSET, _TAR_MAGIC = 257, b"ustar"
 
 _DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +86,16 @@ class Content:
 class Unread:
     """A file that is not read."""
 
-    kind: Literal["binary", "archive", "encoding", "compression", "length", "strings", "unreadable"]
+    kind: Literal[
+        "binary", "archive", "encoding", "compression", "length", "strings", "json", "record", "twice", "unreadable"
+    ]
     """The group it is counted in."""
 
     message: str
     """What it is, and what to do."""
 
 
-def content_of(source: SourceFile, *, json_key: str = "text") -> Content | Unread:
+def content_of(source: SourceFile) -> Content | Unread:
     """Return what a file holds by the rule above, from its first bytes and lines.
 
     Raises:
@@ -94,7 +110,7 @@ def content_of(source: SourceFile, *, json_key: str = "text") -> Content | Unrea
                 suffix = "." + source.name.rsplit(".", 1)[1]
                 return Unread(kind="compression", message=f"not {promised} data although the name ends in {suffix}")
             with opened(raw, compression, str(source.path)) as stream:
-                found = _format(stream, source, json_key)
+                found = _format(stream, source, compression)
     except DamagedData as error:
         return Unread(kind="compression", message=f"{error}, nothing could be read")
     except OSError as error:
@@ -105,8 +121,12 @@ def content_of(source: SourceFile, *, json_key: str = "text") -> Content | Unrea
     return found if isinstance(found, Unread) else Content(format=found, compression=compression)
 
 
-def _format(stream: Stream, source: SourceFile, json_key: str) -> FileFormat | Unread:
+def _format(stream: Stream, source: SourceFile, compression: str | None) -> FileFormat | Unread:
     head = _peek(stream)
+    inner = compression_of(head) if compression is not None else None
+    if inner is not None:
+        message = f"compressed twice, with {inner} and then with {compression}; unpack it once"
+        return Unread(kind="twice", message=message)
     if source.chosen and source.format in ("parquet", "arrow"):
         return source.format
     if head.startswith(_BYTE_ORDER_MARKS):
@@ -114,12 +134,10 @@ def _format(stream: Stream, source: SourceFile, json_key: str) -> FileFormat | U
         return Unread(kind="encoding", message=message)
     if source.chosen:
         return source.format if source.format != "text" else _unless_binary(head) or "text"
-    return _by_content(head, stream, source, json_key)
+    return _by_content(head, stream, source)
 
 
-def _by_content(
-    head: bytes, stream: Stream, source: SourceFile, json_key: str
-) -> FileFormat | Unread:
+def _by_content(head: bytes, stream: Stream, source: SourceFile) -> FileFormat | Unread:
     if head.startswith((b"PAR1", b"PARE")):
         return "parquet"
     # A stream begins with this mark and the length of its schema.
@@ -130,17 +148,78 @@ def _by_content(
     binary = _unless_binary(head)
     if binary is not None and source.format != "jsonl":
         return binary
-    start = head.removeprefix(_UTF8_BOM).lstrip()
-    if start.startswith(b"{"):
-        return _objects(stream, json_key) or source.format
-    if start.startswith(b"["):
-        inner = start[1:].lstrip()
-        if inner.startswith(b"{"):
-            return "json"
-        if source.format == "text" and _is_array_of_strings(inner, len(head) == BINARY_PROBE_BYTES):
-            message = "a JSON array of strings; use --format json to take each as a document, or --format text"
-            return Unread(kind="strings", message=message)
-    return source.format
+    return _json(stream, source.format)
+
+
+def _json(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
+    """Tell in which form a file holds JSON; `text` where neither its beginning nor its name promises any."""
+    if _peek(stream).startswith(_UTF8_BOM):
+        stream.read(len(_UTF8_BOM))
+    first = _next(stream)
+    if first == b"[":
+        stream.read(1)
+        return _array(stream, promised)
+    if first == b"{" or (first and promised == "json"):
+        return _values(stream, promised)
+    return promised
+
+
+def _next(stream: Stream) -> bytes:
+    """Pass over white space, however much, and return the byte after it, which is still to be read; none at the end."""
+    while ahead := stream.peek(1):
+        rest = ahead.lstrip()
+        stream.read(len(ahead) - len(rest))
+        if rest:
+            return rest[:1]
+    return b""
+
+
+def _array(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
+    """Tell what a file is of which a `[` has been read."""
+    if _next(stream) == b"{":
+        return "json"
+    start = stream.read(BINARY_PROBE_BYTES)
+    if promised != "jsonl" and _is_array_of_strings(start, len(start) == BINARY_PROBE_BYTES):
+        message = "a JSON array of strings; use --format json to take each as a document, or --format text"
+        return Unread(kind="strings", message=message)
+    return promised
+
+
+def _values(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
+    """Tell what a file is that begins with a `{`, or promises JSON and begins with no `[`."""
+    data = stream.readline(MAX_DOCUMENT_BYTES + 1)
+    if len(data) > MAX_DOCUMENT_BYTES:
+        return "jsonl"
+    line = data.decode("utf-8", errors="replace")
+    try:
+        json.loads(line)
+    except json.JSONDecodeError:
+        pass
+    except (ValueError, RecursionError):
+        return "jsonl"  # too deep, or with too long a number: that line's fault alone
+    else:
+        return "jsonl"
+    more = stream.read(_RECORD_PROBE_BYTES)
+    rest = more.decode("utf-8", errors="replace")
+    text = line + rest
+    if promised == "text" and text[1:].lstrip()[:1] != '"':
+        return "text"
+    try:
+        end = 0
+        while end < min(len(line.rstrip()), _FIRST_RECORDS):
+            _, end = _DECODER.raw_decode(text, _SPACE.match(text, end).end())  # type: ignore[union-attr]  # matches all
+    except json.JSONDecodeError as error:
+        if error.pos == 0 and promised == "json":
+            message = f"not JSON although its name promises that: it begins with {text[0]!a}; {_NO_JSON}"
+            return Unread(kind="json", message=message)
+        if error.pos < len(line) or rest.lstrip().startswith("{") or promised == "jsonl":
+            return "jsonl"
+        is_cut = error.msg.startswith("Unterminated") or error.pos == len(text)
+        if is_cut and len(more) == _RECORD_PROBE_BYTES:
+            return Unread(kind="record", message=f"its first record has no end in {len(more)} bytes; {_LONG_RECORD}")
+    except (ValueError, RecursionError):
+        pass  # for the reader to tell
+    return "json"
 
 
 def _peek(stream: Stream) -> bytes:
@@ -161,39 +240,8 @@ def _unless_binary(head: bytes) -> Unread | None:
     return None
 
 
-def _objects(stream: Stream, json_key: str) -> Literal["json", "jsonl"] | None:
-    """Tell records from other text that begins with `{`."""
-    first = _line(stream)
-    if len(first) > MAX_DOCUMENT_BYTES or isinstance(_parsed(first), dict):
-        return "jsonl"
-    second = _line(stream)
-    if second.lstrip().startswith(b"{") and isinstance(_parsed(second), dict):
-        return "jsonl"
-    text = (first + second + stream.read(_RECORD_PROBE_BYTES)).decode("utf-8", errors="replace").lstrip("\ufeff \t\r\n")
-    try:
-        value, _ = _DECODER.raw_decode(text)
-    except (ValueError, RecursionError):
-        return None
-    return "json" if isinstance(value, dict) and json_key in value else None
-
-
-def _line(stream: Stream) -> bytes:
-    """Return the next line that is not blank."""
-    while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
-        if line.strip():
-            return line
-    return b""
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return json.loads(line.removeprefix(_UTF8_BOM).decode("utf-8"))
-    except (ValueError, RecursionError):
-        return None
-
-
 def _is_array_of_strings(inner: bytes, is_cut: bool) -> bool:
-    """Return whether what follows a `[` is a JSON string, and a comma or the array's end."""
+    """Return whether what follows a `[` begins with a JSON string and a comma or the array's end."""
     if not inner.startswith(b'"'):
         return False
     text = inner.decode("utf-8", errors="replace")

@@ -25,6 +25,7 @@ _FORMAT_OF_SUFFIX: dict[str, FileFormat] = {
     ".jsonl": "jsonl",
     ".jsonlines": "jsonl",
     ".ndjson": "jsonl",
+    ".json": "json",
     ".parquet": "parquet",
     ".pq": "parquet",
     ".arrow": "arrow",

@@ -7,11 +7,14 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["MAX_DOCUMENT_BYTES", "Document", "Item", "Problem", "Skipped", "location"]
+__all__ = ["MAX_DOCUMENT_BYTES", "ONE_TEXT", "Document", "Item", "Problem", "Skipped", "location"]
 
 MAX_DOCUMENT_BYTES = 2**31 - 1024
 """Longest document, in bytes of UTF-8. The index file counts a document's tokens in 32 bits; a tokenizer
 yields at most one token per byte, plus a few special ones."""
+
+ONE_TEXT = "--format text takes each file as one text"
+"""The way out in a message about JSON that holds no records."""
 
 
 @dataclass(frozen=True, kw_only=True)

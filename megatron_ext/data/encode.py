@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, Document, Item, Problem, Skipped
+from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, ONE_TEXT, Document, Item, Problem, Skipped
 from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
 
@@ -89,10 +89,12 @@ def text_of(document: Document, json_key: str) -> str | Problem:
     except (ValueError, RecursionError) as error:
         return problem(f"not usable JSON: {error}")
     if not isinstance(row, dict):
-        return problem(f"JSON {_json_type(row)} where an object with the key {json_key!r} is expected")
+        way_out = "--format json takes each string as a document, " if isinstance(row, str) else ""
+        expected = f"where an object with the key {json_key!r} is expected"
+        return problem(f"JSON {_json_type(row)} {expected}; {way_out}{ONE_TEXT}")
     if json_key not in row:
         keys = ", ".join(repr(key) for key in list(row)[:8]) or "none"
-        return problem(f"no key {json_key!r}; keys are {keys} (--jsonl-key); --format text takes each file as one text")
+        return problem(f"no key {json_key!r}; keys are {keys} (--jsonl-key); {ONE_TEXT}")
     text = row[json_key]
     if not isinstance(text, str):
         return problem(f"key {json_key!r} holds {_json_type(text)}, not a string")

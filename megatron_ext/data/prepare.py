@@ -37,9 +37,9 @@ __all__ = ["PrepareConfig", "Prepared", "prepare"]
 
 _LISTED_PROBLEMS = 1000
 
-_READING_RULES = 2
+_READING_RULES = 3
 """Changes when the same files and settings give other documents, so that `--reuse` does not keep the former ones.
-2: content decides how a file is read; byte order marks are dropped."""
+2: content decides how a file is read; byte order marks are dropped. 3: JSON is never one text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def prepare(config: PrepareConfig, *, progress_stream: TextIO | None = None) -> 
         if not config.overwrite:
             refuse_existing(prefix)
         _refuse_no_files(config, inventory)
-        seen = survey(inventory, json_key=config.jsonl_key)
+        seen = survey(inventory)
         if config.verbose:
             stream.writelines(f"not read: {file}\n" for file in seen.unread)
         if config.on_error == "fail":

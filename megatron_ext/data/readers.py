@@ -14,7 +14,7 @@ from megatron_ext.data.columns import NO_TEXT, read_rows
 from megatron_ext.data.compression import DamagedData, Stream, open_file, opened
 from megatron_ext.data.content import BINARY_PROBE_BYTES, TOO_LONG, Content, Unread, content_of
 from megatron_ext.data.discover import SourceFile
-from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, Document, Item, Problem, Skipped
+from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, ONE_TEXT, Document, Item, Problem, Skipped
 from megatron_ext.data.json_values import BadJson, json_values
 
 __all__ = ["BINARY_PROBE_BYTES", "NO_TEXT", "read_documents"]
@@ -39,7 +39,7 @@ def read_documents(
         source: The file.
         parquet_column: Column that holds the text in Parquet and Arrow files.
         parquet_option: What the user chooses it by, for messages.
-        json_key: Key of the text in JSON records, which tells them from other JSON.
+        json_key: Key of the text in JSON records.
         content: What the file holds, where that is known already.
 
     Raises:
@@ -50,7 +50,7 @@ def read_documents(
         yield Skipped(reason="empty file", path=path)
         return
     if content is None:
-        content = content_of(source, json_key=json_key)
+        content = content_of(source)
     if isinstance(content, Unread):
         if content.kind == "binary" and not source.named:
             yield Skipped(reason="binary file", path=path)
@@ -154,6 +154,8 @@ def _read_json(
             done = position
     except (BadJson, DamagedData) as error:
         message = f"{error}, nothing could be read after record {number}"
+        if number == 0 and isinstance(error, BadJson):
+            message += f"; {ONE_TEXT}"
         yield Problem(path=path, position=f"record {number + 1}", message=message)
         return
     if number == 0:

@@ -26,6 +26,9 @@ _NAMES = {
     "compression": ("damaged compressed file", "damaged compressed files"),
     "length": ("text too long for one document", "texts too long for one document"),
     "strings": ("JSON array of strings", "JSON arrays of strings"),
+    "json": ("file that is no JSON", "files that are no JSON"),
+    "record": ("JSON file with a very long record", "JSON files with very long records"),
+    "twice": ("file compressed twice", "files compressed twice"),
     "unreadable": ("unreadable file or folder", "unreadable files or folders"),
     "special": ("device, pipe or socket", "devices, pipes or sockets"),
 }
@@ -64,12 +67,8 @@ class Survey:
     """What is not read, in order; empty files have nothing to read."""
 
 
-def survey(inventory: Inventory, *, json_key: str) -> Survey:
+def survey(inventory: Inventory) -> Survey:
     """Look at the first bytes of every file.
-
-    Args:
-        inventory: The files.
-        json_key: Key of the text in JSON records.
 
     Raises:
         UserError: A file needs a package that is not installed.
@@ -78,7 +77,7 @@ def survey(inventory: Inventory, *, json_key: str) -> Survey:
     unread += [UnreadFile(kind="special", path=item.path, message=item.message) for item in inventory.special]
     contents: list[Content | Unread | None] = []
     for source in inventory.files:
-        content = content_of(source, json_key=json_key) if source.size else None
+        content = content_of(source) if source.size else None
         contents.append(content)
         if isinstance(content, Unread):
             path = str(source.path)

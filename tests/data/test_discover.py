@@ -155,7 +155,7 @@ def test_own_outputs_inside_the_input_folder_are_not_read_back(tmp_path: Path) -
     ("name", "expected"),
     [
         ("a.jsonl", "jsonl"), ("A.JSONL.GZ", "jsonl"), ("a.ndjson", "jsonl"), ("a.parquet", "parquet"),
-        ("a.py", "text"), ("README", "text"), ("a.json", "text"), ("jsonl", "text"),
+        ("a.py", "text"), ("README", "text"), ("a.json", "json"), ("jsonl", "text"),
     ],
 )  # fmt: skip
 def test_format_goes_by_the_suffix_unless_it_is_given(tmp_path: Path, name: str, expected: str) -> None:

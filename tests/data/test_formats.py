@@ -28,7 +28,6 @@ ROWS = [{"id": number, "text": text} for number, text in enumerate(TEXTS)]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 ARRAY = json.dumps(ROWS, ensure_ascii=False).encode()
 CODE = b"def f():\n    return {}\n"
-PACKAGE = json.dumps({"name": "x", "version": "1", "scripts": {"a": "b"}}, indent=2).encode()
 BOM = b"\xef\xbb\xbf"
 
 
@@ -110,8 +109,6 @@ def zipped() -> bytes:
         ("stream.arrow", arrow_stream(), TEXTS),
         ("stream.arrow.zst", zstd(arrow_stream()), TEXTS),
         ("bom.txt", BOM + CODE, [CODE.decode()]),
-        ("package.json", PACKAGE, [PACKAGE.decode()]),
-        ("tsconfig.json", b"// made by hand\n" + PACKAGE, ["// made by hand\n" + PACKAGE.decode()]),
         ("code.py", CODE, [CODE.decode()]),
         ("README.md", b"[![badge](x)](y)\n", ["[![badge](x)](y)\n"]),
         ("notes.txt", b"[1] a source\n", ["[1] a source\n"]),
