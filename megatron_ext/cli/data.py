@@ -20,9 +20,11 @@ _LISTED_PROBLEMS = 20
 _PLURALS = {
     "binary file": "binary files",
     "device, pipe or socket": "devices, pipes or sockets",
+    "description of another corpus": "descriptions of other corpora",
     "empty document": "empty documents",
     "empty file": "empty files",
     "excluded": "files or folders excluded",
+    "file already read under another name": "files already read under another name",
     "folder already read through another link": "folders already read through another link",
     "hidden": "hidden files or folders",
     "not matching --glob": "files not matching --glob",
@@ -96,7 +98,7 @@ def add_parser(subparsers: Any) -> None:
         default=[],
         metavar="PATTERN",
         help="read only matching files inside folders; may be repeated. Without a / the pattern is "
-        "matched against the file name, with one against the path inside the folder",
+        "matched against the file name, with one against the path inside the folder (/NAME: at its top)",
     )
     source.add_argument(
         "--exclude",
@@ -127,7 +129,11 @@ def add_parser(subparsers: Any) -> None:
         help="fail (default): input that is not read, or the first unusable document, ends the run; skip: leave it "
         "out, count and list it",
     )
-    source.add_argument("--verbose", action="store_true", help="name every file that is not read")
+    source.add_argument(
+        "--verbose",
+        action="store_true",
+        help="name every file that is not read, also hidden and empty ones and what --glob and --exclude leave out",
+    )
 
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument(

@@ -15,9 +15,10 @@ from typing import Literal
 
 from megatron_ext.data.compression import uncompressed_name
 from megatron_ext.data.documents import Problem
+from megatron_ext.data.output import has_sidecar
 from megatron_ext.errors import UserError
 
-__all__ = ["FileFormat", "Inventory", "SourceFile", "find_sources"]
+__all__ = ["FileFormat", "Inventory", "SourceFile", "find_sources", "matches"]
 
 FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow"]
 
@@ -72,11 +73,19 @@ class Inventory:
     skipped: Counter[str] = field(default_factory=Counter)
     """Reason -> number of files or folders not looked at."""
 
+    left_out: list[Problem] = field(default_factory=list)
+    """All that `skipped` counts but `special`, by name."""
+
     problems: list[Problem] = field(default_factory=list)
     """Links that lead nowhere, folders that cannot be listed."""
 
     special: list[Problem] = field(default_factory=list)
     """Devices, pipes and sockets, which `skipped` counts."""
+
+    def leave_out(self, path: Path, reason: str) -> None:
+        """Count and name a file or folder that is not looked at."""
+        self.skipped[reason] += 1
+        self.left_out.append(Problem(path=str(path), position="", message=reason))
 
     @property
     def total_bytes(self) -> int:
@@ -111,13 +120,19 @@ class _Filter:
         is_output_name = any(output.name == base for output in self.own_outputs)
         if is_output_name and path.resolve() in self.own_outputs:
             return "output of this command"
-        if path.suffix == ".json" and path.with_suffix(".bin").exists() and path.with_suffix(".idx").exists():
+        if path.suffix == ".json" and _is_description(path):
             return "description of another corpus"
-        if any(_matches(base, name, pattern) for pattern in self.excludes):
+        if any(matches(base, name, pattern) for pattern in self.excludes):
             return "excluded"
-        if not is_folder and self.globs and not any(_matches(base, name, p) for p in self.globs):
+        if not is_folder and self.globs and not any(matches(base, name, p) for p in self.globs):
             return "not matching --glob"
         return None
+
+
+def _is_description(path: Path) -> bool:
+    """Return whether a .json file describes the corpus beside it, and is not what the corpus was made of."""
+    is_beside_corpus = path.with_suffix(".bin").exists() and path.with_suffix(".idx").exists()
+    return is_beside_corpus and path.is_file() and has_sidecar(path.with_suffix(""))
 
 
 def find_sources(
@@ -194,7 +209,7 @@ def _walk(
         try:
             status = folder.stat()
             if (status.st_dev, status.st_ino) in entered:
-                inventory.skipped["folder already read through another link"] += 1
+                inventory.leave_out(folder, "folder already read through another link")
                 continue
             entered.add((status.st_dev, status.st_ino))
             entries = sorted(os.listdir(folder))
@@ -210,7 +225,7 @@ def _walk(
             except OSError as error:
                 reason = patterns.reason_to_skip(path, name, is_folder=False)
                 if reason is not None:
-                    inventory.skipped[reason] += 1
+                    inventory.leave_out(path, reason)
                 else:
                     inventory.problems.append(
                         Problem(path=str(path), position="", message=f"cannot read: {error.strerror}")
@@ -219,7 +234,7 @@ def _walk(
             is_folder = stat.S_ISDIR(status.st_mode)
             reason = patterns.reason_to_skip(path, name, is_folder=is_folder)
             if reason is not None:
-                inventory.skipped[reason] += 1
+                inventory.leave_out(path, reason)
             elif is_folder:
                 waiting.append((path, name + "/"))
             elif stat.S_ISREG(status.st_mode):
@@ -237,10 +252,10 @@ def _drop_repeats(inventory: Inventory) -> None:
     for source in inventory.files:
         by_file.setdefault(os.path.realpath(source.path), []).append(source)
     kept = {min(names, key=lambda source: (not source.named, source.format == "text")) for names in by_file.values()}
-    repeats = len(inventory.files) - len(kept)
-    if repeats:
-        inventory.files = [source for source in inventory.files if source in kept]
-        inventory.skipped["file already read under another name"] += repeats
+    for source in inventory.files:
+        if source not in kept:
+            inventory.leave_out(source.path, "file already read under another name")
+    inventory.files = [source for source in inventory.files if source in kept]
 
 
 def _source(
@@ -268,8 +283,16 @@ def _format_of(name: str) -> FileFormat:
     return _FORMAT_OF_SUFFIX.get(suffix, "text")
 
 
-def _matches(base: str, name: str, pattern: str) -> bool:
+def matches(base: str, name: str, pattern: str) -> bool:
+    """Return whether a pattern of --glob or --exclude is that of a file or folder.
+
+    Args:
+        base: Its name.
+        name: Its path inside the input folder.
+        pattern: Without a `/` matched against the name, with one against the path, from the folder's top on.
+    """
     if "/" not in pattern:
         return fnmatch.fnmatchcase(base, pattern)
+    pattern = pattern.removeprefix("/")
     # As in shells and .gitignore, `**/` is any number of folders, or none.
     return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, pattern.replace("**/", ""))

@@ -35,6 +35,9 @@ _SIDECAR_FAMILY = "megatron-ext corpus "
 SIDECAR_FORMAT = _SIDECAR_FAMILY + "1"
 """Value of the key `format` in PREFIX.json."""
 
+_SIDECAR_PROBE_BYTES = 4096
+"""The key `format` comes first in PREFIX.json."""
+
 _LOCK_NAME = "lock"
 
 
@@ -65,8 +68,12 @@ def check_prefix(given: str) -> Path:
 def has_sidecar(prefix: Path) -> bool:
     """Return whether there is a PREFIX.json that `data prepare` wrote, of this release or another."""
     try:
-        content = json.loads(output_paths(prefix)["json"].read_bytes())
-    except (FileNotFoundError, ValueError):
+        with open(output_paths(prefix)["json"], "rb") as file:
+            head = file.read(_SIDECAR_PROBE_BYTES)
+            if _SIDECAR_FAMILY.encode() not in head:
+                return False  # somebody's data, which may be large
+            content = json.loads(head + file.read())
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and str(content.get("format")).startswith(_SIDECAR_FAMILY)
 

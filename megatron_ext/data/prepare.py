@@ -203,9 +203,9 @@ def prepare(config: PrepareConfig, *, progress_stream: TextIO | None = None) -> 
         _refuse_no_files(config, inventory)
         seen = survey(inventory)
         if config.verbose:
-            stream.writelines(f"not read: {file}\n" for file in seen.unread)
+            stream.writelines(f"not read: {file}\n" for file in [*inventory.left_out, *seen.empty, *seen.unread])
         if config.on_error == "fail":
-            refuse_unread(seen.unread)
+            refuse_unread(seen, inventory)
         with staging_folder(prefix) as folder:
             sidecar = _write(config, inventory, seen, folder, prefix.name, stream, identity)
             publish(folder, prefix)

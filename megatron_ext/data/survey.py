@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import glob
 import shlex
 from collections import Counter
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_ext.data.content import Content, Unread, content_of
-from megatron_ext.data.discover import Inventory
+from megatron_ext.data.discover import Inventory, SourceFile, matches
 from megatron_ext.data.documents import Problem, location
 from megatron_ext.errors import UserError
 
@@ -18,6 +19,8 @@ __all__ = ["Survey", "UnreadFile", "refuse_unread", "survey"]
 
 _NAMED_FILES = 3
 _ADVISED_PATTERNS = 4
+_TRIED_PATTERNS = 40
+"""Each is tried on every file that is read, of which there may be a million."""
 
 _NAMES = {
     "binary": ("binary file", "binary files"),
@@ -34,6 +37,16 @@ _NAMES = {
 }
 """Why files are not read, as one and as several of them are called."""
 
+_WAYS_OUT = {
+    "encoding": "convert to UTF-8",
+    "length": "write one JSON line per document, --format jsonl",
+    "strings": "--format json takes each string as a document, --format text each file",
+    "json": "--format text takes each file as one text, --format jsonl reads lines",
+    "record": "--format json reads it all the same",
+    "twice": "unpack once",
+}
+"""How files can be read nevertheless, where there is a way."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class UnreadFile:
@@ -44,6 +57,9 @@ class UnreadFile:
 
     path: str
     """Where it is."""
+
+    name: str = ""
+    """Path inside the input folder, where it is known."""
 
     message: str
     """Why, and what to do."""
@@ -66,6 +82,9 @@ class Survey:
     unread: list[UnreadFile]
     """What is not read, in order; empty files have nothing to read."""
 
+    empty: list[Problem]
+    """Empty files, in order."""
+
 
 def survey(inventory: Inventory) -> Survey:
     """Look at the first bytes of every file.
@@ -81,26 +100,46 @@ def survey(inventory: Inventory) -> Survey:
         contents.append(content)
         if isinstance(content, Unread):
             path = str(source.path)
-            unread.append(UnreadFile(kind=content.kind, path=path, message=content.message, named=source.named))
-    return Survey(contents=contents, unread=unread)
+            unread.append(
+                UnreadFile(
+                    kind=content.kind, path=path, name=source.name, message=content.message, named=source.named
+                )
+            )
+    empty = [
+        Problem(path=str(source.path), position="", message="empty file")
+        for source in inventory.files
+        if not source.size
+    ]
+    return Survey(contents=contents, unread=unread, empty=empty)
 
 
-def refuse_unread(unread: Sequence[UnreadFile]) -> None:
+def refuse_unread(seen: Survey, inventory: Inventory) -> None:
     """Refuse an input of which something is not read.
+
+    Args:
+        seen: What was found.
+        inventory: The files, of which the advice leaves all the others in.
 
     Raises:
         UserError: Names it; groups and their first files where there is more than one.
     """
+    unread = seen.unread
     if not unread:
         return
+    read = [
+        source
+        for source, content in zip(inventory.files, seen.contents, strict=True)
+        if not isinstance(content, Unread)
+    ]
+    how = _how_to_leave_out(unread, read)
     if len(unread) == 1:
-        raise UserError(f"{unread[0]}; mend or leave out the input{_how_to_leave_out(unread)}, or use --on-error skip")
+        raise UserError(f"{unread[0]}; mend or leave out the input{how}, or use --on-error skip")
     groups: dict[str, list[str]] = {}
     for file in unread:
         groups.setdefault(file.kind, []).append(location(file.path, ""))
     told = "; ".join(_group(kind, paths) for kind, paths in groups.items())
     raise UserError(
-        f"{len(unread):,} of the input's files are not read: {told}; leave them out{_how_to_leave_out(unread)}, or "
+        f"{len(unread):,} of the input's files are not read: {told}; leave them out{how}, or "
         "use --on-error skip, which leaves out all that is unusable (--verbose names every one)"
     )
 
@@ -108,15 +147,39 @@ def refuse_unread(unread: Sequence[UnreadFile]) -> None:
 def _group(kind: str, paths: list[str]) -> str:
     one, several = _NAMES[kind]
     shown = ", ".join(paths[:_NAMED_FILES]) + (", ..." if len(paths) > _NAMED_FILES else "")
-    return f"{len(paths):,} {one if len(paths) == 1 else several} ({shown})"
+    advice = f": {_WAYS_OUT[kind]}" if kind in _WAYS_OUT else ""
+    return f"{len(paths):,} {one if len(paths) == 1 else several} ({shown}){advice}"
 
 
-def _how_to_leave_out(unread: Sequence[UnreadFile]) -> str:
-    """Return the options that leave most of the files in folders out."""
-    paths = [Path(file.path) for file in unread if not file.named]
-    counts = Counter(f"*{path.suffix}" if path.suffix else path.name for path in paths)
+def _how_to_leave_out(unread: Sequence[UnreadFile], read: Sequence[SourceFile]) -> str:
+    """Return the options that leave most of the files in folders out, and none of those that are read."""
+    counts: Counter[str] = Counter()
+    unnamed = False
+    readable = [(source.name.rsplit("/", 1)[-1], source.name) for source in read if not source.named]
+    safe: dict[str, bool] = {}
+    for file in unread:
+        if file.named:
+            continue
+        for pattern in _patterns(file):
+            if pattern not in safe and len(safe) < _TRIED_PATTERNS:
+                safe[pattern] = not any(matches(base, name, pattern) for base, name in readable)
+            if safe.get(pattern):
+                counts[pattern] += 1
+                break
+        else:
+            unnamed = True
     if not counts:
         return ""
     patterns = [location(pattern, "") for pattern, _ in counts.most_common(_ADVISED_PATTERNS)]
-    more = ", ..." if len(counts) > _ADVISED_PATTERNS else ""
+    more = ", ..." if unnamed or len(counts) > _ADVISED_PATTERNS else ""
     return f" ({' '.join(f'--exclude {shlex.quote(pattern)}' for pattern in patterns)}{more})"
+
+
+def _patterns(file: UnreadFile) -> list[str]:
+    """Return patterns that a file has, from one for many files to one for it alone."""
+    path = Path(file.path)
+    patterns = [f"*{path.suffix}"] if path.suffix else []
+    patterns.append(glob.escape(path.name))
+    if file.name:
+        patterns.append("/" + glob.escape(file.name))
+    return patterns

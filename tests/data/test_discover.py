@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.data.discover import find_sources
+from megatron_ext.data.output import write_sidecar
 from megatron_ext.errors import UserError
 from tests.support.corpus import unhurried
 
@@ -27,11 +28,39 @@ def names(*inputs: Path, **settings: object) -> list[str]:
 
 
 def test_the_description_of_a_corpus_is_no_text(tmp_path: Path) -> None:
-    for name in ("corpus.json", "corpus.bin", "corpus.idx", "other.json"):
+    for name in ("corpus.bin", "corpus.idx", "other.json"):
         (tmp_path / name).write_text("{}")
+    write_sidecar(tmp_path / "corpus.json", {"inputs": ["x" * 10_000]})
     inventory = find_sources([tmp_path], globs=["*.json"])
     assert [source.name for source in inventory.files] == ["other.json"]
     assert inventory.skipped["description of another corpus"] == 1
+
+
+@pytest.mark.parametrize("content", ['{"text": "a"}\n' * 9, '{"format": "other"}', "[" * 200_000, ""])
+def test_data_named_as_a_corpus_beside_it_are_read(tmp_path: Path, content: str) -> None:
+    for name in ("wiki.bin", "wiki.idx"):
+        (tmp_path / name).write_bytes(b"\0")
+    (tmp_path / "wiki.json").write_text(content)
+    assert names(tmp_path, globs=["*.json"]) == ["wiki.json"]
+
+
+def test_all_that_is_left_out_is_named(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt", ".hidden/x", "b/.x", "b/c.py", "vendor/d.txt")
+    (tmp_path / "z.txt").symlink_to("a.txt")
+    inventory = find_sources([tmp_path], globs=["*.txt"], excludes=["vendor"])
+    assert sorted(str(file) for file in inventory.left_out) == [
+        f"{tmp_path}/.hidden: hidden",
+        f"{tmp_path}/b/.x: hidden",
+        f"{tmp_path}/b/c.py: not matching --glob",
+        f"{tmp_path}/vendor: excluded",
+        f"{tmp_path}/z.txt: file already read under another name",
+    ]
+
+
+def test_a_pattern_that_begins_with_a_slash_is_one_at_the_top(tmp_path: Path) -> None:
+    tree(tmp_path, "a.txt", "b/a.txt", "b/c.txt")
+    assert names(tmp_path, excludes=["/a.txt"]) == ["b/a.txt", "b/c.txt"]
+    assert names(tmp_path, globs=["/b/*"]) == ["b/a.txt", "b/c.txt"]
 
 
 def test_order_is_by_bytes_of_the_relative_path_whatever_the_file_system_says(tmp_path: Path) -> None:

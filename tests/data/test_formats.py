@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -212,6 +213,54 @@ def test_many_files_that_are_not_read_are_told_in_one_line_with_the_options_that
     assert main([*command, "--on-error", "skip", "--overwrite"]) == 0
     facts = read_sidecar(tmp_path / "corpus")
     assert len(facts["unread"]) == 8 and facts["documents"] == 1
+
+
+def advised(command: list[str], line: str) -> list[str]:
+    """Return a command with the options that an error message gives."""
+    options = shlex.split(line[line.index("(--exclude ") + 1 :].partition(")")[0])
+    return [*command, *options]
+
+
+def test_the_advice_leaves_out_no_file_that_is_read_and_gives_each_kind_its_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    for name, data in {
+        "a.json": b'["a", "b"]',
+        "good.json": LINES,
+        "sub/[1].json": b"# no JSON",
+        "sub/good.json": LINES,
+        "more/good.json": b'["a", "b"]',
+        "good.txt": b"good",
+        "utf-16.txt": b"\xff\xfea\0",
+        "pictures/a.png": b"\0",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    command = ["data", "prepare", str(folder), "--output-prefix", str(tmp_path / "corpus")]
+    assert main([*command, "--exclude", "utf-16.txt"]) == 2
+    line = capsys.readouterr().err
+    assert f"2 JSON arrays of strings ({folder}/a.json, {folder}/more/good.json): --format json takes each" in line
+    assert f"1 file that is no JSON ({folder}/sub/[1].json): --format text takes each file as one text" in line
+    assert main([*advised(command, line), "--exclude", "utf-16.txt"]) == 0
+    assert read_texts(tmp_path / "corpus") == [*TEXTS, "good", *TEXTS]
+    assert main([*command, "--overwrite", "--glob", "*.txt"]) == 2
+    line = capsys.readouterr().err
+    assert "(--exclude utf-16.txt)" in line and "convert the file to UTF-8" in line
+    assert main([*advised(command, line), "--overwrite", "--glob", "*.txt"]) == 0
+    assert read_texts(tmp_path / "corpus") == ["good"]
+
+
+def test_verbose_names_hidden_and_empty_files_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.txt").write_text("a")
+    (folder / ".b").write_text("b")
+    (folder / "c.txt").touch()
+    command = ["data", "prepare", str(folder), "--output-prefix", str(tmp_path / "corpus"), "--verbose"]
+    assert main(command) == 0
+    listed = [line for line in capsys.readouterr().err.splitlines() if line.startswith("not read: ")]
+    assert listed == [f"not read: {folder}/.b: hidden", f"not read: {folder}/c.txt: empty file"]
 
 
 @pytest.mark.parametrize(
