@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What callers may hold at the server: calls that say nothing, streams, bytes that are in flight.
+"""What callers may hold at the server: calls that say nothing or wait, streams, bytes that are in flight.
 
 A call costs no thread while it waits, but memory. Those that have not brought a message yet are few, of an address and
 altogether, and end after some seconds. A caller that means it sends its message at once, so where there are too many,
@@ -10,13 +10,33 @@ for too much is in nobody's way but its own.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import Any, NamedTuple
 
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["PeerLimits", "SilentCalls"]
+__all__ = ["Caller", "PeerLimits", "Places", "SilentCalls"]
+
+
+class Caller(NamedTuple):
+    """Who a call says that it is of. Everybody knows a peer's name, and only its own process the instance."""
+
+    run: str
+    peer: str
+    instance: str
+
+    @classmethod
+    def of(cls, message: Any) -> Caller:
+        """Return who a message of the protocol names."""
+        return cls(message.run, message.peer, message.instance)
+
+    @property
+    def member(self) -> tuple[str, str]:
+        """Its run and peer, whichever process speaks for that."""
+        return self.run, self.peer
 
 
 class SilentCalls:
@@ -60,6 +80,42 @@ class SilentCalls:
             del self._counts[address]
 
 
+class Places:
+    """Places of which one caller has some, and all together have no more than there are. For one event loop."""
+
+    def __init__(self, of_one: int, altogether: float = math.inf) -> None:
+        """Take how many there are."""
+        self._of_one = of_one
+        self._altogether = altogether
+        self._counts: Counter[Hashable] = Counter()
+
+    def of(self, key: Hashable) -> int:
+        """Return how many a caller has."""
+        return self._counts[key]
+
+    @contextmanager
+    def taken(self, key: Hashable, refusal: Refusal, count: int = 1) -> Iterator[None]:
+        """Take places as long as this lasts.
+
+        Args:
+            key: of the caller.
+            refusal: raised when there are not so many left.
+            count: how many.
+
+        Raises:
+            Refusal: that one.
+        """
+        if self._counts[key] + count > self._of_one or self._counts.total() + count > self._altogether:
+            raise refusal
+        self._counts[key] += count
+        try:
+            yield
+        finally:
+            self._counts[key] -= count
+            if not self._counts[key]:
+                del self._counts[key]
+
+
 class PeerLimits:
     """Streams and messages of every peer. For one event loop."""
 
@@ -72,7 +128,7 @@ class PeerLimits:
         """
         self._limit = streams
         self._messages = messages
-        self._streams: Counter[Hashable] = Counter()
+        self._streams = Places(streams)
         self._turns: dict[Hashable, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(self._messages))
 
     @contextmanager
@@ -86,20 +142,17 @@ class PeerLimits:
         Raises:
             Refusal: the peer has as many as it may have.
         """
-        if self._streams[key] >= self._limit:
-            raise Refusal(
-                "full",
-                f"{who} has {self._limit} streams open, as many as peer_streams of the server allows; use fewer "
-                "streams or ranks, or raise peer_streams",
-            )
-        self._streams[key] += 1
-        try:
-            yield
-        finally:
-            self._streams[key] -= 1
-            if not self._streams[key]:
-                del self._streams[key]
-                self._turns.pop(key, None)
+        refusal = Refusal(
+            "full",
+            f"{who} has {self._limit} streams open, as many as peer_streams of the server allows; use fewer "
+            "streams or ranks, or raise peer_streams",
+        )
+        with self._streams.taken(key, refusal):
+            try:
+                yield
+            finally:
+                if self._streams.of(key) == 1:  # the last one
+                    self._turns.pop(key, None)
 
     @asynccontextmanager
     async def message(self, key: Hashable) -> AsyncIterator[None]:

@@ -3,7 +3,7 @@
 
 The calls live in an event loop, where one that waits, for a message, for a round, or for its turn, holds no thread. The
 methods themselves run in threads, of which there are few: some for what people ask, some for what peers ask, and some
-for values.
+for values. Of each kind a caller has half at most.
 
 Messages travel through gRPC as bytes. They are read and written in those threads, so that the loop copies no values.
 """
@@ -12,22 +12,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Hashable
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_ext.sync_service.call_limits import PeerLimits, SilentCalls
+from megatron_ext.sync_service.call_limits import Caller, PeerLimits, Places, SilentCalls
 from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.grpc_health import HEALTH_METHODS, HealthService
 from megatron_ext.sync_service.origin import Origin
 from megatron_ext.sync_service.protocol import MAX_MESSAGE, DecodeError, grpc, health_pb2, pb2
-from megatron_ext.sync_service.refusal import NameInUse, Refusal
+from megatron_ext.sync_service.refusal import NameInUse, Reason, Refusal
 from megatron_ext.sync_service.remote_shard import ShardProblem
 from megatron_ext.sync_service.security import TokenCheck
+from megatron_ext.sync_service.threads import Threads
 from megatron_ext.sync_service.values_servicer import FRAME_BYTES, ValuesServicer
 from megatron_ext.sync_service.wire import METHODS
 
@@ -41,13 +42,17 @@ MAX_WAIT_SECONDS = 20.0
 _STRANGERS, _STRANGERS_OF_AN_ADDRESS = 32, 8
 """Silent calls of the health service, which needs no token."""
 
-_SMALL_BYTES, _LARGE_REQUESTS = 64 << 10, 8
+_SMALL_BYTES, _LARGE_REQUESTS, _LARGE_OF_AN_ADDRESS = 64 << 10, 16, 8
 """Requests that have more bytes, such as a large model's catalog, are answered a few at a time."""
+
+_ANSWER_SECONDS = 1.0
+"""How long before its deadline a call that waits is answered."""
 
 _PEOPLE = ("Status", "Evict", "Drain")
 """Methods that are answered even when all peers' threads are busy."""
 
-_UNARY = ("Commit", "Heartbeat", "Leave", "Shard", *_PEOPLE)
+_OF_PEERS = ("Commit", "Heartbeat", "Leave")
+"""Methods whose requests say who calls, and of which one message in each direction is all."""
 
 _STATUS = {
     "invalid": grpc.StatusCode.INVALID_ARGUMENT,
@@ -70,6 +75,12 @@ class _Call:
     origin: Origin
     """Who has made it."""
 
+    @property
+    def seconds_to_wait(self) -> float:
+        """How long it may wait to be answered before its deadline."""
+        left = self.context.time_remaining()
+        return math.inf if left is None else max(left - _ANSWER_SECONDS, left / 2)
+
     async def read(self) -> bytes | None:
         """Return the next message, None at the end."""
         message = await self.context.read()
@@ -90,27 +101,33 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         self._servicer: Any = servicer
         self._health = health
         self._token = token
+        self._config = config
+        self._loop = asyncio.get_running_loop()
         self._seconds = config.silent_seconds
-        self._large = 0
+        self._large = Places(_LARGE_OF_AN_ADDRESS, _LARGE_REQUESTS)
         self._silent = SilentCalls(config.silent_calls // 4, config.silent_calls)
         self._strangers = SilentCalls(_STRANGERS_OF_AN_ADDRESS, _STRANGERS)
         messages = config.peer_bytes_in_flight
         self._uploads = PeerLimits(config.peer_streams, messages // MAX_MESSAGE)
         self._downloads = PeerLimits(config.peer_streams, messages // (2 * FRAME_BYTES))
-        self._for_people = ThreadPoolExecutor(2, "people")
-        self._for_peers = ThreadPoolExecutor(16, "peers")
-        # These wait for other servers, if there are any.
-        self._for_commits = ThreadPoolExecutor(32, "commits")
-        self._for_heartbeats = ThreadPoolExecutor(2, "heartbeats")
-        self._for_values = ThreadPoolExecutor(max(8, 2 * (os.cpu_count() or 1)), "values")
+        self._unknown = Places(config.peer_streams)
+        self._slices = Places(config.peer_slices)
+        self._awaits, self._registers = Places(config.peer_waiting_calls), Places(config.peer_waiting_calls)
+        self._for_people = Threads(2, "people")
+        self._for_peers = Threads(16, "peers")
+        # These wait for other servers, if there are any, or are what others wait for.
+        self._for_servers = Threads(32, "servers")
+        self._for_heartbeats = Threads(2, "heartbeats")
+        self._for_values = Threads(max(8, 2 * (os.cpu_count() or 1)), "values")
         methods: dict[str, Callable[[_Call, bytes], Awaitable[None]]] = {
             METHODS + "Register": self._register,
             METHODS + "Upload": self._upload,
             METHODS + "Download": self._download,
             METHODS + "Await": self._await,
+            METHODS + "Shard": self._shard,
             HEALTH_METHODS + "Check": self._check,
             HEALTH_METHODS + "Watch": self._watch,
-            **{METHODS + name: self._unary(name) for name in _UNARY},
+            **{METHODS + name: self._unary(name) for name in (*_OF_PEERS, *_PEOPLE)},
         }
         self._handlers = {name: self._handler(name, work) for name, work in methods.items()}
 
@@ -120,9 +137,9 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
 
     def close(self) -> None:
         """Let the threads end."""
-        pools = self._for_people, self._for_peers, self._for_commits, self._for_heartbeats, self._for_values
-        for pool in pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        kinds = self._for_people, self._for_peers, self._for_servers, self._for_heartbeats, self._for_values
+        for threads in kinds:
+            threads.close()
 
     # -----------------------------------------------------------------------------------------------------------
     # Every call
@@ -175,64 +192,77 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
     # -----------------------------------------------------------------------------------------------------------
 
     def _unary(self, name: str) -> Callable[[_Call, bytes], Awaitable[None]]:
-        """Return what answers a method of one message in each direction."""
+        """Return what answers a method of one small message in each direction."""
         method, request_type = getattr(self._servicer, name), getattr(pb2, f"{name}Request")
-        pools = {"Commit": self._for_commits, "Heartbeat": self._for_heartbeats}
-        pool = self._for_people if name in _PEOPLE else pools.get(name, self._for_peers)
+        threads = {"Commit": self._for_servers, "Heartbeat": self._for_heartbeats, "Leave": self._for_peers}
+        pool = threads.get(name, self._for_people)
 
         async def answer(call: _Call, message: bytes) -> None:
-            with self._place_for(message):
-                await call.write(await _in(pool, lambda: method(request_type.FromString(message), call.origin)))
+            request = _small(name, request_type, message)
+            whose: Hashable = Caller.of(request.caller) if name in _OF_PEERS else call.origin.address
+            await call.write(await pool.run(whose, lambda: method(request, call.origin)))
 
         return answer
 
-    @contextmanager
-    def _place_for(self, message: bytes) -> Iterator[None]:
+    def _place_for(self, call: _Call, message: bytes) -> AbstractContextManager[None]:
         """Count a message that takes much memory as long as it is worked on.
 
         Raises:
             Refusal: there are too many.
         """
-        if len(message) <= _SMALL_BYTES:
-            yield
-            return
-        if self._large >= _LARGE_REQUESTS:
-            raise Refusal("later", f"{_LARGE_REQUESTS} large requests are being answered; try again")
-        self._large += 1
-        try:
-            yield
-        finally:
-            self._large -= 1
+        counts = f"{_LARGE_REQUESTS} large requests, or {_LARGE_OF_AN_ADDRESS} of an address,"
+        refusal = Refusal("later", f"{counts} are being answered; try again")
+        return self._large.taken(call.origin.address, refusal, count=len(message) > _SMALL_BYTES)
+
+    async def _shard(self, call: _Call, message: bytes) -> None:
+        def shard() -> Any:
+            return self._servicer.Shard(pb2.ShardRequest.FromString(message), call.origin)
+
+        with self._place_for(call, message):
+            await call.write(await self._for_servers.run(call.origin.address, shard))
 
     async def _register(self, call: _Call, message: bytes) -> None:
         def register() -> Any:
             return self._servicer.Register(pb2.RegisterRequest.FromString(message), call.origin)
 
+        async def once() -> Any:
+            with self._place_for(call, message):
+                return await self._for_peers.run(call.origin.address, register)
+
         try:
-            with self._place_for(message):
-                reply = await _in(self._for_peers, register)
+            reply = await once()
         except NameInUse as in_use:
             # The other process may have been killed: then it says nothing until its time is over.
-            await asyncio.sleep(in_use.seconds + 0.05)
-            with self._place_for(message):
-                reply = await _in(self._for_peers, register)
+            begin, wait = self._loop.time(), min(in_use.seconds + 0.05, call.seconds_to_wait)
+            with self._registers.taken((in_use.run, in_use.peer), self._too_many_wait(in_use.peer, "later")):
+                await asyncio.sleep(wait)
+            try:
+                reply = await once()
+            except NameInUse as still:
+                if still.seconds > in_use.seconds - (self._loop.time() - begin) + 0.05:
+                    raise  # it has said something since
+                raise Refusal("later", f"{still}; that one has said nothing for {wait:.0f} s, so try again") from None
         await call.write(reply)
 
     async def _await(self, call: _Call, message: bytes) -> None:
-        if len(message) > _SMALL_BYTES:
-            raise Refusal("invalid", f"a call that awaits a round has {len(message)} bytes; {_SMALL_BYTES} are enough")
-        request = pb2.AwaitRequest.FromString(message)
-        loop = asyncio.get_running_loop()
-        end = loop.time() + (min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0)  # of NaN, too
+        request = _small("Await", pb2.AwaitRequest, message)
+        caller = Caller.of(request.caller)
+        seconds = min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0  # of NaN, too
+        end = self._loop.time() + min(seconds, call.seconds_to_wait)
         with self._servicer.awaited(request).watched() as changed:
-            while True:
+
+            async def look() -> Any:
                 changed.clear()
-                reply = await _in(self._for_peers, self._servicer.Await, request, call.origin)
-                left = end - loop.time()
-                if reply.state != pb2.AwaitReply.WAITING or left <= 0:
-                    break
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(changed.wait(), left)
+                return await self._for_peers.run(caller, lambda: self._servicer.Await(request, call.origin))
+
+            reply = await look()
+            if reply.state == pb2.AwaitReply.WAITING and self._loop.time() < end:
+                # Who only says that it is a member has been refused by now.
+                with self._awaits.taken(caller.member, self._too_many_wait(caller.peer, "full")):
+                    while reply.state == pb2.AwaitReply.WAITING and (left := end - self._loop.time()) > 0:
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(changed.wait(), left)
+                        reply = await look()
         await call.write(reply)
 
     async def _upload(self, call: _Call, message: bytes) -> None:
@@ -242,39 +272,79 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
                 f"an upload's first message has {len(message)} bytes, and says but who calls; install the release of "
                 "the server at the peer",
             )
-        upload = await _in(self._for_values, self._servicer.Upload, message)
-        await upload.hear()
-        is_over = await _in(self._for_values, upload.take_first)
-        with self._uploads.stream(upload.peer, f"peer {upload.peer[1]!r}"):
+        with self._not_known(call):
+            upload = await self._for_values.run(call.origin.address, lambda: self._servicer.Upload(message))
+            await self._know(upload)
+        caller = upload.caller
+        with self._uploads.stream(caller.member, f"peer {caller.peer!r}"):
+            is_over = await self._for_values.run(caller, upload.take_first)
             while not is_over:
-                async with self._uploads.message(upload.peer):
+                async with self._uploads.message(caller.member):
                     further = await call.read()
-                    is_over = further is None or await _in(self._for_values, upload.take, further)
+                    is_over = further is None or await self._for_values.run(caller, partial(upload.take, further))
         await call.write(upload.reply)
 
     async def _download(self, call: _Call, message: bytes) -> None:
         def download_of() -> Any:
             return self._servicer.Download(pb2.DownloadRequest.FromString(message))
 
-        with self._place_for(message):
-            download = await _in(self._for_values, download_of)
+        with self._not_known(call):
+            with self._place_for(call, message):
+                download = await self._for_values.run(call.origin.address, download_of)
+            await self._know(download)
+        caller, slices = download.caller, self._config.peer_slices
+        too_many = (
+            f"peer {caller.peer!r} asks for more slices in its open downloads than peer_slices of the server allows, "
+            f"{slices}; use fewer ranks or streams, or raise peer_slices"
+        )
         try:
-            await download.hear()
-            packed = await _in(self._for_values, download.next)
-            with self._downloads.stream(download.peer, f"peer {download.peer[1]!r}"):
-                while packed is not None:
-                    async with self._downloads.message(download.peer):
-                        await call.context.write(packed)
-                        packed = await _in(self._for_values, download.next)
+            with (
+                self._downloads.stream(caller.member, f"peer {caller.peer!r}"),
+                self._slices.taken(caller.member, Refusal("full", too_many), download.slices),
+            ):
+                is_over = False
+                while not is_over:
+                    async with self._downloads.message(caller.member):
+                        packed = await self._for_values.run(caller, download.next)
+                        is_over = packed is None
+                        if not is_over:
+                            await call.context.write(packed)
         finally:
             # Once the step that was under way is over, should the call have been cancelled in it.
-            self._for_values.submit(download.close)
+            self._for_values.begin(caller, download.close)
+
+    def _not_known(self, call: _Call) -> AbstractContextManager[None]:
+        """Count a call as long as its caller may be anybody.
+
+        Raises:
+            Refusal: there are too many from its address.
+        """
+        most = self._config.peer_streams
+        full = f"{most} calls from {call.origin.address} say who they are, as many as peer_streams of the server allows"
+        return self._unknown.taken(call.origin.address, Refusal("later", f"{full} a peer; try again"))
+
+    async def _know(self, values: Any) -> None:
+        """Check who has made an upload or download: from now on what it takes is its peer's.
+
+        Raises:
+            Refusal: nobody who may.
+        """
+        await values.hear()
+        await self._for_values.run(values.caller, values.check)
+
+    def _too_many_wait(self, peer: str, reason: Reason) -> Refusal:
+        most = self._config.peer_waiting_calls
+        return Refusal(
+            reason,
+            f"{most} calls wait for a round of peer {peer!r}, or for its place, as many as peer_waiting_calls of the "
+            "server allows; end those that nobody needs, or raise peer_waiting_calls",
+        )
 
     async def _check(self, call: _Call, message: bytes) -> None:
         await call.write(self._health.check(_asked(message)))
 
     async def _watch(self, call: _Call, message: bytes) -> None:
-        async with aclosing(self._health.watch(_asked(message))) as replies:
+        async with aclosing(self._health.watch(_asked(message), call.origin.address)) as replies:
             async for reply in replies:
                 await call.write(reply)
 
@@ -290,11 +360,15 @@ def _asked(message: bytes) -> Any:
     return health_pb2.HealthCheckRequest.FromString(message)
 
 
-async def _in[**P, T](
-    pool: ThreadPoolExecutor, work: Callable[P, T], *arguments: P.args, **_options: P.kwargs
-) -> T:
-    """Return what a function returns in a thread of a pool."""
-    return await asyncio.get_running_loop().run_in_executor(pool, partial(work, *arguments))
+def _small(method: str, kind: Any, message: bytes) -> Any:
+    """Return a request that is read in the event loop, since it is small.
+
+    Raises:
+        Refusal: it is not.
+    """
+    if len(message) > _SMALL_BYTES:
+        raise Refusal("invalid", f"a request of {method} has {len(message)} bytes; {_SMALL_BYTES} are enough")
+    return kind.FromString(message)
 
 
 def _look_at(reading: asyncio.Future[Any]) -> None:

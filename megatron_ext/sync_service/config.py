@@ -21,6 +21,16 @@ __all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "read_config"]
 INTERVAL = "--sync-service-interval"
 """The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""
 
+_LEAST = {
+    "peer_streams": 1,
+    "peer_bytes_in_flight": MAX_MESSAGE,
+    "peer_slices": 1,
+    "peer_waiting_calls": 1,
+    "health_watches": 4,
+    "silent_calls": 4,
+}
+"""Limits of what callers may hold, and how low they may be."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -83,6 +93,16 @@ class ServerConfig:
     """Bytes of messages of a peer that the server takes in, or sends, at a time; further ones wait for their turn. The
     memory for a peer's messages is at most twice as much, and a MiB for each of its streams."""
 
+    peer_slices: int = 1 << 20
+    """Slices (boxes of tensors) that the open downloads of a peer, all of its ranks together, ask for. The server holds
+    some hundred bytes of each."""
+
+    peer_waiting_calls: int = 16
+    """Calls of a peer that wait at a time, for a round or for the place of another process. Clients need one."""
+
+    health_watches: int = 64
+    """Calls that watch the server's health (Watch of gRPC's health service) at a time; an address has a quarter."""
+
     silent_calls: int = 256
     """Calls that have not brought a message yet, altogether; an address has a quarter. Where there are more, those that
     have been silent for longest end."""
@@ -135,7 +155,7 @@ class ServerConfig:
                 "a proxy with both lead to 127.0.0.1, or say insecure (--insecure)"
             )
         found += self._shard_problems()
-        for name, least in (("peer_streams", 1), ("peer_bytes_in_flight", MAX_MESSAGE), ("silent_calls", 4)):
+        for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 found.append(f"{name} is {getattr(self, name)}; it must be {least} or more")
         if not can_be_waited(self.silent_seconds):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
+from megatron_ext.sync_service.call_limits import Places
 from megatron_ext.sync_service.changes import Changes
 from megatron_ext.sync_service.protocol import health, health_pb2
 from megatron_ext.sync_service.refusal import Refusal
@@ -19,20 +20,23 @@ __all__ = ["HEALTH_METHODS", "HealthService"]
 HEALTH_METHODS = f"/{health.SERVICE_NAME}/"
 """Begins the names of its methods, which need no token: probes cannot show one, and learn one word."""
 
-_WATCHES = 64
-"""Calls of Watch, which may stay for ever, at a time."""
-
 _REPLY = health_pb2.HealthCheckResponse
 
 
 class HealthService:
     """Says of the server and of every run whether it serves. May be told from any thread."""
 
-    def __init__(self, runs: Iterable[str]) -> None:
-        """Let the server and all runs serve."""
+    def __init__(self, runs: Iterable[str], watches: int) -> None:
+        """Let the server and all runs serve.
+
+        Args:
+            runs: their names.
+            watches: how many calls may watch at a time, which may stay for ever: `health_watches` of the configuration.
+        """
         self._changes = Changes()
         self._serving = dict.fromkeys(("", *runs), True)
-        self._watches = 0
+        self._places = Places(watches // 4, watches)
+        self._watches = watches
 
     def check(self, request: Any) -> Any:
         """Return whether what is asked for serves.
@@ -44,27 +48,30 @@ class HealthService:
             raise Refusal("not_found", "there is no such run here")
         return self._reply(request.service)
 
-    async def watch(self, request: Any) -> AsyncGenerator[Any]:
+    async def watch(self, request: Any, address: str) -> AsyncGenerator[Any]:
         """Yield whether what is asked for serves, at once and whenever that changes.
 
+        Args:
+            request: names it.
+            address: of the caller, without its port.
+
         Raises:
-            Refusal: too many do so.
+            Refusal: too many do so, altogether or of the address.
         """
-        if self._watches >= _WATCHES:
-            raise Refusal("full", f"{_WATCHES} callers watch the server's health, which is the most; ask with Check")
-        self._watches += 1
-        try:
-            with self._changes.watched() as changed:
-                last = None
-                while True:
-                    changed.clear()
-                    reply = self._reply(request.service)
-                    if reply != last:
-                        yield reply
-                    last = reply
-                    await changed.wait()
-        finally:
-            self._watches -= 1
+        full = Refusal(
+            "full",
+            f"as many calls watch the server's health as health_watches of the server allows, {self._watches}, and "
+            f"{self._watches // 4} of an address; ask with Check, or raise health_watches",
+        )
+        with self._places.taken(address, full), self._changes.watched() as changed:
+            last = None
+            while True:
+                changed.clear()
+                reply = self._reply(request.service)
+                if reply != last:
+                    yield reply
+                last = reply
+                await changed.wait()
 
     def stopped(self, run: str) -> None:
         """Say that a run does not serve any more."""

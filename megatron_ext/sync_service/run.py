@@ -170,7 +170,7 @@ class Run:
             event = self._state.check_joining(peer, instance, index)
             left = self._presence.seconds_left(peer)
             if event is not None and left and not take_over and peer in self._state.members:
-                raise NameInUse(peer, left)
+                raise NameInUse(self.name, peer, left)
             if begins:
                 self._store.create(config, catalog)
             if event is not None:
@@ -201,6 +201,15 @@ class Run:
         with self.changes:
             self._caller(peer, instance)
             self._presence.says(peer, alive_seconds)
+
+    def check_caller(self, peer: str, instance: str) -> None:
+        """Check that a process speaks for a peer.
+
+        Raises:
+            Refusal: it does not.
+        """
+        with self.changes:
+            self._caller(peer, instance)
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """Take frames of a contribution.

@@ -66,7 +66,7 @@ class Server:
         self._ended = threading.Event()
         self._draining = False
         self._failed: dict[str, BaseException] = {}
-        self._health = HealthService(config.runs)
+        self._health = HealthService(config.runs, config.health_watches)
         self._config = config
         self._token = TokenCheck(read_token(config.token_file))
         self._shard_secret = ShardSecret(config)

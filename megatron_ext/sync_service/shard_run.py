@@ -127,6 +127,11 @@ class ShardRun:
                 except TimeoutError:
                     raise self._no_word() from None
 
+    def check_caller(self, peer: str, instance: str) -> None:
+        """See `Run.check_caller`."""
+        with self.changes:
+            self._check_caller(peer, instance)
+
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """See `Run.upload`."""
         return receive(lambda: self._contribution(peer, instance, number), frames, self._failpoints)

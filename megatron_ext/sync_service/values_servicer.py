@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from megatron_ext.params import flat_offset
 from megatron_ext.sync_service import wire
+from megatron_ext.sync_service.call_limits import Caller
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.frames import HEAD_BYTES, Box, Frame, codec_of, cut, payload_of, whole_box
 from megatron_ext.sync_service.open_values import OpenValues
@@ -26,12 +27,23 @@ _DIGEST_BYTES = 32
 FRAME_BYTES = 1 << 20
 """Of fp32 values in a frame. Every stream holds some copies of one, and there are many streams."""
 
+_STEP_BYTES, _SLICE_BYTES = 16 << 20, 16 << 10
+"""After how many bytes that were compared a download gives its thread to others, and for how many a slice counts that
+takes none: a message goes out then, with whatever there is."""
+
 
 class HasValues(Protocol):
     """A run, or a part of its values."""
 
     async def hear(self, peer: str, instance: str, least: int) -> None:
         """Wait until it is known whether a process speaks for a peer, in a run whose open round is so far."""
+
+    def check_caller(self, peer: str, instance: str) -> None:
+        """Check that a process speaks for a peer.
+
+        Raises:
+            Refusal: it does not.
+        """
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """See `Run`."""
@@ -60,11 +72,19 @@ class Uploading:
         self._run = served(runs, self._first.caller.run)
         self._caller, self._round = self._first.caller, self._first.round
         self._closed, self._taken, self._known = False, 0, 0
-        self.peer = self._caller.run, self._caller.peer
+        self.caller = Caller.of(self._caller)
 
     async def hear(self) -> None:
         """Wait until it is known whether the caller is who it says."""
         await self._run.hear(self._caller.peer, self._caller.instance, self._round)
+
+    def check(self) -> None:
+        """Check that the caller is who it says.
+
+        Raises:
+            Refusal: it is not.
+        """
+        self._run.check_caller(self._caller.peer, self._caller.instance)
 
     def take_first(self) -> bool:
         """Take the frames of the first message, as `take` does."""
@@ -108,7 +128,8 @@ class Downloading:
         self._run = served(runs, request.caller.run)
         self._lock = threading.Lock()
         self._messages = self._packed()
-        self.peer = request.caller.run, request.caller.peer
+        self.caller = Caller.of(request.caller)
+        self.slices = len(request.slices)
 
     async def hear(self) -> None:
         """Wait until it is known whether the caller is who it says."""
@@ -117,8 +138,16 @@ class Downloading:
             request.caller.peer, request.caller.instance, request.round if request.ahead else request.round + 1
         )
 
+    def check(self) -> None:
+        """Check that the caller is who it says.
+
+        Raises:
+            Refusal: it is not.
+        """
+        self._run.check_caller(self._request.caller.peer, self._request.caller.instance)
+
     def next(self) -> bytes | None:
-        """Return the next message, None at the end.
+        """Return the next message, None at the end. However much is asked for, this does not take long.
 
         Raises:
             Refusal: what is asked for is not there, or the caller is refused.
@@ -169,56 +198,78 @@ def _batches(snapshot: Snapshot, catalog: Catalog, slices: Iterable[Any], codec:
     """Yield messages with the frames of slices, or that they are as expected."""
     unchanged: list[int] = []
 
-    def frames() -> Iterator[Frame]:
+    def frames() -> Iterator[tuple[bytes, Frame] | int]:
         for place, wanted in enumerate(slices):
+            yield _SLICE_BYTES
             spec = catalog[wanted.name]
             box, first = _box(spec, tuple(wanted.start), tuple(wanted.shape))
-            if wanted.expected and wanted.expected in _known_as(snapshot, spec, box, first, len(wanted.expected)):
+            if wanted.expected and (yield from _is_known_as(wanted.expected, snapshot, spec, box, first)):
                 unchanged.append(place)
             else:
-                yield from _frames(snapshot, spec, box, first, codec, wanted.skip)
+                for frame in _frames(snapshot, spec, box, first, codec, wanted.skip):
+                    yield b"", frame
 
-    yield from _messages((b"", frame) for frame in frames())
-    if unchanged:
-        yield wire.Batch(unchanged=unchanged)
+    yield from _messages(frames(), unchanged)
 
 
-def _known_as(snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None, size: int) -> list[bytes]:
-    """Return by what a caller may expect the values of a box, in so many bytes."""
-    if size != _DIGEST_BYTES:
-        return [snapshot.sources[spec.name]] if spec.name in snapshot.sources else []
+def _is_known_as(
+    expected: bytes, snapshot: Snapshot, spec: TensorSpec, box: Box, first: int | None
+) -> Generator[int, None, bool]:
+    """Return whether a box has the values that a caller expects; yield how many bytes were compared meanwhile."""
+    if len(expected) != _DIGEST_BYTES:
+        return snapshot.sources.get(spec.name) == expected
     found = hashlib.sha256()
     for offset, count in cut(box.numel, FRAME_BYTES):
         if first is None:
             found.update(memoryview(snapshot.read_box(spec.name, box, offset, count).numpy()).cast("B"))
         else:
             found.update(snapshot.read_bytes(spec.name, first + offset, count))
-    return [found.digest()]
+        yield 4 * count
+    return found.digest() == expected
 
 
 def _known_batches(known: OpenValues, slices: Iterable[Any]) -> Iterator[wire.Batch]:
     """Yield messages with the frames of those slices of the open round that are known."""
 
-    def frames() -> Iterator[tuple[bytes, Frame]]:
+    def frames() -> Iterator[tuple[bytes, Frame] | int]:
         for wanted in slices:
+            yield _SLICE_BYTES
             spec = known.catalog[wanted.name]
             yield from known.frames(spec, *_box(spec, tuple(wanted.start), tuple(wanted.shape)), FRAME_BYTES)
 
-    return _messages(frames())
+    return _messages(frames(), [])
 
 
-def _messages(frames: Iterable[tuple[bytes, Frame]]) -> Iterator[wire.Batch]:
-    """Yield messages of about the size of a frame, each of one contribution."""
+def _messages(frames: Iterable[tuple[bytes, Frame] | int], unchanged: list[int]) -> Iterator[wire.Batch]:
+    """Yield messages of about the size of a frame, each of one contribution, and none later than some work.
+
+    Args:
+        frames: with their contributions; among them how many bytes of work were done without one.
+        unchanged: places of slices that are as expected, which `frames` adds to.
+    """
     batch: list[Frame] = []
-    size, last = 0, b""
-    for source, frame in frames:
+    size, work, last = 0, 0, b""
+
+    def message() -> wire.Batch:
+        nonlocal batch, size, work
+        made = wire.Batch(frames=batch, unchanged=tuple(unchanged), source=last)
+        batch, size, work = [], 0, 0
+        unchanged.clear()
+        return made
+
+    for found in frames:
+        if isinstance(found, int):
+            work += found
+            if work >= _STEP_BYTES:
+                yield message()
+            continue
+        source, frame = found
         if batch and (size >= FRAME_BYTES or source != last):
-            yield wire.Batch(frames=batch, source=last)
-            batch, size = [], 0
+            yield message()
         batch.append(frame)
         size, last = size + HEAD_BYTES + len(frame.payload), source
-    if batch:
-        yield wire.Batch(frames=batch, source=last)
+    if batch or unchanged:
+        yield message()
 
 
 def served[T](runs: Mapping[str, T], name: str) -> T:
