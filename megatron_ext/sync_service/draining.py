@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable
 
+from megatron_ext.sync_service.presence import Presence
 from megatron_ext.sync_service.refusal import Refusal
 
 __all__ = ["Draining"]
@@ -54,16 +54,21 @@ class Draining:
         self._running -= 1
         self._last = time.monotonic()
 
-    def is_given_up(self, open_round: int, silent_seconds: Iterable[float]) -> bool:
-        """Return whether the last round is not made, and those who are awaited in it seem to be gone.
+    def is_given_up(self, open_round: int, awaited: Iterable[str], presence: Presence) -> bool:
+        """Return whether the last round is not made, and those who are awaited in it are gone.
+
+        One who sends no heartbeats may be in a long interval, and is awaited until it is evicted.
 
         Args:
             open_round: the round that takes contributions.
-            silent_seconds: of those who are awaited in it, for how long nothing was heard of them.
+            awaited: who is awaited in it.
+            presence: which processes are alive.
         """
         if self.last_round is None or open_round > self.last_round or self._running:
             return False
-        return min(silent_seconds, default=math.inf) > LINGER_SECONDS < time.monotonic() - self._begun
+        if time.monotonic() - self._begun <= LINGER_SECONDS:
+            return False
+        return all(presence.is_gone(peer, LINGER_SECONDS) for peer in awaited)
 
     def lacking(self, members: Iterable[str]) -> list[str]:
         """Return who has not fetched the last round from this server, which may have been another one's."""

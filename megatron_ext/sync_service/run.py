@@ -93,7 +93,7 @@ class Run:
         self._presence = Presence()
         for member in self._state.members.values():
             # Of those who were alive when a former server ended, the next heartbeat tells.
-            self._presence.says(member.name, member.alive_seconds)
+            self._presence.begins(member.name, member.alive_seconds)
         self._shards = Shards(
             self._store.shard,
             [
@@ -181,7 +181,7 @@ class Run:
                 self._store.record({**event, **whose, "alive_seconds": alive_seconds})
                 self.changes.notify_all()
             self._presence.heard(peer)
-            self._presence.says(peer, alive_seconds)
+            self._presence.begins(peer, alive_seconds)
             return Admission(
                 index=self._state.members[peer].index,
                 open_round=self._state.open_round,
@@ -425,7 +425,13 @@ class Run:
         last = self._draining.last_round
         assert last is not None
         if self._state.open_round <= last:
-            return self._state.waiting_for()
+            unknown = [peer for peer in self._state.awaited() if not self._presence.is_known(peer)]
+            if not unknown:
+                return self._state.waiting_for()
+            return (
+                f"{self._state.waiting_for()}; no heartbeats say whether {', '.join(unknown)} will come: evict whoever "
+                "will not, or end the server as it is (SIGTERM), which loses nothing either"
+            )
         lacking = ", ".join(self._draining.lacking(self._state.members))
         if last < 0 or not lacking:
             return "no round is under way"
@@ -435,16 +441,17 @@ class Run:
     def _is_draining(self) -> bool:
         return self._draining.last_round is not None
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether nothing is lost for anyone when the server ends now, or nothing comes any more."""
+    def try_to_rest(self) -> bool:
+        """Return whether nothing is lost for anyone when the server ends now, or nothing comes any more.
+
+        Where all who are awaited in the last round are gone, the round before becomes the last one.
+        """
         with self.changes:
             if self._stopped_by or self._draining.is_over(self._state.open_round, self._state.members):
                 return True
             awaited = self._state.awaited()
             is_stuck = self._state.closing is None and self._state.seconds_until_close(time.monotonic()) is None
-            silent = map(self._presence.silent_seconds, awaited)
-            if not (is_stuck and self._draining.is_given_up(self._state.open_round, silent)):
+            if not (is_stuck and self._draining.is_given_up(self._state.open_round, awaited, self._presence)):
                 return False
             log.warning(
                 "run %s: %s, and nothing is heard of %s: the round stays open, with what was uploaded for it",

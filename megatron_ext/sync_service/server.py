@@ -116,7 +116,7 @@ class Server:
         while not self._ended.wait(_POLL_SECONDS):
             runs: list[Run | ShardRun] = [*self._runs.values(), *self._shard_runs.values()]
             # The first server tells the others.
-            if (self._draining or self._shard_runs) and all(run.is_drained for run in runs):
+            if (self._draining or self._shard_runs) and all(run.try_to_rest() for run in runs):
                 log.info("drained")
                 break
         self._health.end()

@@ -349,9 +349,8 @@ class ShardRun:
     # The end
     # -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether the first server ends, and nothing is lost for anyone when this one does."""
+    def try_to_rest(self) -> bool:
+        """Return whether the first server ends, and nothing is lost for anyone when this one does."""
         with self.changes:
             return self._draining.is_over(self._word.open_round, self._word.members)
 
