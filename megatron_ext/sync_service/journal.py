@@ -25,10 +25,10 @@ __all__ = [
     "Event",
     "Journal",
     "JournalContent",
-    "damaged_journal",
     "line_of",
     "parse_journal",
     "read_journal",
+    "read_whole_journal",
     "recover_command",
 ]
 
@@ -64,6 +64,22 @@ def read_journal(path: Path) -> JournalContent:
     return parse_journal(path.read_bytes() if path.exists() else b"")
 
 
+def read_whole_journal(path: Path) -> JournalContent:
+    """Read a journal, which may be missing, to go on from it. Nothing is changed.
+
+    Raises:
+        OSError: it is there and cannot be read.
+        UserError: a whole line is damaged.
+    """
+    content = read_journal(path)
+    if content.damage:
+        raise UserError(
+            f"{path}: {content.damage}; restore the file from a copy, rebuild it from the newest snapshot with: "
+            f"{recover_command(path.parent)}, or move the run's folder away to start it anew"
+        )
+    return content
+
+
 def parse_journal(data: bytes) -> JournalContent:
     """Return what the bytes of a journal say."""
     lines = data.splitlines(keepends=True)
@@ -93,16 +109,14 @@ class Journal:
         Args:
             path: of the file.
             copy: is given every line that is appended, which has happened when that returns; it may raise OSError.
-            content: of the file, if it was read before.
+            content: of the file, if it was read before as a whole.
 
         A last line that is not whole is cut off: the server died while it wrote it, so nobody was told of it.
 
         Raises:
             UserError: a whole line is damaged.
         """
-        content = content or read_journal(path)
-        if content.damage:
-            raise damaged_journal(path, content)
+        content = content or read_whole_journal(path)
         self.path = path
         self._copy = copy
         self.events = list(content.events)
@@ -149,14 +163,6 @@ def line_of(event: Event) -> tuple[Event, bytes]:
     event = {**event, "time": round(time.time(), 3)}
     body = json.dumps(event)
     return event, f'{{"crc": "{zlib.crc32(body.encode()):08x}", {body[1:]}\n'.encode()
-
-
-def damaged_journal(path: Path, content: JournalContent) -> UserError:
-    """Return the error that says that a line of a journal is damaged."""
-    return UserError(
-        f"{path}: {content.damage}; restore the file from a copy, rebuild it from the newest snapshot with: "
-        f"{recover_command(path.parent)}, or move the run's folder away to start it anew"
-    )
 
 
 def recover_command(folder: Path) -> str:

@@ -27,7 +27,7 @@ from megatron_ext.sync_service.evidence import check_start
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.guards import Guards
 from megatron_ext.sync_service.history import History
-from megatron_ext.sync_service.journal import Event, Journal, damaged_journal, read_journal
+from megatron_ext.sync_service.journal import Event, Journal, read_whole_journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.room import check_room
@@ -88,9 +88,7 @@ class RunStore:
             except OSError as error:
                 raise UserError(f"run {name}: {error}") from error
         path = folder / "journal.jsonl"
-        content = read_journal(path)
-        if content.damage:
-            raise damaged_journal(path, content)
+        content = read_whole_journal(path)
         kind = AsynchronousState if config.is_asynchronous else RunState
         self.state: RunState = kind(config.policy)
         self.history = History()
