@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.settings import VOCABULARY, WORKERS, Noise, Run, Study
-from megatron_ext.local_sgd.round_log import read_rounds
+from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.support.pretrain import run_pretrain
 
 __all__ = [

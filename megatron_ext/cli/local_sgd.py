@@ -42,7 +42,7 @@ def run_report(args: argparse.Namespace) -> int:
     Raises:
         UserError: there are no rounds, or the picture that was asked for cannot be made.
     """
-    from megatron_ext.local_sgd.round_log import read_rounds
+    from megatron_ext.local_sgd.reporting.round_log import read_rounds
 
     if args.last < 0:
         raise UserError(f"--last is {args.last}; give a number of rounds, or 0 for all")
@@ -87,7 +87,7 @@ def table(rounds: Sequence[dict[str, Any]]) -> str:
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
-    from megatron_ext.local_sgd.round_log import as_number, mean_weights, sending_seconds
+    from megatron_ext.local_sgd.reporting.round_log import as_number, mean_weights, sending_seconds
 
     weights = mean_weights(entry)
     norms = [as_number(norm) for norm in entry["worker_norms"]]
@@ -117,7 +117,7 @@ def _excluded(rounds: Sequence[dict[str, Any]]) -> str:
 
 
 def _draw(rounds: Sequence[dict[str, Any]], file: Path) -> None:
-    from megatron_ext.local_sgd.round_figure import draw_rounds
+    from megatron_ext.local_sgd.reporting.round_figure import draw_rounds
 
     try:
         draw_rounds(rounds, file)

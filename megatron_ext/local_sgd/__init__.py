@@ -3,8 +3,8 @@
 
 from megatron_ext.local_sgd.atorch_names import local_sgd_args_provider, patch_megatron_for_local_sgd
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
 
 __all__ = [
     "GTAConfig",

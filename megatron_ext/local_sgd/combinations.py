@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
 
 __all__ = ["method_problems"]
 

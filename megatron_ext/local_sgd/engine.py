@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.digest import require_equal
-from megatron_ext.local_sgd.fragment import Fragment
-from megatron_ext.local_sgd.host_memory import require_room
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_state import OuterState, SyncedTensor
-from megatron_ext.local_sgd.report import Progress, RoundReport
+from megatron_ext.local_sgd.exchange.fragment import Fragment
+from megatron_ext.local_sgd.exchange.host_memory import require_room
+from megatron_ext.local_sgd.exchange.outer_state import OuterState, SyncedTensor
+from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
 from megatron_ext.local_sgd.schedule import RoundSchedule
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.digest import require_equal
 from megatron_ext.transport.collectives import collective_device
 
 __all__ = ["LocalSGD", "SyncedTensor"]

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron_ext.config_options import FromArgs, flag
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
 
 __all__ = ["StreamingConfig", "assign_fragments", "due_steps", "fragment_problem", "layer_count", "numbered"]
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.guards import Guards, Judged
 from megatron_ext.sync_service.merge import Merge

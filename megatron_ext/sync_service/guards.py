@@ -16,8 +16,8 @@ import torch
 from megatron_ext.config_options import in_field_names
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.lasting import lasting_remarks
-from megatron_ext.local_sgd.penalty import Penalty, Verdict, clip_coefficient
+from megatron_ext.outer.lasting import lasting_remarks
+from megatron_ext.outer.penalty import Penalty, Verdict, clip_coefficient
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 
 __all__ = ["Guards", "Judged"]

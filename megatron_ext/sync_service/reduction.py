@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.digest import RoundDigest

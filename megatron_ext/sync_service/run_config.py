@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_ext.config_options import in_field_names
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
 from megatron_ext.spes import MergeConfig
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, Limits, can_be_waited
 from megatron_ext.sync_service.members import Policy

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.catalog import LONGEST_NAME
 from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.guards import Judged

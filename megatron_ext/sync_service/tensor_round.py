@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_ext.local_sgd.delayed_nesterov import DelayedNesterov
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import OuterOptimizer, build_outer_optimizer
-from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.delayed_nesterov import DelayedNesterov
+from megatron_ext.outer.outer_optimizer import OuterOptimizer, build_outer_optimizer
+from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import TensorSpec
 from megatron_ext.sync_service.digest import RoundDigest

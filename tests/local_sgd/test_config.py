@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.local_sgd.outer_optimizer import outer_optimizer_problems, resolve_class
+from megatron_ext.outer.outer_optimizer import outer_optimizer_problems, resolve_class
 
 
 def test_the_outer_optimizer_defaults_are_those_of_diloco():

@@ -84,7 +84,7 @@ def test_parts_of_one_tensor_that_are_cut_differently_stay_equal_bit_for_bit():
 
 def small_segments(limit, small):
     """Return the values after one round with segments of `limit` elements."""
-    from megatron_ext.local_sgd import fragment as module
+    from megatron_ext.local_sgd.exchange import fragment as module
 
     module.SEGMENT_NUMEL, module.SMALL_NUMEL = limit, small
     torch.manual_seed(0)

@@ -81,7 +81,7 @@ def test_w2_the_first_pseudo_gradient_is_that_of_one_interval(warmup, clip, expe
 
 def over_at_a_late_hour():
     """Return when a window of 0.75 seconds is over by a clock that shows seconds since 1970 in steps of 0.25."""
-    from megatron_ext.local_sgd.asynchronous import AsyncSchedule
+    from megatron_ext.local_sgd.time_based import AsyncSchedule
 
     dist.init_process_group("gloo")
     seconds = [1795239321.06 + 0.25 * tick for tick in range(5)]

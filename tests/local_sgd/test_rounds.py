@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from megatron_ext.local_sgd.round_log import read_rounds
+from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.local_sgd.runs import arguments, local_run, model_digests, worker_slices
 from tests.support.presets import LAYOUTS
 from tests.support.pretrain import run_pretrain

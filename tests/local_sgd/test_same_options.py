@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from megatron_ext.local_sgd.round_log import read_rounds
+from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.local_sgd.runs import arguments
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 

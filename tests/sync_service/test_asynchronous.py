@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.delayed_nesterov import DelayedNesterov
+from megatron_ext.outer.delayed_nesterov import DelayedNesterov
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import Report, SyncClient

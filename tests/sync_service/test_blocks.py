@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.sync_service import tensor_round
 from megatron_ext.sync_service.blocks import BLOCK_ELEMENTS, Block, common_blocks
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec

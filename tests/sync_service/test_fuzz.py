@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.contribution import Contribution

@@ -11,7 +11,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.guards import Guards
 from tests.sync_service.service import Service

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.sync_service.blocks import Block
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.contribution import Contribution

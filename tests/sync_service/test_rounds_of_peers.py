@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.outer_optimizer import OuterSGD
+from megatron_ext.outer.outer_optimizer import OuterSGD
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from tests.sync_service.peer import SHAPES, digest, start_values, trained
 from tests.sync_service.service import Service

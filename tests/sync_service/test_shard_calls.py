@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.local_sgd.penalty import Verdict
+from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service import shard_run
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.connection import ConnectionConfig

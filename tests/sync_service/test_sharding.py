@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.penalty import Penalty
+from megatron_ext.outer.penalty import Penalty
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import ClientConfig, SyncClient
 from megatron_ext.sync_service.config import RunConfig, ServerConfig

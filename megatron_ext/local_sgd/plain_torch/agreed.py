@@ -20,9 +20,9 @@ from megatron_ext.local_sgd.agreement import (
 )
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
-from megatron_ext.local_sgd.round_writer import RoundWriter
+from megatron_ext.local_sgd.reporting.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.config import OuterOptimizerConfig
 
 __all__ = ["Settings"]
 

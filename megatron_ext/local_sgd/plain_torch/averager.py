@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.asynchronous import AsyncSchedule
 from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
-from megatron_ext.local_sgd.outer_config import OuterOptimizerConfig
 from megatron_ext.local_sgd.plain_torch.agreed import Settings
 from megatron_ext.local_sgd.plain_torch.buffers import SharedBuffers, plans_for_buffers, refuse_unfit_buffers
 from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks, layers_of
@@ -30,8 +28,10 @@ from megatron_ext.local_sgd.plain_torch.parameters import (
 from megatron_ext.local_sgd.plain_torch.same_model import ModelDescription, describe, require_same_model
 from megatron_ext.local_sgd.plain_torch.saved_state import StateGuard
 from megatron_ext.local_sgd.plain_torch.wording import as_fields, speaks_of_fields
-from megatron_ext.local_sgd.report import Progress, RoundReport
+from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
+from megatron_ext.local_sgd.time_based import AsyncSchedule
+from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.seams.arguments import say
 from megatron_ext.transport.collectives import collective_device
 

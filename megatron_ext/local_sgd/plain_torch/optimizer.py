@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
 from megatron_ext.local_sgd.plain_torch.schedulers import SchedulesInStep
-from megatron_ext.local_sgd.report import RoundReport
+from megatron_ext.local_sgd.reporting.round_report import RoundReport
 from megatron_ext.params.moments import reset_broken_moments
 
 __all__ = ["StatefulPostLocalSGDOptimizer", "load_local_sgd_state_dict", "save_local_sgd_state_dict"]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.outer_state import SyncedTensor
+from megatron_ext.local_sgd.exchange.outer_state import SyncedTensor
 
 __all__ = [
     "averages_gradients",

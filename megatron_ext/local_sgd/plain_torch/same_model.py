@@ -17,9 +17,9 @@ from megatron_ext.local_sgd.agreement import (
     refuse_together,
     workers_in_words,
 )
-from megatron_ext.local_sgd.digest import tensor_digest
 from megatron_ext.local_sgd.plain_torch.buffers import persistent_buffers
 from megatron_ext.local_sgd.plain_torch.parameters import local_part
+from megatron_ext.outer.digest import tensor_digest
 
 __all__ = ["ModelDescription", "describe", "require_same_model"]
 
