@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from megatron_ext.config_options import FromArgs, flag_of
 from megatron_ext.errors import UserError, combine
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.version import __version__
 
 __all__ = [

@@ -9,10 +9,11 @@ import torch
 
 from megatron_ext.config_options import FromArgs
 from megatron_ext.local_sgd.combinations import method_problems
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
-from megatron_ext.local_sgd.reporting.round_report import plural
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.phrases import plural
 from megatron_ext.seams.arguments import asks_for_cuda_graphs
 from megatron_ext.support import refusals
 from megatron_ext.transport.codecs import build_codec

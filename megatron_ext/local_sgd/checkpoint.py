@@ -18,14 +18,15 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, SaveContext
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
-from megatron_ext.local_sgd.reporting.round_report import plural
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, refuse_other_model, tuning_of
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
+from megatron_ext.phrases import plural
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.optimizer_format import refuse_bound_format
 from megatron_ext.seams.process_groups import WorkerGroups

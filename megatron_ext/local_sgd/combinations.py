@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["method_problems"]
 
@@ -29,15 +30,21 @@ def method_problems(
 
 def _pairwise_problems(config: LocalSGDConfig, streaming: StreamingConfig) -> list[str]:
     """Return why workers cannot meet in pairs."""
+    pairs = "--local-sgd-pseudo-grad-reducer pairwise"
     problems = []
+    if config.has_penalty:
+        problems.append(f"{pairs} knows the norms of two workers only; drop the options of the penalty")
+    if config.codec is not None:
+        problems.append(f"{pairs} is not combined with --local-sgd-codec; drop one of them")
+    if config.use_async:
+        problems.append(f"{pairs} is not combined with --local-sgd-use-async; drop one of them")
     if streaming.active:
         problems.append(
-            "--local-sgd-pseudo-grad-reducer pairwise is not combined with --local-sgd-fragment options; drop them"
+            f"{pairs} is not combined with --local-sgd-fragment options; drop them"
         )
     if config.local_sgd_evaluation == "synced":
         problems.append(
-            "--local-sgd-pseudo-grad-reducer pairwise has no synced weights; validate each worker's own with "
-            "--local-sgd-evaluation workers"
+            f"{pairs} has no synced weights; validate each worker's own with --local-sgd-evaluation workers"
         )
     return problems
 

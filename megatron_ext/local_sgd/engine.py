@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.exchange.fragment import Fragment
 from megatron_ext.local_sgd.exchange.host_memory import require_room
 from megatron_ext.local_sgd.exchange.outer_state import OuterState, SyncedTensor
@@ -26,6 +26,7 @@ from megatron_ext.local_sgd.schedule import RoundSchedule
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.digest import require_equal
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.transport.collectives import collective_device
 
 __all__ = ["LocalSGD", "SyncedTensor"]

@@ -22,17 +22,19 @@ from megatron_ext.hooks import (
 from megatron_ext.local_sgd import checkpoint
 from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
 from megatron_ext.local_sgd.arrivals import Arrivals
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.learning_rate import catch_up, may_skip_steps
 from megatron_ext.local_sgd.reporting import log_line
-from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport, plural
+from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
 from megatron_ext.local_sgd.same_options import require_same_options
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
+from megatron_ext.phrases import plural
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import forward, gradients, logging, process_groups, training
 from megatron_ext.seams.arguments import add_config_group, say

@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 from megatron_ext.errors import combine
 from megatron_ext.local_sgd.agreement import differences, numbers_in_words, settings_of
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.reporting.round_writer import round_log_path
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["measures_for_report", "require_same_options"]
 

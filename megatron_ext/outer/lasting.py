@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.local_sgd.reporting.round_report import listed, plural
+from megatron_ext.phrases import listed, plural
 
 __all__ = ["LASTING_ROUNDS", "LastingRejection", "LastingRejections", "lasting_remarks"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.detector import AnomalyDetector
 from megatron_ext.outer.lasting import LastingRejection, LastingRejections
+from megatron_ext.outer.penalty_config import PenaltyConfig
 
 __all__ = ["Penalty", "Verdict", "clip_coefficient"]
 
@@ -69,7 +69,7 @@ class Verdict:
 class Penalty:
     """Decides over the workers of every round. The same on all ranks, given the same norms."""
 
-    def __init__(self, config: LocalSGDConfig, *, workers: int, units: int) -> None:
+    def __init__(self, config: PenaltyConfig, *, workers: int, units: int) -> None:
         self._config = config
         self._detector: AnomalyDetector | None = None
         self._lasting = LastingRejections(workers, units, _way_out(config))
@@ -160,7 +160,7 @@ class Penalty:
         return 1.0 if temperature is None else temperature
 
 
-def _way_out(config: LocalSGDConfig) -> str:
+def _way_out(config: PenaltyConfig) -> str:
     if config.ewma_relearn_rounds:
         return "raise --local-sgd-ewma-threshold, or drop --local-sgd-skip-anomaly"
     return "let a level that most workers share be learned, with --local-sgd-ewma-relearn-rounds above 0"

@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from megatron_ext.local_sgd.config import GTAConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["Gta", "Linear", "Reducer", "build_reducer", "build_sparsifier", "sparsify"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_ext.config_options import FromArgs
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.support import refusals
 from megatron_ext.sync_service.address import is_loopback, split_address
 from megatron_ext.sync_service.config import NAME

@@ -15,9 +15,9 @@ import torch
 
 from megatron_ext.config_options import in_field_names
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.lasting import lasting_remarks
 from megatron_ext.outer.penalty import Penalty, Verdict, clip_coefficient
+from megatron_ext.outer.penalty_config import PenaltyConfig
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 
 __all__ = ["Guards", "Judged"]
@@ -31,7 +31,7 @@ _DTYPES = {"float64": torch.float64, "int64": torch.int64}
 class Guards:
     """Decides over the peers of a round."""
 
-    def __init__(self, config: LocalSGDConfig, catalog: Catalog, peers: int, state: str | None) -> None:
+    def __init__(self, config: PenaltyConfig, catalog: Catalog, peers: int, state: str | None) -> None:
         """Go on from what was learned.
 
         Args:
@@ -103,7 +103,7 @@ class Guards:
         by_unit = {self._titles[key]: verdict.lasting for key, verdict in self._verdicts.items()}
         said = lasting_remarks(by_unit, lambda index: "it")
         return {
-            index: in_field_names(text, LocalSGDConfig.__dataclass_fields__, off="{}: false")
+            index: in_field_names(text, PenaltyConfig.__dataclass_fields__, off="{}: false")
             for index, text in said.items()
         }
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from megatron_ext.config_options import in_field_names
-from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
+from megatron_ext.outer.penalty_config import PenaltyConfig
 from megatron_ext.spes import MergeConfig
 from megatron_ext.sync_service.limits import LONGEST_SECONDS, Limits, can_be_waited
 from megatron_ext.sync_service.members import Policy
@@ -188,9 +188,9 @@ class RunConfig:
         )
 
     @property
-    def penalty(self) -> LocalSGDConfig | None:
+    def penalty(self) -> PenaltyConfig | None:
         """The guards, as local SGD calls them; None without any."""
-        config = self._local_sgd
+        config = self._guards
         return config if config.has_penalty else None
 
     @property
@@ -199,9 +199,8 @@ class RunConfig:
         return Limits(**{name: getattr(self, name) for name in _LIMITS})
 
     @property
-    def _local_sgd(self) -> LocalSGDConfig:
-        given = {name: getattr(self, name) for name in _PENALTY}
-        return LocalSGDConfig(use_local_sgd=True, local_sgd_workers=max(self.peers, 1), **given)
+    def _guards(self) -> PenaltyConfig:
+        return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY})
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one sentence each."""
@@ -228,7 +227,7 @@ class RunConfig:
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
         found += _as_fields(outer_optimizer_problems(self.outer), OuterOptimizerConfig, _OUTER)
-        found += _as_fields(self._local_sgd.problems(), LocalSGDConfig, _PENALTY)
+        found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
         found += self._merge_problems()
         return found + self._asynchronous_problems()
 

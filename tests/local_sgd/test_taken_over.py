@@ -4,10 +4,11 @@
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, tuning_of
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 
 ADAM = "torch.optim.Adam"
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.exchange.compressed import CompressedRound
 from megatron_ext.local_sgd.exchange.eager import EagerRound
 from megatron_ext.local_sgd.exchange.in_forward import ForwardRound
@@ -42,6 +42,7 @@ from megatron_ext.local_sgd.exchange.summary import summarize
 from megatron_ext.local_sgd.reporting.round_report import RoundClock, RoundReport
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.penalty import Penalty
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.transport.codecs import Codec, build_codec
 from megatron_ext.transport.collectives import SEGMENT_NUMEL, ordered_sum
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.local_sgd.reporting.round_report import listed
 from megatron_ext.outer.penalty import Penalty, Verdict, clip_coefficient
+from megatron_ext.phrases import listed
 
 __all__ = ["Judge"]
 

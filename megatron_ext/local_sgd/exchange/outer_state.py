@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.local_sgd.config import GTAConfig
 from megatron_ext.local_sgd.exchange.compressed import CompressedRound
 from megatron_ext.local_sgd.exchange.eager import EagerRound
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
@@ -19,6 +18,7 @@ from megatron_ext.local_sgd.exchange.segments import Run
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import build_outer_optimizer, outer_states_per_anchor
 from megatron_ext.outer.penalty import Penalty
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.outer.reducers import build_reducer, build_sparsifier
 
 __all__ = ["OuterState", "SyncedTensor"]

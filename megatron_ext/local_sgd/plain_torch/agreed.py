@@ -19,10 +19,11 @@ from megatron_ext.local_sgd.agreement import (
     workers_in_words,
 )
 from megatron_ext.local_sgd.combinations import method_problems
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["Settings"]
 

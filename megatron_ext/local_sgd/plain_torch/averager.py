@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.plain_torch.agreed import Settings
 from megatron_ext.local_sgd.plain_torch.buffers import SharedBuffers, plans_for_buffers, refuse_unfit_buffers
@@ -32,6 +32,7 @@ from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 from megatron_ext.local_sgd.time_based import AsyncSchedule
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.seams.arguments import say
 from megatron_ext.transport.collectives import collective_device
 

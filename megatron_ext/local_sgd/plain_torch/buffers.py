@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.agreement import workers_in_words
 from megatron_ext.local_sgd.plain_torch.parameters import local_part
-from megatron_ext.local_sgd.reporting.round_report import plural
 from megatron_ext.outer.digest import tensor_digest
+from megatron_ext.phrases import plural
 from megatron_ext.transport.collectives import collective_device
 
 __all__ = ["SharedBuffers", "persistent_buffers", "plans_for_buffers", "refuse_unfit_buffers"]

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.agreement import gather_all, refuse_together
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import SyncedTensor
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, refuse_other_model, tuning_of
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.digest import tensor_digest
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["StateGuard"]
 

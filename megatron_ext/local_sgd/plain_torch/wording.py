@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator
 
 from megatron_ext.config_options import in_field_names
-from megatron_ext.local_sgd.config import GTAConfig, LocalSGDConfig
+from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["as_fields", "speaks_of_fields"]
 

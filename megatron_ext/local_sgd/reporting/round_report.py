@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["Progress", "RoundClock", "RoundReport", "listed", "new_level", "plural"]
+from megatron_ext.phrases import listed
+
+__all__ = ["Progress", "RoundClock", "RoundReport", "new_level"]
 
 
 @dataclass
@@ -179,14 +181,3 @@ def new_level(levels: Collection[tuple[float, float]]) -> str:
     """Return the means, over some workers, of their levels before and now."""
     before, now = (math.fsum(values) / len(levels) for values in zip(*levels, strict=True))
     return f"{before:.4g} -> {now:.4g}"
-
-
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Return names for a message, the first few of them when there are many."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")
-
-
-def plural(number: int, noun: str) -> str:
-    """Return a number of things in words."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of sentences for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["listed", "plural"]
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Return names for a message, the first few of them when there are many."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")
+
+
+def plural(number: int, noun: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
