@@ -133,7 +133,8 @@ def run_start(args: argparse.Namespace) -> int:
     """
     import logging
 
-    from megatron_ext.sync_service.config import RunConfig, ServerConfig, read_config, run_config
+    from megatron_ext.sync_service.config import ServerConfig, read_config, run_config
+    from megatron_ext.sync_service.run_config import RunConfig
     from megatron_ext.sync_service.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

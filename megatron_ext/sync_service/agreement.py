@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.sync_service.arguments import interval_of
-from megatron_ext.sync_service.config import INTERVAL
+from megatron_ext.sync_service.report import INTERVAL
 
 __all__ = ["MODEL_OPTIONS", "agreed"]
 

@@ -13,9 +13,8 @@ from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.support import refusals
 from megatron_ext.sync_service.address import is_loopback, split_address
-from megatron_ext.sync_service.config import NAME
-from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
-from megatron_ext.sync_service.presence import LONGEST_HEARTBEAT_SECONDS
+from megatron_ext.sync_service.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.names import NAME
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.connection import ConnectionConfig

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.config import NAME
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.frames import CODECS
-from megatron_ext.sync_service.limits import LONGEST_SECONDS, can_be_waited
-from megatron_ext.sync_service.presence import LONGEST_HEARTBEAT_SECONDS
+from megatron_ext.sync_service.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.names import NAME
 
 __all__ = ["ClientConfig"]
 

@@ -16,10 +16,7 @@ from megatron_ext.sync_service.names import NAME
 from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.yaml_file import read_yaml
 
-__all__ = ["INTERVAL", "NAME", "RunConfig", "ServerConfig", "read_config"]
-
-INTERVAL = "--sync-service-interval"
-"""The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""
+__all__ = ["ServerConfig", "read_config"]
 
 _LEAST = {
     "peer_streams": 1,

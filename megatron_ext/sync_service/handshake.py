@@ -7,10 +7,11 @@ from collections.abc import Mapping, Set
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import LONGEST_NAME, Catalog
-from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.frames import codec_of
 from megatron_ext.sync_service.merge import layers_of
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.report import INTERVAL
+from megatron_ext.sync_service.run_config import RunConfig
 
 __all__ = ["check_against", "check_alone"]
 

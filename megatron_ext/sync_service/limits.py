@@ -8,7 +8,24 @@ from dataclasses import dataclass
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.refusal import Refusal
 
-__all__ = ["LONGEST_SECONDS", "Limits", "can_be_waited", "gib"]
+__all__ = [
+    "ALIVE_HEARTBEATS",
+    "LONGEST_ALIVE_SECONDS",
+    "LONGEST_HEARTBEAT_SECONDS",
+    "LONGEST_SECONDS",
+    "Limits",
+    "can_be_waited",
+    "gib",
+]
+
+LONGEST_ALIVE_SECONDS = 60.0
+"""For longer nobody counts as alive without a further word."""
+
+ALIVE_HEARTBEATS = 3
+"""Heartbeats that may fail to come before a process no longer counts as alive."""
+
+LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
+"""Between two heartbeats."""
 
 LONGEST_SECONDS = 30 * 86400.0
 """A month. The system's own limit is not far above what people write for "for ever", and ends the thread that waits."""

@@ -13,7 +13,7 @@ from megatron_ext.sync_service.client_config import ClientConfig
 from megatron_ext.sync_service.connection import Connection
 from megatron_ext.sync_service.heartbeat import Heartbeat
 from megatron_ext.sync_service.job import Job
-from megatron_ext.sync_service.presence import ALIVE_HEARTBEATS
+from megatron_ext.sync_service.limits import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.report import Progress, Report
 

@@ -11,16 +11,9 @@ from __future__ import annotations
 import math
 import time
 
-__all__ = ["ALIVE_HEARTBEATS", "LONGEST_ALIVE_SECONDS", "LONGEST_HEARTBEAT_SECONDS", "Presence"]
+from megatron_ext.sync_service.limits import LONGEST_ALIVE_SECONDS
 
-LONGEST_ALIVE_SECONDS = 60.0
-"""For longer nobody counts as alive without a further word."""
-
-ALIVE_HEARTBEATS = 3
-"""Heartbeats that may fail to come before a process no longer counts as alive."""
-
-LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
-"""Between two heartbeats."""
+__all__ = ["Presence"]
 
 
 class Presence:

@@ -10,7 +10,10 @@ from typing import Any
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.schema import LARGEST_COUNT
 
-__all__ = ["Progress", "Report"]
+__all__ = ["INTERVAL", "Progress", "Report"]
+
+INTERVAL = "--sync-service-interval"
+"""The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""
 
 
 @dataclass(frozen=True)

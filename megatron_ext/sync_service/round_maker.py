@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 
 from megatron_ext.sync_service.asynchronous import AsynchronousState
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.decision import Decision, decide, untouched
 from megatron_ext.sync_service.digest import RoundDigest
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.journal import Event
 from megatron_ext.sync_service.reduction import Alone, DamagedContribution, Made
 from megatron_ext.sync_service.remote_shard import ShardProblem
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.snapshot import Snapshot

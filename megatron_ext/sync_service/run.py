@@ -14,7 +14,6 @@ from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.changes import Changes
-from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.draining import Draining
@@ -28,9 +27,10 @@ from megatron_ext.sync_service.receive import receive
 from megatron_ext.sync_service.refusal import NameInUse, NotWhole, Refusal
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.remote_shard import RemoteShard, ShardProblem
-from megatron_ext.sync_service.report import Progress, Report
+from megatron_ext.sync_service.report import INTERVAL, Progress, Report
 from megatron_ext.sync_service.round import Answer
 from megatron_ext.sync_service.round_maker import RoundMaker
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.sharding import part_of
 from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.snapshot import Snapshot

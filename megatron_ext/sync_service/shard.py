@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.decision import Decision, Measured
 from megatron_ext.sync_service.failpoints import Failpoints
@@ -26,6 +25,7 @@ from megatron_ext.sync_service.guards import Judged
 from megatron_ext.sync_service.merge import Merge
 from megatron_ext.sync_service.open_values import OpenValues
 from megatron_ext.sync_service.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter, newest_of, snapshot_name, snapshot_number
 from megatron_ext.sync_service.spares import SpareFiles
 from megatron_ext.sync_service.spool import Spool

@@ -6,8 +6,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.health import health_of
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.shards import Shards
 from megatron_ext.sync_service.store import RunStore
 

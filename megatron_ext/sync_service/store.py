@@ -21,7 +21,6 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.asynchronous import AsynchronousState
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import INTERVAL, RunConfig
 from megatron_ext.sync_service.durable import sync_path
 from megatron_ext.sync_service.evidence import check_start
 from megatron_ext.sync_service.failpoints import Failpoints
@@ -30,8 +29,10 @@ from megatron_ext.sync_service.history import History
 from megatron_ext.sync_service.journal import Event, Journal, read_whole_journal
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION
 from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.report import INTERVAL
 from megatron_ext.sync_service.room import check_room
 from megatron_ext.sync_service.round import RunState
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.run_record import RunRecord
 from megatron_ext.sync_service.shard import Shard
 from megatron_ext.sync_service.sharding import assign, part_of

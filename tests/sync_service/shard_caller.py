@@ -8,8 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.security import SECRET_KEY, TOKEN_KEY
 from megatron_ext.sync_service.wire import METHODS
 

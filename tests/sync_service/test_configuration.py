@@ -12,9 +12,10 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import ClientConfig, SyncClient
-from megatron_ext.sync_service.config import RunConfig, ServerConfig, read_config
+from megatron_ext.sync_service.config import ServerConfig, read_config
 from megatron_ext.sync_service.connection import Connection, ConnectionConfig
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.run_config import RunConfig
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUN = {"r": RunConfig(peers=2)}

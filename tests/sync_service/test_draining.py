@@ -8,7 +8,8 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.sync_service.draining import LINGER_SECONDS, Draining
-from megatron_ext.sync_service.presence import LONGEST_ALIVE_SECONDS, Presence
+from megatron_ext.sync_service.limits import LONGEST_ALIVE_SECONDS
+from megatron_ext.sync_service.presence import Presence
 from tests.support.waiting import PATIENCE
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.peer import start_values

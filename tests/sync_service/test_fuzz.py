@@ -19,12 +19,12 @@ import torch
 
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.decision import Decision
 from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shard_messages import decision_to_json, job_to_json
 from tests.sync_service.cluster import Cluster

@@ -16,13 +16,13 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog
 from megatron_ext.sync_service.client import SyncClient
-from megatron_ext.sync_service.config import RunConfig, run_config
+from megatron_ext.sync_service.config import run_config
 from megatron_ext.sync_service.contribution import Contribution
 from megatron_ext.sync_service.frames import CODECS, MAX_PAYLOAD, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol import pb2
 from megatron_ext.sync_service.refusal import Refusal
 from megatron_ext.sync_service.room import bytes_of_round
-from megatron_ext.sync_service.run_config import _LIMITS
+from megatron_ext.sync_service.run_config import _LIMITS, RunConfig
 from tests.sync_service.peer import start_values, trained
 from tests.sync_service.service import REPOSITORY, Service
 from tests.sync_service.small_frames import SIDE, catalog_of, dots, pieces

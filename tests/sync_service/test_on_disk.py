@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.contribution import Contribution, Discarded
 from megatron_ext.sync_service.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.spool import Spool
 from megatron_ext.sync_service.store import RunStore

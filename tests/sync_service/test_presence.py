@@ -12,7 +12,8 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.config import RunConfig, ServerConfig
+from megatron_ext.sync_service.config import ServerConfig
+from megatron_ext.sync_service.run_config import RunConfig
 from tests.support.waiting import until
 from tests.sync_service.peer import start_values
 from tests.sync_service.service import Service

@@ -16,11 +16,11 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.asynchronous import AsynchronousState
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.folder_lock import locked
 from megatron_ext.sync_service.journal import Journal, read_journal
 from megatron_ext.sync_service.remote import RemoteState
 from megatron_ext.sync_service.round import RunState
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.run_record import RunRecord
 from megatron_ext.sync_service.snapshot import Snapshot, snapshot_name
 from megatron_ext.sync_service.store import RunStore

@@ -15,9 +15,9 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service import remote as remote_module
 from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.config import RunConfig
 from megatron_ext.sync_service.journal import Journal
 from megatron_ext.sync_service.remote import RemoteState
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.store import RunStore
 from tests.sync_service.peer import start_values
 from tests.sync_service.service import Service

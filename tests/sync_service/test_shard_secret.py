@@ -12,9 +12,10 @@ from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service import wire
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.config import RunConfig, ServerConfig
+from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.frames import Frame, whole_box
 from megatron_ext.sync_service.protocol import grpc, pb2
+from megatron_ext.sync_service.run_config import RunConfig
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.peer import digest, start_values

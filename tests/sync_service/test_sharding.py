@@ -23,13 +23,14 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.penalty import Penalty
 from megatron_ext.sync_service.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.client import ClientConfig, SyncClient
-from megatron_ext.sync_service.config import RunConfig, ServerConfig
+from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.connection import ConnectionConfig
 from megatron_ext.sync_service.decision import Decision
 from megatron_ext.sync_service.failpoints import Failpoints
 from megatron_ext.sync_service.frames import Frame, whole_box
 from megatron_ext.sync_service.reduction import Alone
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shard_messages import decision_from_json, decision_to_json, job_to_json
 from megatron_ext.sync_service.shard_run import ShardRun

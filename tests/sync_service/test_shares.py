@@ -17,10 +17,11 @@ from grpc_health.v1 import health_pb2
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.call_limits import Places
-from megatron_ext.sync_service.config import RunConfig, ServerConfig
+from megatron_ext.sync_service.config import ServerConfig
 from megatron_ext.sync_service.grpc_health import HEALTH_METHODS, HealthService
 from megatron_ext.sync_service.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.refusal import Refusal
+from megatron_ext.sync_service.run_config import RunConfig
 from megatron_ext.sync_service.threads import Threads
 from megatron_ext.sync_service.wire import METHODS
 from tests.support.waiting import until
