@@ -14,7 +14,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from megatron_ext.sync_service.protocol import MAX_MESSAGE, grpc
+from megatron_ext.sync_service.protocol.protocol import MAX_MESSAGE, grpc
 
 __all__ = ["BareClient"]
 

@@ -172,9 +172,9 @@ def peer_rounds(job: Job) -> Measured:
 
     from benchmarks.byte_relay import ByteRelay
     from megatron_ext.spes import Ownership
-    from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-    from megatron_ext.sync_service.client import ClientConfig, SyncClient
-    from megatron_ext.sync_service.connection import ConnectionConfig
+    from megatron_ext.sync_service.channel.connection import ConnectionConfig
+    from megatron_ext.sync_service.peer.client import ClientConfig, SyncClient
+    from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -233,10 +233,10 @@ def merge_bytes(folder: Path, experts: int, width: int, hidden: int) -> int:
     import torch
 
     from megatron_ext.spes import MergeConfig
-    from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-    from megatron_ext.sync_service.failpoints import Failpoints
-    from megatron_ext.sync_service.merge import Merge
-    from megatron_ext.sync_service.snapshot import SnapshotWriter
+    from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+    from megatron_ext.sync_service.values.failpoints import Failpoints
+    from megatron_ext.sync_service.values.merge import Merge
+    from megatron_ext.sync_service.values.snapshot import SnapshotWriter
 
     torch.set_num_threads(1)
     name = "decoder.layers.0.mlp.experts.{}.linear_fc{}.weight"

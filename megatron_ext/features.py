@@ -13,7 +13,7 @@ def all_features() -> tuple[Feature, ...]:
     from megatron_ext.hot_switch.feature import HotSwitchFeature
     from megatron_ext.local_sgd.feature import LocalSGDFeature
     from megatron_ext.spes.feature import SpesFeature
-    from megatron_ext.sync_service.feature import SyncServiceFeature
+    from megatron_ext.sync_service.megatron.feature import SyncServiceFeature
 
     # Local SGD comes after hot switching: it cuts home once the guests' groups exist, and takes the gradients of all
     # strategies for the worker's own.

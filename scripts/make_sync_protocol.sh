@@ -24,9 +24,9 @@ fi
 
 cd "$root"
 "$python" -m grpc_tools.protoc --proto_path=. --python_out="$output" --grpc_python_out="$output" \
-    megatron_ext/sync_service/sync.proto
+    megatron_ext/sync_service/protocol/sync.proto
 for name in sync_pb2.py sync_pb2_grpc.py; do
-    file="$output/megatron_ext/sync_service/$name"
+    file="$output/megatron_ext/sync_service/protocol/$name"
     { echo "# SPDX-License-Identifier: Apache-2.0"; cat "$file"; } >"$file.new"
     mv "$file.new" "$file"
 done

@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_ext.sync_service.client import ClientConfig, Report, SyncClient, Values
-from megatron_ext.sync_service.connection import ConnectionConfig
+from megatron_ext.sync_service.channel.connection import ConnectionConfig
+from megatron_ext.sync_service.peer.client import ClientConfig, Report, SyncClient, Values
 
 PEERS = ("paris", "quito", "tokyo", "uppsala")
 SPOILT = {("tokyo", 9), ("tokyo", 14)}

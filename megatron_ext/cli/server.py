@@ -133,9 +133,9 @@ def run_start(args: argparse.Namespace) -> int:
     """
     import logging
 
-    from megatron_ext.sync_service.config import ServerConfig, read_config, run_config
-    from megatron_ext.sync_service.run_config import RunConfig
-    from megatron_ext.sync_service.server import serve
+    from megatron_ext.sync_service.rounds.config import RunConfig
+    from megatron_ext.sync_service.server.config import ServerConfig, read_config, run_config
+    from megatron_ext.sync_service.server.server import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {} if args.config is None else read_config(args.config)
@@ -231,7 +231,7 @@ def run_recover(args: argparse.Namespace) -> int:
     Raises:
         UserError: one cannot be rebuilt.
     """
-    from megatron_ext.sync_service.recovery import recover
+    from megatron_ext.sync_service.server.recovery import recover
 
     for line in recover(args.dir, run=args.run, url=args.state, dry_run=args.dry_run):
         print(line, flush=True)
@@ -239,8 +239,8 @@ def run_recover(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> dict[str, Any]:
-    from megatron_ext.sync_service.schema import Malformed
-    from megatron_ext.sync_service.status_reply import read_status
+    from megatron_ext.sync_service.protocol.schema import Malformed
+    from megatron_ext.sync_service.protocol.status_reply import read_status
 
     try:
         return read_status(_call(args, "Status", {}).json)
@@ -251,8 +251,8 @@ def _status(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _call(args: argparse.Namespace, method: str, fields: dict[str, str]) -> Any:
-    from megatron_ext.sync_service.connection import Connection, ConnectionConfig
-    from megatron_ext.sync_service.protocol import pb2
+    from megatron_ext.sync_service.channel.connection import Connection, ConnectionConfig
+    from megatron_ext.sync_service.protocol.protocol import pb2
 
     config = ConnectionConfig(
         server=args.server,

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_ext.config_options import WITHOUT_FLAG, FromArgs, flag
 from megatron_ext.errors import UserError, combine
 from megatron_ext.spes.ownership import Ownership
-from megatron_ext.sync_service.address import split_address
+from megatron_ext.sync_service.channel.address import split_address
 
 __all__ = ["SpesConfig"]
 

@@ -49,7 +49,7 @@ SYNC_SERVICE = (
     option("--freeze-all-layers", sync_service=refused("there would be nothing to train")),
     option(
         "--moe-router-enable-expert-bias",
-        sync_service=tested("tests/sync_service/test_expert_bias.py::test_a_round_takes_the_mean_of_the_peers_biases"),
+        sync_service=tested("tests/sync_service/megatron/test_expert_bias.py::test_a_round_takes_the_mean_of_the_peers_biases"),
     ),
     option(
         "--num-distributed-optimizer-instances above 1",

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.sync_service.client import ClientConfig, SyncClient
-from megatron_ext.sync_service.connection import ConnectionConfig
+from megatron_ext.sync_service.channel.connection import ConnectionConfig
+from megatron_ext.sync_service.peer.client import ClientConfig, SyncClient
 from tests.examples.desk import JOB_MARK, RECORD_ARGUMENTS, TRAIN_UNTIL_TOLD, Desk, split_at_script, validated
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.ports import free_port

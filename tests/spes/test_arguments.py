@@ -10,7 +10,7 @@ import pytest
 from megatron_ext.errors import UserError
 from megatron_ext.spes.arguments import argument_problems, complete_arguments, ownership_of
 from megatron_ext.spes.config import SpesConfig
-from megatron_ext.sync_service.arguments import SyncServiceConfig
+from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 
 FILE = """\
 using_spes: true

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.spes import Ownership, SpesConfig, read_spes_config
-from megatron_ext.sync_service.config import read_config
+from megatron_ext.sync_service.server.config import read_config
 
 README = """\
 using_spes: true

@@ -41,7 +41,7 @@ import torch
 
 import megatron_ext
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.report import Report
+from megatron_ext.sync_service.protocol.report import Report
 from tests.sync_service.service import Service
 
 PICKLING = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}

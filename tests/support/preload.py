@@ -36,7 +36,7 @@ MODULES = (
     "megatron_ext.local_sgd.feature",
     "megatron_ext.seams.data",
     "megatron_ext.spes.feature",
-    "megatron_ext.sync_service.feature",
+    "megatron_ext.sync_service.megatron.feature",
 )
 
 

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_ext.sync_service.protocol import pb2
+from megatron_ext.sync_service.protocol.protocol import pb2
 
 NAMES = ("../pwned", "../../../../../../pwned", "/pwned", "a/../../pwned", "..", ".", "", "a\0b", "a\nb", "x" * 65, "~")
 TEXTS = (*NAMES, "\u4f60" * 40, "%s%n{0}", "\x1b[31m", "y" * 5000, "__metadata__", "outer:momentum:w", "fp32", "w")

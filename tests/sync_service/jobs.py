@@ -96,7 +96,7 @@ def values_held(model, optimizer, args):
 
     from megatron_ext.params import ParameterView, global_views
     from megatron_ext.seams.optimizer import InnerValues
-    from megatron_ext.sync_service.slices import Slices, catalog_of
+    from megatron_ext.sync_service.megatron.slices import Slices, catalog_of
 
     values = InnerValues(optimizer, ParameterView.from_model(model))
     found = []

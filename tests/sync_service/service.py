@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.client import ClientConfig, SyncClient, Values
-from megatron_ext.sync_service.connection import Connection, ConnectionConfig
-from megatron_ext.sync_service.parts import Part
-from megatron_ext.sync_service.protocol import pb2
+from megatron_ext.sync_service.channel.connection import Connection, ConnectionConfig
+from megatron_ext.sync_service.peer.client import ClientConfig, SyncClient, Values
+from megatron_ext.sync_service.peer.parts import Part
+from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.protocol import pb2
 from tests.support.ports import free_port
 from tests.support.waiting import PATIENCE, until
 

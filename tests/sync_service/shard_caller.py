@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
-from megatron_ext.sync_service.catalog import Catalog
-from megatron_ext.sync_service.protocol import grpc, pb2
-from megatron_ext.sync_service.run_config import RunConfig
-from megatron_ext.sync_service.security import SECRET_KEY, TOKEN_KEY
-from megatron_ext.sync_service.wire import METHODS
+from megatron_ext.sync_service.channel.security import SECRET_KEY, TOKEN_KEY
+from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.protocol import grpc, pb2
+from megatron_ext.sync_service.protocol.wire import METHODS
+from megatron_ext.sync_service.rounds.config import RunConfig
 
 
 def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, /, **changes: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 
 import torch
 
-from megatron_ext.sync_service.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.frames import Box, Frame, whole_box
+from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.frames import Box, Frame, whole_box
 
 SIDE = 80
 ONE = torch.ones(1)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from megatron_ext.sync_service.client import SyncClient
+from megatron_ext.sync_service.peer.client import SyncClient
 
 Received = tuple[str, int, str, str]
 """Peer, round, tensor and codec of a frame."""

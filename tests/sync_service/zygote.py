@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported torch and gRPC once, and forks servers and peers on request.
 
-It reads one JSON object per line: `argv` for the `megatron-ext` command or `peer` for `tests.sync_service.peer`, `log`
+It reads one JSON object per line: `argv` for the `megatron-ext` command or `peer` for `toy_peer.py`, `log`
 for the file that takes the output, and `file_size` for a limit on the size of files. It answers with the process's id,
 and writes the exit status of a process that has ended to `log` + ".exit".
 """
@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-import megatron_ext.sync_service.client
-import megatron_ext.sync_service.server  # noqa: F401  # so that no child has to
+import megatron_ext.sync_service.peer.client
+import megatron_ext.sync_service.server.server  # noqa: F401  # so that no child has to
 from megatron_ext.cli.main import main
-from tests.sync_service.peer import run_peer
+from tests.sync_service.toy_peer import run_peer
 
 POLL_SECONDS = 0.02
 

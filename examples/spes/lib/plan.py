@@ -9,8 +9,8 @@ from pathlib import Path
 from settings import IMPLEMENTATION, MEASURED, SCRIPT  # of the other quickstart
 
 from megatron_ext.spes import Ownership, read_spes_config
-from megatron_ext.sync_service.config import read_config
-from megatron_ext.sync_service.run_config import RunConfig
+from megatron_ext.sync_service.rounds.config import RunConfig
+from megatron_ext.sync_service.server.config import read_config
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER_CONFIG = ROOT / "configs" / "spes_toy_server.yaml"

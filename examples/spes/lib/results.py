@@ -10,7 +10,7 @@ from statistics import mean, median
 from typing import Any
 
 from megatron_ext.spes import Ownership, training_bytes
-from megatron_ext.sync_service.catalog import Catalog
+from megatron_ext.sync_service.protocol.catalog import Catalog
 
 __all__ = ["Peer", "Rounds", "plot", "summarize", "table"]
 

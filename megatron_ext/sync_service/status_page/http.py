@@ -18,7 +18,7 @@ from socketserver import TCPServer
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.address import is_loopback
+from megatron_ext.sync_service.channel.address import is_loopback
 from megatron_ext.sync_service.status_page.assets import SCRIPT, STYLE
 from megatron_ext.sync_service.status_page.metrics import metrics_text
 from megatron_ext.sync_service.status_page.page import page

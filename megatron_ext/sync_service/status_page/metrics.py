@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from megatron_ext.sync_service.health import LEVELS
+from megatron_ext.sync_service.status_page.health import LEVELS
 
 __all__ = ["metrics_text"]
 

@@ -19,15 +19,15 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.history import History
+from megatron_ext.sync_service.rounds.history import History
 from megatron_ext.sync_service.status_page import http as status_http
 from megatron_ext.sync_service.status_page.http import StatusPage
 from megatron_ext.sync_service.status_page.metrics import metrics_text
 from megatron_ext.sync_service.status_page.page import page
 from tests.support.browser import needs_chromium, rendered
 from tests.support.waiting import until
-from tests.sync_service.peer import start_values
 from tests.sync_service.service import Service
+from tests.sync_service.toy_peer import start_values
 
 MakeService = Callable[..., Service]
 

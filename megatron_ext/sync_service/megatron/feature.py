@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sync service as a feature of a Megatron run: the job is a peer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.hooks import (
+    Feature,
+    LoadContext,
+    LogContext,
+    ModelContext,
+    SaveContext,
+    StepContext,
+    TrainContext,
+    hooks,
+)
+from megatron_ext.patching import Patch
+from megatron_ext.seams import checkpoint as checkpoint_seam
+from megatron_ext.seams import logging, samples, training
+from megatron_ext.seams.arguments import add_config_group, say
+from megatron_ext.seams.process_groups import WorkerGroups
+from megatron_ext.sync_service.megatron import checkpoint
+from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argument_problems, notices
+from megatron_ext.sync_service.megatron.catching_up import go_on_after, progress_before
+from megatron_ext.sync_service.megatron.joining import Peer, join
+from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, go_on_in_part
+from megatron_ext.sync_service.peer.background import BackgroundRound, uncounted, with_steps_since
+
+if TYPE_CHECKING:
+    from megatron_ext.sync_service.peer.client import RoundOutcome, SyncClient
+    from megatron_ext.sync_service.peer.parts import Values
+    from megatron_ext.sync_service.protocol.report import Progress
+
+__all__ = ["SyncServiceFeature"]
+
+_TIMER = "sync-service"
+_LOSS = "lm loss"
+"""What Megatron calls the loss of language models."""
+
+
+class SyncServiceFeature(Feature):
+    """Wires the client to Megatron's optimizer, loop, data, log and checkpoints."""
+
+    name = "sync-service"
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._groups: WorkerGroups | None = None
+        self._peer: Peer | None = None
+        self._saved: dict[str, Any] | None = None
+        self._begun: checkpoint.Begun | None = None
+        self._ended: checkpoint.Place | None = None
+        self._sample_parts: int | None = None
+        self._residuals: dict[str, torch.Tensor] = {}
+
+    # Arguments.
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the group of a peer's options."""
+        add_config_group(parser, SyncServiceConfig, "sync service (local SGD across jobs)")
+
+    def enabled(self, args: Any) -> bool:
+        """Return whether this job is a peer."""
+        return args.sync_service is not None
+
+    def validate(self, args: Any) -> list[str]:
+        """Check the options by themselves, and against the support table."""
+        self._reset()  # whatever a former run of this process was
+        return argument_problems(args, self.name)
+
+    def adjust_arguments(self, args: Any) -> list[str]:
+        """Say what was chosen."""
+        return notices(args)
+
+    def patches(self) -> Sequence[Patch]:
+        """Return the seams that a peer uses."""
+        return [
+            *training.model_patches(),
+            *training.loop_patches(),
+            *samples.patches(),
+            *logging.patches(),
+            *checkpoint_seam.patches(),
+        ]
+
+    def data_part(self, args: Any) -> tuple[int, int]:
+        """Return which part of the samples is this peer's."""
+        return (0, 1) if self._peer is None else (self._peer.client.index, self._peer.client.peers)
+
+    # The run.
+
+    def on_groups_built(self, groups: WorkerGroups) -> None:
+        """Have workers inside the job."""
+        self._groups = groups
+
+    def on_model_built(self, context: ModelContext) -> None:
+        """Become a member, and take the values from which this job goes on: before the data, which it cuts."""
+        if context.args.skip_train or context.optimizer is None:
+            return
+        if self._saved is not None and _is_over(context.args):
+            say(
+                "sync service: the training that was loaded is over; this job takes no part in the run. Should the "
+                "server still await it, `megatron-ext server evict` ends that"
+            )
+            self._ended = checkpoint.Place.of(self._saved, self._residuals)
+            return
+        if self._sample_parts is not None:
+            go_on_in_part(context.args, context.args.sync_service_peers, self._sample_parts)
+        self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
+        if self._saved is None and self._groups is not None:
+            # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
+            hooks.fire("before_weights_shared", context.args.iteration)
+            peer.values.refresh(now=True)
+        if self._saved is None:
+            begins = self._interval_of_checkpoint(context)
+            repeats = peer.interval.repeats and begins.batch == context.args.global_batch_size
+            adopted = peer.client.start(peer.slices.read(), repeats=repeats, ends=peer.interval.ends(begins))
+        else:
+            adopted = self._resume(context, peer, self._saved)
+        if adopted is not None:
+            peer.slices.write(adopted)
+            peer.values.refresh(now=True)
+            hooks.fire("on_weights_replaced")
+        peer.client.rest()
+        if adopted is not None:
+            go_on_after(context, peer.client.counted or self._go_back(context, peer.client))
+            peer.begin_interval()
+        peer.round = peer.client.round
+        place = f"{peer.interval.steps} steps after round {peer.client.round}"
+        say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
+
+    def _interval_of_checkpoint(self, context: ModelContext) -> Progress:
+        """Return how far training was when the interval of the checkpoint began, or is where none is known."""
+        begun = self._begun
+        if begun is None:
+            return progress_before(context, 0, context.args.global_batch_size)
+        return progress_before(context, begun.steps, begun.batch)
+
+    def _go_back(self, context: ModelContext, client: SyncClient) -> Progress:
+        """Return where a peer goes on of which no round has anything: before the steps whose values it has lost."""
+        begun = self._begun
+        if begun is None or not begun.is_before(client.round, client.digest):
+            return progress_before(context, 0, context.args.global_batch_size)
+        before = self._interval_of_checkpoint(context)
+        if begun.index != client.index and before.samples:
+            say(
+                f"sync service: --load is the checkpoint of part {begun.index} of the samples; the first "
+                f"{before.samples} of part {client.index}, of which no round has any, are left out"
+            )
+        return before
+
+    def _resume(self, context: ModelContext, peer: Peer, saved: dict[str, Any]) -> Any:
+        peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
+        peer.client.residuals, self._residuals = self._residuals, {}
+        begun = progress_before(context, saved["steps"], context.args.global_batch_size)
+        adopted = peer.client.resume(saved["round"], saved["digest"], repeats=peer.interval.repeats, begun=begun)
+        if adopted is None:
+            peer.interval.resume(saved["steps"], saved["seconds"])
+        else:
+            say(f"sync service: rounds went on after round {saved['round']}, from which the checkpoint goes on")
+        return adopted
+
+    def after_step(self, context: StepContext) -> None:
+        """Count the step, begin a round at the end of an interval, and apply one that is due."""
+        peer = self._require_peer()
+        if not context.completed:
+            return
+        is_over = peer.interval.count_step()
+        if _LOSS in context.losses:
+            peer.count_loss(context.losses[_LOSS])
+        if peer.on_its_way is not None and peer.interval.steps == peer.delay:
+            self._arrive(peer)
+        if is_over:
+            hooks.fire("before_weights_shared", context.iteration)
+        if is_over and peer.delay:
+            self._set_out(peer)
+        elif is_over:
+            with _timed():
+                tell = peer.report()
+                outcome = peer.client.sync(peer.slices.read(frozen=False), tell(), peer.slices.frozen, peer.memory)
+                self._go_on(peer, outcome, outcome.values)
+                peer.client.rest()
+            peer.begin_interval()
+
+    def _set_out(self, peer: Peer) -> None:
+        """Let a thread make a round of the values as they are now."""
+        values, tell = peer.slices.read(frozen=False, copy=True), peer.report()
+
+        def make() -> RoundOutcome:
+            try:
+                return peer.client.sync(values, tell(), peer.slices.frozen, peer.memory)
+            finally:
+                peer.client.rest()
+
+        interval = peer.interval.steps, peer.interval.seconds
+        peer.begin_interval()
+        peer.on_its_way = BackgroundRound(make, values, interval)
+
+    def _arrive(self, peer: Peer, *, now: bool = False) -> None:
+        """Wait for the round on its way, and go on from it and the steps made since.
+
+        Args:
+            peer: with such a round.
+            now: whether the model's parameters are needed before the next forward pass.
+        """
+        assert peer.on_its_way is not None
+        with _timed():
+            outcome, peer.waited = peer.on_its_way.wait()
+            since, own = peer.on_its_way.contributed, peer.slices.read(frozen=False)
+            without = uncounted(peer.slices.parts, outcome)
+            peer.on_its_way = None
+            self._go_on(peer, outcome, with_steps_since(outcome.values, own, since, without), now=now)
+
+    def _arrive_early(self, reason: str) -> None:
+        """Apply the round on its way, if there is one, before it is due."""
+        peer = self._peer
+        if peer is not None and peer.on_its_way is not None:
+            steps = peer.interval.steps
+            self._arrive(peer, now=True)
+            say(f"sync service: {reason} applies round {peer.round} after {steps} of {peer.delay} steps")
+
+    def _go_on(self, peer: Peer, outcome: RoundOutcome, values: Values, *, now: bool = False) -> None:
+        """Take the values that a round leads to."""
+        peer.slices.write(values)
+        peer.memory = outcome.values
+        peer.values.refresh(now=now)
+        hooks.fire("on_weights_replaced")
+        peer.last, peer.round = replace(outcome, values={}), outcome.number
+        if not outcome.contributed:
+            # It goes on from the others' weights; its moments would spoil them in the next step.
+            peer.values.reset_broken_moments()
+            say(f"sync service: round {outcome.number} went without this peer: {outcome.message or 'it came too late'}")
+        for unit, reason in outcome.excluded.items():
+            say(f"sync service: round {outcome.number} left this peer out of {unit}: {reason}")
+
+    def on_train_left(self, error: BaseException) -> None:
+        """Finish the round on its way where the run was asked to exit; leave it where the run has failed."""
+        if isinstance(error, SystemExit):
+            self._arrive_early("the exit")
+        elif self._peer is not None and self._peer.on_its_way is not None:
+            self._peer.client.abandon()
+            self._peer.on_its_way.abandon()
+
+    def on_train_end(self, context: TrainContext) -> None:
+        """End the membership: nobody shall wait for this job any more."""
+        peer = self._peer
+        if peer is None:
+            return
+        # Megatron saves the last checkpoint after this: whatever the server does, the job's own weights are kept.
+        try:
+            self._arrive_early("the end of training")
+        except UserError as error:
+            assert peer.on_its_way is not None
+            steps, seconds = peer.on_its_way.interval
+            peer.interval.resume(steps + peer.interval.steps, seconds + peer.interval.seconds)
+            peer.on_its_way = None
+            say(f"sync service: the round on its way is lost, and training ends with this job's own weights: {error}")
+        steps = peer.interval.steps
+        if steps:
+            say(f"sync service: training ends {steps} steps after round {peer.client.round}, with its own weights")
+        try:
+            peer.client.leave()
+        except UserError as error:
+            say(
+                f"sync service: the server does not know that this peer has ended: {error}. Should it still await the "
+                "peer, `megatron-ext server evict` ends that"
+            )
+        peer.client.close()
+        self._ended, self._peer = self._place(peer), None
+
+    def on_log(self, context: LogContext) -> None:
+        """Report the last round."""
+        peer = self._require_peer()
+        context.timers.append(_TIMER)
+        if context.printing:
+            context.fields.append(("sync round", str(peer.round)))
+            if peer.last is not None:
+                if not peer.client.asynchronous:
+                    context.fields.append(("peers", f"{len(peer.last.contributors)}/{peer.client.peers}"))
+                context.fields.append(("sync MB up", f"{peer.last.sent / 1e6:.3f}"))
+                context.fields.append(("down", f"{peer.last.received / 1e6:.3f}"))
+                if peer.delay:
+                    context.fields.append(("sync wait s", f"{peer.waited:.3f}"))
+        if context.writing:
+            context.scalars["sync-service/round"] = peer.round
+            if peer.last is not None:
+                context.scalars["sync-service/contributors"] = len(peer.last.contributors)
+                context.scalars["sync-service/bytes-up"] = peer.last.sent
+                context.scalars["sync-service/bytes-down"] = peer.last.received
+                if peer.delay:
+                    context.scalars["sync-service/seconds-waited"] = peer.waited
+
+    # Checkpoints.
+
+    def before_save(self) -> None:
+        """Apply a round that is on its way: a checkpoint has none."""
+        self._arrive_early("the checkpoint")
+
+    def on_save(self, context: SaveContext) -> None:
+        """Say in the checkpoint where this peer is in its run."""
+        if context.loading:
+            checkpoint.request(context, self._saved)
+        elif self._peer is not None:
+            checkpoint.assemble(context, self._place(self._peer))
+        elif self._ended is not None:
+            checkpoint.assemble(context, self._ended)
+
+    def on_load(self, context: LoadContext) -> None:
+        """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
+        self._sample_parts = checkpoint.parts_of_samples(context)
+        self._begun = checkpoint.begun(context)
+        self._saved = checkpoint.take_state(context)
+        if not context.common_only:
+            self._residuals = checkpoint.take_residuals(context)
+            if self._sample_parts == 1:
+                count_schedule_in_own_samples(context)
+
+    def check_load(self, context: LoadContext) -> None:
+        """Say of what a peer's checkpoint has counted the samples."""
+        line = checkpoint.samples_notice(context)
+        if line is not None:
+            say(line)
+
+    def _place(self, peer: Peer) -> checkpoint.Place:
+        return checkpoint.Place(
+            index=peer.client.index,
+            number=peer.client.round,
+            digest=peer.client.digest,
+            steps=peer.interval.steps,
+            seconds=peer.interval.seconds,
+            residuals=peer.client.residuals,
+        )
+
+    def _require_peer(self) -> Peer:
+        assert self._peer is not None, "sync service: the model is not built yet"
+        return self._peer
+
+
+def _is_over(args: Any) -> bool:
+    """Return whether a checkpoint was loaded after the last step; Megatron has made steps of samples by now."""
+    return bool(args.iteration >= args.train_iters)
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    """Add to the timer of rounds."""
+    from megatron.training import get_timers
+
+    timer = get_timers()(_TIMER, log_level=1)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.stop()

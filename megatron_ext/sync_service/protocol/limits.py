@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits: what numbers of seconds can be waited for, and what one peer of a run may announce and upload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.refusal import Refusal
+
+__all__ = [
+    "ALIVE_HEARTBEATS",
+    "LONGEST_ALIVE_SECONDS",
+    "LONGEST_HEARTBEAT_SECONDS",
+    "LONGEST_SECONDS",
+    "Limits",
+    "can_be_waited",
+    "gib",
+]
+
+LONGEST_ALIVE_SECONDS = 60.0
+"""For longer nobody counts as alive without a further word."""
+
+ALIVE_HEARTBEATS = 3
+"""Heartbeats that may fail to come before a process no longer counts as alive."""
+
+LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
+"""Between two heartbeats."""
+
+LONGEST_SECONDS = 30 * 86400.0
+"""A month. The system's own limit is not far above what people write for "for ever", and ends the thread that waits."""
+
+
+def can_be_waited(seconds: float, *, or_zero: bool = False) -> bool:
+    """Return whether `seconds` is above 0 (or 0, with `or_zero`) and not beyond the limit; NaN is not."""
+    return (seconds >= 0 if or_zero else seconds > 0) and seconds <= LONGEST_SECONDS
+
+
+_FRAMES, _FRAMES_OF_TENSOR, _BYTES_OF_FRAME = 4096, 64, 4096
+"""Of what a contribution may have unless told otherwise. Clients cut frames of no fewer bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one peer of a run may announce and upload; see the fields of the same names of `RunConfig`."""
+
+    max_tensors: int
+    """Tensors."""
+
+    max_tensor_bytes: int
+    """Bytes of one of them, in fp32."""
+
+    max_model_bytes: int
+    """Bytes of all of them, in fp32."""
+
+    max_frames: int | None
+    """Frames of a contribution; depends on the tensors when None."""
+
+    max_boxes: int
+    """Boxes that a contribution cuts a tensor into."""
+
+    def check_catalog(self, catalog: Catalog) -> None:
+        """Check what a peer announces.
+
+        Raises:
+            Refusal: it is too much.
+        """
+        if len(catalog) > self.max_tensors:
+            raise Refusal(
+                "invalid",
+                f"the catalog has {len(catalog)} tensors, and max_tensors of the run is {self.max_tensors}; raise it "
+                "at the server if they are meant",
+            )
+        largest = max(catalog, key=lambda spec: spec.numel)
+        if 4 * largest.numel > self.max_tensor_bytes:
+            raise Refusal(
+                "invalid",
+                f"tensor {largest.name!r} has {gib(4 * largest.numel)} in fp32, and max_tensor_bytes of the run is "
+                f"{self.max_tensor_bytes} ({gib(self.max_tensor_bytes)}); raise it at the server if that is meant",
+            )
+        if catalog.nbytes > self.max_model_bytes:
+            raise Refusal(
+                "invalid",
+                f"the tensors have {gib(catalog.nbytes)} in fp32, and max_model_bytes of the run is "
+                f"{self.max_model_bytes} ({gib(self.max_model_bytes)}); raise it at the server if they are meant",
+            )
+
+    def frames_of(self, catalog: Catalog) -> int:
+        """Return how many frames a contribution may have."""
+        if self.max_frames is not None:
+            return self.max_frames
+        return _FRAMES + _FRAMES_OF_TENSOR * len(catalog) + catalog.nbytes // _BYTES_OF_FRAME
+
+
+def gib(nbytes: float) -> str:
+    """Return a number of bytes for people."""
+    return f"{nbytes / 2**30:.4g} GiB"

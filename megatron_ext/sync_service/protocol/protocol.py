@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""gRPC and the generated code, in one place: whatever else of the package needs them imports them from here."""
+
+from __future__ import annotations
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.protocol.message_size import MAX_MESSAGE
+
+try:
+    import grpc
+    from google.protobuf.message import DecodeError
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+    from megatron_ext.sync_service.protocol import sync_pb2 as pb2
+    from megatron_ext.sync_service.protocol import sync_pb2_grpc as pb2_grpc
+except ImportError as problem:
+    raise UserError(
+        f"the sync service needs the packages grpcio, grpcio-health-checking and protobuf ({problem}); install them "
+        "with: pip install 'megatron-ext[spes]'"
+    ) from problem
+
+__all__ = [
+    "MAX_MESSAGE",
+    "PROTOCOL_VERSION",
+    "DecodeError",
+    "grpc",
+    "health",
+    "health_pb2",
+    "health_pb2_grpc",
+    "pb2",
+    "pb2_grpc",
+]
+
+PROTOCOL_VERSION = 3
+"""Changes when client and server of different releases would misunderstand each other."""

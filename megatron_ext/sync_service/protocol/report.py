@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a peer says of its interval when it commits a contribution."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+from megatron_ext.sync_service.protocol.refusal import Refusal
+from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
+
+__all__ = ["INTERVAL", "Progress", "Report"]
+
+INTERVAL = "--sync-service-interval"
+"""The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job's training is, in its own counts."""
+
+    iteration: int
+    """Iterations made."""
+
+    samples: int
+    """Consumed of its part."""
+
+    schedule: float
+    """What the schedules of learning rate and weight decay count; not always whole."""
+
+    batch: int = 0
+    """Samples of an iteration; 0 where that was not said."""
+
+    @classmethod
+    def of(cls, message: Any) -> Progress:
+        """Return what the protocol's message says.
+
+        Raises:
+            Refusal: nothing can go on from there.
+        """
+        found = cls(message.iteration, message.samples, message.schedule, message.batch)
+        for name, count in asdict(found).items():
+            _check_count(f"progress.{name}", count)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Beside the values; nothing of it changes them."""
+
+    loss: float | None = None
+    """Mean training loss of the interval."""
+
+    steps: int | None = None
+    """Steps made since the values that the interval began with."""
+
+    progress: Progress | None = None
+    """How far the training was then; None where it is none that can go on from there."""
+
+    @classmethod
+    def of(cls, request: Any) -> Report:
+        """Return what the protocol's CommitRequest says.
+
+        Raises:
+            Refusal: it cannot be.
+        """
+        if request.HasField("steps"):
+            _check_count("steps", request.steps)
+        return cls(
+            loss=request.loss if request.HasField("loss") else None,
+            steps=request.steps if request.HasField("steps") else None,
+            progress=Progress.of(request.progress) if request.HasField("progress") else None,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what is known, for the journal; a loss that is not finite as None, which JSON can hold."""
+        found: dict[str, Any] = {}
+        if self.loss is not None:
+            found["loss"] = self.loss if math.isfinite(self.loss) else None
+        if self.steps is not None:
+            found["steps"] = self.steps
+        if self.progress is not None:
+            found["progress"] = list(astuple(self.progress))
+        return found
+
+
+def _check_count(field: str, count: float) -> None:
+    """Check that a job can have counted so far.
+
+    Raises:
+        Refusal: it cannot.
+    """
+    if not 0 <= count <= LARGEST_COUNT:  # nor is NaN
+        raise Refusal("invalid", f"{field} is {count}; it must be a number of 0 to {LARGEST_COUNT}")

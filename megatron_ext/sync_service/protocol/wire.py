@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages with frames as they travel: UploadRequest and FrameBatch of sync.proto, byte for byte.
+
+protobuf's own classes copy a payload four times between a tensor and the wire, and twice on the way back, in memory
+that is taken and given back for every message. Here it is copied once on the way out and not at all on the way in:
+frames that were received look into the message that they came in. Everything but payloads goes through protobuf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, MAX_PAYLOAD, Frame
+from megatron_ext.sync_service.protocol.protocol import DecodeError, pb2, pb2_grpc
+from megatron_ext.sync_service.protocol.refusal import Refusal
+
+__all__ = ["METHODS", "Batch", "Unreadable", "Upload", "pack", "readable", "stub_of", "unpack_batch", "unpack_upload"]
+
+_PAYLOAD = pb2.Frame.DESCRIPTOR.fields_by_name["payload"].number
+_UPLOAD_FRAMES = pb2.UploadRequest.DESCRIPTOR.fields_by_name["frames"].number
+_BATCH_FRAMES = pb2.FrameBatch.DESCRIPTOR.fields_by_name["frames"].number
+
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""Wire types of protobuf."""
+
+_MAX_FRAMES = MAX_PAYLOAD // HEAD_BYTES
+"""In a message. No client puts more into one, as few bytes as they may take, and all are in memory at once."""
+
+METHODS = "/megatron_ext.sync.v1.SyncService/"
+"""Begins the names of the methods."""
+
+
+@dataclass(kw_only=True)
+class Upload:
+    """An UploadRequest."""
+
+    caller: Any
+    """Read from the first message of a stream."""
+
+    round: int
+    """Likewise."""
+
+    frames: Sequence[Frame]
+    """Unchecked where they were received."""
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """A FrameBatch."""
+
+    frames: Sequence[Frame] = ()
+    """Unchecked where they were received."""
+
+    unchanged: Sequence[int] = ()
+    """Places in the request of slices that the caller has already."""
+
+    source: bytes = b""
+    """Of the open round: which contribution the frames are of."""
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """What was received instead of a message. gRPC has to be given something: it leaves calls hanging otherwise."""
+
+    problem: str
+    """What is wrong with it."""
+
+
+def pack(message: Upload | Batch) -> bytes:
+    """Return the bytes of a message."""
+    if isinstance(message, Upload):
+        rest, number = pb2.UploadRequest(caller=message.caller, round=message.round), _UPLOAD_FRAMES
+    else:
+        rest, number = pb2.FrameBatch(unchanged=message.unchanged, source=message.source), _BATCH_FRAMES
+    pieces: list[bytes | memoryview] = [rest.SerializeToString()]
+    for frame in message.frames:
+        head = frame.head()
+        payload = _tag(_PAYLOAD, _BYTES) + _varint(len(frame.payload))
+        size = len(head) + len(payload) + len(frame.payload)
+        pieces += (_tag(number, _BYTES) + _varint(size), head, payload, frame.payload)
+    return b"".join(pieces)
+
+
+def unpack_upload(data: bytes) -> Upload | Unreadable:
+    """Return the UploadRequest that bytes hold, whose frames look into them."""
+    try:
+        message, frames = _unpacked(data, pb2.UploadRequest, _UPLOAD_FRAMES)
+    except DecodeError as error:
+        return Unreadable(f"an upload's message cannot be read: {error}")
+    return Upload(caller=message.caller, round=message.round, frames=frames)
+
+
+def unpack_batch(data: bytes) -> Batch | Unreadable:
+    """Return the FrameBatch that bytes hold, whose frames look into them."""
+    try:
+        message, frames = _unpacked(data, pb2.FrameBatch, _BATCH_FRAMES)
+    except DecodeError as error:
+        return Unreadable(f"a download's message cannot be read: {error}")
+    return Batch(frames=frames, unchanged=message.unchanged, source=message.source)
+
+
+def readable(messages: Iterable[Upload | Unreadable]) -> Iterator[Upload]:
+    """Yield the messages of an upload.
+
+    Raises:
+        Refusal: one cannot be read.
+    """
+    for message in messages:
+        if isinstance(message, Unreadable):
+            raise Refusal("invalid", message.problem)
+        yield message
+
+
+def stub_of(channel: Any) -> Any:
+    """Return a caller's side of all methods, of which those that move values take and give what is defined here."""
+    stub = pb2_grpc.SyncServiceStub(channel)
+    stub.Upload = channel.stream_unary(
+        METHODS + "Upload", request_serializer=pack, response_deserializer=pb2.UploadReply.FromString
+    )
+    stub.Download = channel.unary_stream(
+        METHODS + "Download",
+        request_serializer=pb2.DownloadRequest.SerializeToString,
+        response_deserializer=unpack_batch,
+    )
+    return stub
+
+
+@dataclass
+class _Reader:
+    """Walks through the fields of a message."""
+
+    data: memoryview
+    at: int = 0
+
+    def fields(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield (number, wire type, start, end) of every field, the latter two of its content."""
+        size = len(self.data)
+        while self.at < size:
+            key = self._varint()
+            number, kind = key >> 3, key & 7
+            if kind == _BYTES:
+                length = self._varint()
+                begin, end = self.at, self.at + length
+            elif kind == _VARINT:
+                begin = self.at
+                self._varint()
+                end = self.at
+            elif kind in (_FIXED32, _FIXED64):
+                begin, end = self.at, self.at + (4 if kind == _FIXED32 else 8)
+            else:
+                raise DecodeError(f"field {number} has the wire type {kind}")
+            if end > size:
+                raise DecodeError(f"field {number} ends behind the message")
+            self.at = end
+            yield number, kind, begin, end
+
+    def _varint(self) -> int:
+        value = shift = 0
+        while True:
+            if self.at >= len(self.data) or shift > 63:
+                raise DecodeError("a number is cut off")
+            byte = self.data[self.at]
+            self.at += 1
+            value |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                return value
+            shift += 7
+
+
+def _unpacked(data: bytes, kind: Any, number: int) -> tuple[Any, list[Frame]]:
+    """Return a message of a kind without its frames, and the frames, which are its fields of this number."""
+    frames: list[Frame] = []
+
+    def take(content: memoryview) -> None:
+        if len(frames) == _MAX_FRAMES:
+            raise DecodeError(f"it has more than {_MAX_FRAMES} frames")
+        payloads: list[memoryview] = []
+        head = _rest(content, _PAYLOAD, payloads.append)
+        frames.append(Frame.from_message(pb2.Frame.FromString(head), payloads[-1] if payloads else b""))
+
+    return kind.FromString(_rest(memoryview(data), number, take)), frames
+
+
+def _rest(data: memoryview, number: int, take: Callable[[memoryview], None]) -> bytes:
+    """Return a message without its fields of a number, whose contents are given away."""
+    reader, pieces, begin = _Reader(data), list[memoryview](), 0
+    for found, kind, start, end in reader.fields():
+        if found == number:
+            if kind != _BYTES:
+                raise DecodeError(f"field {number} has the wire type {kind}")
+            take(data[start:end])
+        else:
+            pieces.append(data[begin:end])
+        begin = end
+    return b"".join(pieces)
+
+
+def _tag(number: int, kind: int) -> bytes:
+    return _varint(number << 3 | kind)
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    found.append(value)
+    return bytes(found)

@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Configuration of a run: who meets when, and what is done with their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from megatron_ext.config_options import in_field_names
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
+from megatron_ext.outer.penalty_config import PenaltyConfig
+from megatron_ext.spes import MergeConfig
+from megatron_ext.sync_service.protocol.limits import LONGEST_SECONDS, Limits, can_be_waited
+from megatron_ext.sync_service.rounds.members import Policy
+
+__all__ = ["RunConfig"]
+
+_PENALTY = (
+    "skip_anomaly",
+    "ewma_alpha",
+    "ewma_warmup_steps",
+    "ewma_threshold",
+    "ewma_relative",
+    "ewma_relearn_rounds",
+    "pseudo_gradnorm_reduce",
+    "weight_softmax_temperature",
+    "weight_scale_free",
+    "clip_pseudo_grad",
+)
+"""Fields of a run that are local SGD's."""
+
+_OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")
+"""Fields of a run that are the outer optimizer's."""
+
+_LIMITS = tuple(entry.name for entry in fields(Limits))
+"""Fields of a run that are limits to what one peer announces and uploads."""
+
+_ROUNDS = ("synchronous", "asynchronous")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One run: how many peers meet, when a round closes, and what is done with their values."""
+
+    peers: int
+    """Places for peers. Peers cut the data into so many parts, so that it stays the same for the whole run."""
+
+    quorum: int | None = None
+    """Uploads without which no round closes; all peers unless given."""
+
+    grace_seconds: float = 60.0
+    """How long a round stays open for slow peers after the quorum is reached."""
+
+    rounds: str = "synchronous"
+    """'synchronous': a round is of all peers, or of a quorum of them. 'asynchronous': every contribution is a round of
+    its own, made when it comes, and nobody waits."""
+
+    contributions_per_step: int | None = None
+    """Of asynchronous rounds: how many contributions make up one outer step (N of delayed Nesterov). Each counts 1/N at
+    once; the momentum is applied with the N-th. The number of peers unless given."""
+
+    step_weights: bool = False
+    """Of asynchronous rounds: weight a contribution by its steps in relation to the mean over all peers."""
+
+    max_staleness: int | None = None
+    """Of asynchronous rounds: a contribution does not count when more rounds have been made since the values that it
+    started from; no limit unless given."""
+
+    max_norm: float | None = None
+    """A contribution whose pseudo-gradient has a larger L2 norm does not count; no limit unless given."""
+
+    outer_optimizer: str = "none"
+    """'none' for the mean of the peers' values (FedAvg), or what `--outer-optimizer` takes: 'sgd' is DiLoCo's."""
+
+    outer_optimizer_lr: float | None = None
+    """Outer learning rate: 0.7 for sgd unless given; the others need one of their own."""
+
+    outer_optimizer_momentum: float = 0.9
+    """Momentum of the outer sgd."""
+
+    outer_optimizer_nesterov: bool = True
+    """Nesterov momentum in the outer sgd."""
+
+    sync_steps: int | None = None
+    """Steps between two rounds, if they are to be the same for all peers; merging counts in steps."""
+
+    merge_interval: int | None = None
+    """Steps between two merges of experts (SPES), which happen in rounds; none unless given. Needs sync_steps."""
+
+    merge_alpha_start: float = 0.01
+    """How much an expert takes over at step 0, a fraction of 0 to 1."""
+
+    merge_decay_steps: int = 10000
+    """Steps in which that goes down to 0."""
+
+    merge_topk: int = 4
+    """From how many experts an expert takes over, those that it resembles most."""
+
+    merge_like_official: bool = False
+    """Where there are no more experts than merge_topk, count an expert among its own models, as the paper's code
+    does."""
+
+    skip_anomaly: bool = False
+    """Leave peers whose pseudo-gradient is anomalously large out of a round, unit by unit (EDiT)."""
+
+    ewma_alpha: float = 0.02
+    """Weight of the newest norm in the anomaly detector's moving mean and variance."""
+
+    ewma_warmup_steps: int = 120
+    """Rounds before the detector leaves anybody out."""
+
+    ewma_threshold: float = 3.0
+    """Standard deviations above the mean at which a norm is anomalous."""
+
+    ewma_relative: bool = False
+    """Let the detector follow norms divided by their median over the peers."""
+
+    ewma_relearn_rounds: int = 3
+    """Rounds in which a norm that most peers share is rejected, after which it is a new level; 0 for never."""
+
+    pseudo_gradnorm_reduce: bool = False
+    """Weight the peers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
+
+    weight_softmax_temperature: float | None = None
+    """Temperature of those weights; 1.0 unless given."""
+
+    weight_scale_free: bool = False
+    """Divide the norms by their mean over the peers before the softmax."""
+
+    clip_pseudo_grad: float | None = None
+    """Clip the common pseudo-gradient of what all peers train to this norm, unit by unit."""
+
+    max_tensors: int = 200_000
+    """Tensors that a peer may announce."""
+
+    max_tensor_bytes: int = 32 << 30
+    """Bytes (of fp32) of one tensor that a peer may announce."""
+
+    max_model_bytes: int = 16 << 40
+    """Bytes (of fp32) of all tensors that a peer may announce."""
+
+    max_frames: int | None = None
+    """Frames of one contribution. Unless given 4096, besides 64 for every tensor and one for every 4 KiB of fp32."""
+
+    max_boxes: int = 65_536
+    """Boxes, slices that its ranks hold, in which one peer may upload one tensor."""
+
+    check_disk: bool = True
+    """When a run begins, refuse tensors of which the server's disk has no room for a round."""
+
+    @property
+    def policy(self) -> Policy:
+        """When a round closes."""
+        quorum = self.peers if self.quorum is None else self.quorum
+        return Policy(
+            peers=self.peers,
+            quorum=1 if self.is_asynchronous else quorum,
+            grace_seconds=self.grace_seconds,
+            is_asynchronous=self.is_asynchronous,
+            max_staleness=self.max_staleness,
+            step_weights=self.step_weights,
+        )
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether every contribution is a round of its own."""
+        return self.rounds == "asynchronous"
+
+    @property
+    def outer(self) -> OuterOptimizerConfig:
+        """The outer optimizer."""
+        return OuterOptimizerConfig(**{name: getattr(self, name) for name in _OUTER})
+
+    @property
+    def merging(self) -> MergeConfig | None:
+        """When experts are merged, and how much; None for never."""
+        if self.merge_interval is None:
+            return None
+        return MergeConfig(
+            interval=self.merge_interval,
+            alpha_start=self.merge_alpha_start,
+            decay_steps=self.merge_decay_steps,
+            topk=self.merge_topk,
+            like_official=self.merge_like_official,
+        )
+
+    @property
+    def penalty(self) -> PenaltyConfig | None:
+        """The guards, as local SGD calls them; None without any."""
+        config = self._guards
+        return config if config.has_penalty else None
+
+    @property
+    def limits(self) -> Limits:
+        """What one peer may announce and upload."""
+        return Limits(**{name: getattr(self, name) for name in _LIMITS})
+
+    @property
+    def _guards(self) -> PenaltyConfig:
+        return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY})
+
+    def problems(self) -> list[str]:
+        """Return what is wrong with the values, one sentence each."""
+        found = []
+        for name, allowed, rule in (
+            ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),
+            ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
+            (
+                "grace_seconds",
+                can_be_waited(self.grace_seconds, or_zero=True),
+                f"it must be a number of seconds, 0 to {LONGEST_SECONDS:.0f} (a month)",
+            ),
+            ("max_norm", self.max_norm is None or 0 < self.max_norm < math.inf, "it must be above 0"),
+            ("rounds", self.rounds in _ROUNDS, f"it must be {' or '.join(_ROUNDS)}"),
+            (
+                "contributions_per_step",
+                self.contributions_per_step is None or self.contributions_per_step >= 1,
+                "it must be 1 or more",
+            ),
+            ("max_staleness", (self.max_staleness or 0) >= 0, "it must be 0 or more"),
+            ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
+            *((name, (getattr(self, name) or 0) >= 1, "it must be 1 or more") for name in self._given(*_LIMITS)),
+        ):
+            if not allowed:
+                found.append(f"{name} is {getattr(self, name)}; {rule}")
+        found += _as_fields(outer_optimizer_problems(self.outer), OuterOptimizerConfig, _OUTER)
+        found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
+        found += self._merge_problems()
+        return found + self._asynchronous_problems()
+
+    def _asynchronous_problems(self) -> list[str]:
+        if not self.is_asynchronous:
+            return [
+                f"{name} has no effect without rounds: asynchronous; add it or drop {name}"
+                for name in self._given("contributions_per_step", "step_weights", "max_staleness")
+            ]
+        found = [
+            f"{name} has no meaning with rounds: asynchronous, which wait for nobody; drop it"
+            for name in self._given("quorum", "grace_seconds")
+        ]
+        found += [
+            f"{name} cannot be combined with rounds: asynchronous yet, where no two contributions meet; drop it"
+            for name in self._given("merge_interval", *_PENALTY)
+        ]
+        if self.outer_optimizer not in ("none", "sgd") or not self.outer_optimizer_nesterov:
+            found.append(
+                "rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd (with "
+                "outer_optimizer_momentum 0 for none of it) or none"
+            )
+        return found
+
+    def _given(self, *names: str) -> list[str]:
+        """Return which fields differ from their defaults."""
+        return [name for name in names if getattr(self, name) != self.__dataclass_fields__[name].default]
+
+    def _merge_problems(self) -> list[str]:
+        if self.merging is None:
+            given = self._given("merge_alpha_start", "merge_decay_steps", "merge_topk", "merge_like_official")
+            return [f"{name} has no effect without merge_interval; add it or drop {name}" for name in given]
+        found = self.merging.problems()
+        if self.sync_steps is None:
+            found.append("merge_interval needs sync_steps, the steps between two rounds; add it")
+        return found
+
+
+def _as_fields(problems: Sequence[str], config: Any, names: Sequence[str]) -> list[str]:
+    """Return what a configuration with flags complains of, in the words of this one's file."""
+    named = {name: config.__dataclass_fields__[name] for name in names}
+    return [in_field_names(problem, named, off="{}: false") for problem in problems]

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of the protocol, translated to what runs do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.names import path_component
+from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
+from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
+from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.rounds.changes import Changes
+from megatron_ext.sync_service.server.origin import Operators, Origin
+from megatron_ext.sync_service.server.run import Run
+from megatron_ext.sync_service.server.values_servicer import ValuesServicer, served
+from megatron_ext.version import __version__
+
+__all__ = ["Servicer"]
+
+
+class Servicer(ValuesServicer):
+    """Answers calls."""
+
+    def __init__(
+        self, runs: Mapping[str, Run], on_drain: Callable[[], None], operators: Operators | None = None
+    ) -> None:
+        """Take what to answer with.
+
+        Args:
+            runs: by their name.
+            on_drain: called when the server shall end.
+            operators: who may evict and drain; None for everybody, where callers show no certificates.
+        """
+        super().__init__(runs)
+        self._operators = operators
+        self._runs = runs
+        self._on_drain = on_drain
+
+    def Register(self, request: Any, origin: Origin) -> Any:
+        """Make the caller a member."""
+        if request.protocol != PROTOCOL_VERSION:
+            raise Refusal(
+                "state",
+                f"the server (megatron_ext {__version__}) speaks protocol {PROTOCOL_VERSION}, the peer "
+                f"{request.protocol}; install the same release on both sides",
+            )
+        caller = request.caller
+        admission = self._run(caller.run).register(
+            path_component(caller.peer, "peer"),
+            path_component(caller.instance, "process"),
+            config=dict(request.config),
+            catalog=_catalog(request.catalog),
+            index=request.index if request.HasField("index") else None,
+            peers=request.peers if request.HasField("peers") else None,
+            asynchronous=request.asynchronous,
+            sharded=request.sharded,
+            certificate=origin.certificate,
+            take_over=request.take_over,
+            alive_seconds=request.alive_seconds,
+        )
+        config = self._run(caller.run).config
+        return pb2.RegisterReply(
+            index=admission.index,
+            peers=config.peers,
+            open_round=admission.open_round,
+            uploaded=admission.uploaded,
+            asynchronous=config.is_asynchronous,
+            contributed=admission.contributed,
+            pending=_progress(admission.pending),
+            shards=admission.shards,
+            shard_of=admission.shard_of,
+            looks_ahead=not config.is_asynchronous,
+        )
+
+    def Heartbeat(self, request: Any, _origin: Origin) -> Any:
+        """Note that the caller is alive."""
+        caller = request.caller
+        self._run(caller.run).heartbeat(caller.peer, caller.instance, request.alive_seconds)
+        return pb2.HeartbeatReply()
+
+    def Commit(self, request: Any, _origin: Origin) -> Any:
+        """Count a contribution as whole."""
+        caller = request.caller
+        report = Report.of(request)
+        try:
+            closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
+        except NotWhole as problem:
+            if not request.can_repeat:
+                raise
+            return pb2.CommitReply(missing=str(problem))
+        return pb2.CommitReply(closed=closed)
+
+    def Await(self, request: Any, _origin: Origin) -> Any:
+        """Say what the caller is to do as things are."""
+        caller = request.caller
+        run = self._run(caller.run)
+        answer, message = run.look(caller.peer, caller.instance, request.round, uploaded=request.uploaded)
+        if answer != "committed":
+            return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
+        taken, asked, counted = run.result(caller.peer, request.round, again=request.again)
+        reason = "" if asked is None else asked.why_without(caller.peer)
+        excluded = {} if asked is None else asked.excluded.get(caller.peer, {})
+        return pb2.AwaitReply(
+            state=pb2.AwaitReply.COMMITTED,
+            newest_round=taken.number,
+            digest=taken.digest,
+            contributed=asked is not None and caller.peer in asked.contributors,
+            contributors=[] if asked is None else asked.contributors,
+            message=reason,
+            excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
+            kept=taken.kept,
+            counted=_progress(counted),
+        )
+
+    def awaited(self, request: Any) -> Changes:
+        """Return what changes before `Await` says something else."""
+        return self._run(request.caller.run).changes
+
+    def Leave(self, request: Any, _origin: Origin) -> Any:
+        """End a membership."""
+        self._run(request.caller.run).leave(request.caller.peer, request.caller.instance)
+        return pb2.LeaveReply()
+
+    def Status(self, request: Any, _origin: Origin) -> Any:
+        """Say how things are."""
+        runs = [run.status() for run in self._runs.values()]
+        return pb2.StatusReply(json=json.dumps({"version": __version__, "runs": runs}))
+
+    def Evict(self, request: Any, origin: Origin) -> Any:
+        """End somebody else's membership."""
+        self._check_operator(origin, "evict peers")
+        self._run(request.run).evict(request.peer, request.reason or "no reason was given")
+        return pb2.EvictReply()
+
+    def Drain(self, request: Any, origin: Origin) -> Any:
+        """Bring the server to an end."""
+        self._check_operator(origin, "drain the server")
+        rounds = [f"{run.name}: {run.drain()}" for run in self._runs.values()]
+        self._on_drain()
+        return pb2.DrainReply(message=", ".join(rounds))
+
+    def Shard(self, request: Any, _origin: Origin) -> Any:
+        """Refuse to be led by another server."""
+        raise Refusal("state", "it was started as a first server; start it with --shard and the others' list")
+
+    def _check_operator(self, origin: Origin, what: str) -> None:
+        """Check that a caller may do more than peers may.
+
+        Raises:
+            Refusal: it may not.
+        """
+        if self._operators is not None and not self._operators.include(origin):
+            raise Refusal(
+                "denied",
+                f"the certificate of {origin.certificate!r} may not {what}; the server's own may, and those that its "
+                "configuration lists under operators",
+            )
+
+    def _run(self, name: str) -> Run:
+        return served(self._runs, name)
+
+
+def _progress(progress: Progress | None) -> Any:
+    return None if progress is None else pb2.Progress(**asdict(progress))
+
+
+def _catalog(messages: Any) -> Catalog:
+    return Catalog(
+        TensorSpec(name=spec.name, shape=tuple(spec.shape), unit=spec.unit, owners=tuple(spec.owners))
+        for spec in messages
+    )

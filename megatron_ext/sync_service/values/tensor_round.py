@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One tensor of a round: contributions are measured, added up and stepped by, block by block."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.delayed_nesterov import DelayedNesterov
+from megatron_ext.outer.outer_optimizer import OuterOptimizer, build_outer_optimizer
+from megatron_ext.outer.penalty import Verdict
+from megatron_ext.sync_service.protocol.catalog import TensorSpec
+from megatron_ext.sync_service.protocol.digest import RoundDigest
+from megatron_ext.sync_service.values.blocks import Block
+from megatron_ext.sync_service.values.memory import Memory
+from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.values.sources import Contributor, Sources
+from megatron_ext.sync_service.values.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
+
+__all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "divided", "square_of"]
+
+LARGEST_NORM = 1e15
+"""Of a tensor's pseudo-gradient: more is broken, though finite. Sums, momentum and the squares that Adam keeps of what
+is below stay far from the end of fp32, so that a round's values are always finite."""
+
+
+_LARGE_ELEMENTS = 1 << 20
+"""More than that is in a block only where the peers' layouts or the outer optimizer do not let it be smaller."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alone:
+    """How a contribution counts that does not wait for others."""
+
+    weight: float
+    """Of its pseudo-gradient; 1 where all peers make as many steps."""
+
+    per_step: int
+    """How many contributions make up one outer step; each counts one part of it."""
+
+
+class Broken(Exception):
+    """A contribution is not finite, or far too large."""
+
+
+class _Whole(Exception):
+    """A tensor cannot be made block by block."""
+
+
+@dataclass
+class TensorMade:
+    """What came of a tensor beside its values."""
+
+    sums: tuple[int, int] = (0, 0)
+    """Of the digest of its values."""
+
+    squares: dict[int, float] = field(default_factory=dict)
+    """Squared norms of the pseudo-gradients, by the place of the contributor."""
+
+    scalars: dict[str, float] | None = None
+    """States of the outer optimizer that all tensors share; None where there was no step."""
+
+    is_coded: bool = True
+    """Whether a lossy codec can say what was added."""
+
+
+class TensorRound:
+    """Makes the new values of tensors. Several threads may, of a tensor each."""
+
+    def __init__(
+        self,
+        optimizer: OuterOptimizerConfig,
+        *,
+        codec: str,
+        before: Snapshot | None,
+        outer_scalars: Mapping[str, float],
+        alone: Alone | None,
+        merged: frozenset[str],
+    ) -> None:
+        """Prepare.
+
+        Args:
+            optimizer: the outer optimizer.
+            codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
+            before: the last round; None at the start, which has no pseudo-gradients.
+            outer_scalars: of the last round.
+            alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
+            merged: names of what is merged afterwards.
+        """
+        self.is_exact = codec == "fp32" or before is None
+        self._config = optimizer
+        self._alone = alone
+        self._codec = codec
+        self._before = before
+        self._scalars = dict(outer_scalars)
+        self._merged = merged
+        self._memory = Memory()
+        self._one_large = threading.Lock()
+        # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
+        tried = self._optimizer([torch.zeros(2)])
+        tried.step(0, slice(0, 2), torch.ones(2))
+        self.states = sorted(tried.tensor_state())
+        self._is_fresh = bool(tried.scalar_state()) and not self._scalars
+        absolute = before is None or (codec == "fp32" and alone is None)
+        self.sources = Sources(codec, before, absolute=absolute, by_blocks=tried.elementwise)
+
+    def make(
+        self,
+        writer: SnapshotWriter,
+        spec: TensorSpec,
+        contributors: list[Contributor],
+        verdict: Verdict,
+        coefficient: float,
+        *,
+        measures: bool,
+    ) -> TensorMade:
+        """Write a tensor's new values and the states that belong to it.
+
+        Args:
+            writer: of the snapshot.
+            spec: the tensor.
+            contributors: in the order of their indices.
+            verdict: which of them count, by their place, and with which weights.
+            coefficient: what the common pseudo-gradient is multiplied by.
+            measures: whether to measure the pseudo-gradients of all that train the tensor.
+
+        Raises:
+            Broken: a pseudo-gradient that is measured is not finite, or far too large.
+            DamagedContribution: a contribution cannot be read.
+            OSError: the snapshot cannot be written, or the last one is damaged.
+        """
+        trained = [
+            place
+            for place, contributor in enumerate(contributors)
+            if self._before is None or spec.is_trained_by(contributor.index)
+        ]
+        involved = sorted({*verdict.accepted, *(trained if measures else [])})
+        blocks = self.sources.blocks(spec, [contributors[place] for place in involved])
+        work = (writer, spec, contributors, verdict, coefficient, involved if measures else [])
+        try:
+            with self._alone_if_large(blocks):
+                return self._by_blocks(blocks, *work)
+        except _Whole:
+            whole = [(0, spec.numel)]
+            with self._alone_if_large(whole):
+                return self._by_blocks(whole, *work)
+
+    @contextmanager
+    def _alone_if_large(self, blocks: list[Block]) -> Iterator[None]:
+        """Let no two threads have memory for large blocks at a time."""
+        if max(count for _, count in blocks) <= _LARGE_ELEMENTS:
+            yield
+            return
+        with self._one_large:
+            try:
+                yield
+            finally:
+                self._memory.give_up()
+                self.sources.give_up()
+
+    def _by_blocks(
+        self,
+        blocks: list[Block],
+        writer: SnapshotWriter,
+        spec: TensorSpec,
+        contributors: list[Contributor],
+        verdict: Verdict,
+        coefficient: float,
+        measured: list[int],
+    ) -> TensorMade:
+        made, digest, sources = TensorMade(squares=dict.fromkeys(measured, 0.0)), RoundDigest(), self.sources
+        takes_values = self._takes_values(spec, verdict, coefficient)
+        weight_of = dict(zip(verdict.accepted, verdict.weights, strict=True))
+        reader = sources.checked(spec.name)
+        readers = {
+            name: found
+            for name in ([] if spec.owners else [*self.states, RESIDUAL])
+            if (found := sources.checked(state_name(name, spec.name))) is not None
+        }
+        for at in blocks:
+            anchor, total = sources.anchor(reader, at), None
+            for place in sorted({*measured, *weight_of}):
+                uploaded = sources.uploaded(spec, contributors[place], at)
+                gradient = uploaded
+                if place in made.squares or not takes_values:
+                    gradient = sources.gradient(anchor, uploaded)
+                if place in made.squares:
+                    made.squares[place] += square_of(gradient)
+                    if not made.squares[place] <= LARGEST_NORM**2:
+                        raise Broken
+                if place in weight_of:
+                    taken = sources.values(anchor, uploaded) if takes_values else gradient
+                    total = self.accumulated(total, taken, weight_of[place])
+            total = None if total is None else divided(total, verdict)
+            kept: dict[str, torch.Tensor] = {}
+            if anchor is None:
+                assert total is not None
+                values = total
+            elif spec.owners:
+                values, kept = self._of_owners(spec, anchor, total, takes_values)
+            else:
+                before = {
+                    name: found.read(*at, out=self._memory(f"state {name}", at[1])) for name, found in readers.items()
+                }
+                values, kept, made.scalars = self._stepped(spec, anchor, total, takes_values, coefficient, before)
+            _require_finite(spec, values)
+            is_coded = UPDATE not in kept or not bool(kept[UPDATE][0].isnan())
+            if at[0] > 0 and is_coded != made.is_coded:
+                raise _Whole  # what is sent is either the values of the whole tensor or an update of it
+            made.is_coded = is_coded
+            digest.add_range(spec.name, at[0], values)
+            writer.write(spec.name, values, at[0])
+            for state, tensor in kept.items():
+                writer.write(state_name(state, spec.name), tensor, at[0])
+        made.sums = digest.sums
+        return made
+
+    def _takes_values(self, spec: TensorSpec, verdict: Verdict, coefficient: float) -> bool:
+        """Return whether a tensor's new values are the mean of the values that were uploaded."""
+        if self._before is None:
+            return True
+        if spec.owners:
+            # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
+            return self.sources.absolute or spec.name in self._merged or len(verdict.accepted) > 1
+        # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
+        return self._config.outer_optimizer == "none" and self.sources.absolute and coefficient == 1
+
+    def _of_owners(
+        self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return what peers hold of a tensor with owners after what these have sent, and the update."""
+        if self.sources.absolute:
+            return anchor if total is None else total, {}
+        if takes_values:
+            # Sent as it is also where nobody who counts has it: a merge makes something else of it nevertheless.
+            published = full(self._codec, anchor if total is None else total)
+        elif total is None:
+            published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
+        else:
+            published = publish_exactly(self._codec, anchor, total.neg_())
+        return published.values, {UPDATE: published.update}
+
+    def _stepped(
+        self,
+        spec: TensorSpec,
+        anchor: torch.Tensor,
+        total: torch.Tensor | None,
+        takes_values: bool,
+        coefficient: float,
+        before: dict[str, torch.Tensor],
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, float] | None]:
+        """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
+        if takes_values and self.is_exact and not self.states:
+            return anchor if total is None else total, {}, None
+        moved = self._memory("moved", anchor.numel()).copy_(anchor)
+        if not self.is_exact and RESIDUAL in before:
+            moved += before[RESIDUAL]
+        optimizer = self._optimizer([moved])
+        if not self._is_fresh:
+            optimizer.load({name: [before[name]] for name in self.states if name in before}, self._scalars)
+        scalars = None
+        if total is not None and takes_values:
+            moved = total
+        elif total is not None:
+            gradient = total.mul_(coefficient) if coefficient != 1 else total
+            optimizer.step(0, slice(0, moved.numel()), gradient)
+            scalars = optimizer.scalar_state()
+        states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
+        zeros = {name: torch.zeros_like(anchor) for name in self.states if name not in states}
+        kept = {**zeros, **states}
+        if self.is_exact:
+            return moved, kept, scalars
+        is_merged = spec.name in self._merged
+        published = full(self._codec, moved) if is_merged else publish(self._codec, anchor, moved)
+        residual = torch.zeros_like(anchor) if published.residual is None else published.residual
+        return published.values, {**kept, RESIDUAL: residual, UPDATE: published.update}, scalars
+
+    def accumulated(self, total: torch.Tensor | None, term: torch.Tensor, weight: float) -> torch.Tensor:
+        """Return the sum of weighted terms, in order; the term may be used up."""
+        if weight != 1:
+            term.mul_(weight)
+        if total is None:
+            return self._memory("total", term.numel()).copy_(term)
+        return total.add_(term)
+
+    def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
+        if self._alone is None:
+            return build_outer_optimizer(self._config, anchors)
+        has_optimizer = self._config.outer_optimizer != "none"
+        return DelayedNesterov(
+            anchors,
+            lr=self._config.learning_rate if has_optimizer else 1.0,
+            momentum=self._config.outer_optimizer_momentum if has_optimizer else 0.0,
+            count=self._alone.per_step,
+        )
+
+
+def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:
+    """Let no round be committed that would break its peers: contributions are finite, so this is nobody's fault here.
+
+    Raises:
+        RuntimeError: a value is not finite.
+    """
+    # A product of finite values may overflow.
+    if not math.isfinite(float(values.dot(values))) and not bool(torch.isfinite(values).all()):
+        raise RuntimeError(f"the round would give tensor {spec.name!r} values that are not finite")
+
+
+def square_of(values: torch.Tensor) -> float:
+    """Return the squared L2 norm of 1-D values, added up in fp64: the same to 1e-9 whatever the blocks."""
+    # Part by part: a copy of the whole in fp64 would be the largest thing in memory.
+    norms = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in torch.split(values, 1 << 20))
+    return sum(norm * norm for norm in norms)
+
+
+def divided(total: torch.Tensor, verdict: Verdict) -> torch.Tensor:
+    """Return a weighted sum as the mean, in its memory."""
+    divisor = sum(verdict.weights)
+    return total if divisor == 1 else total.div_(divisor)

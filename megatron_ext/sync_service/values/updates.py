@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Updates: what a round adds to the values of the last one, coded as contributions are.
+
+With a lossy codec the server, too, sends only what the codec can say, and adds to its values just that, so that all
+hold the same bits. What is lost of an update is kept (error feedback), and belongs to the next one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from megatron_ext.sync_service.protocol.frames import Box, codec_of, cut
+from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
+from megatron_ext.transport.codecs import BLOCK, CastCodec
+
+__all__ = [
+    "RESIDUAL",
+    "UPDATE",
+    "Published",
+    "can_be_cut",
+    "full",
+    "has_update",
+    "kept_as",
+    "publish",
+    "publish_exactly",
+]
+
+UPDATE = "update"
+"""State of a snapshot: what the round has added to the values; begins with NaN where that cannot be coded."""
+
+RESIDUAL = "residual"
+"""State of a snapshot: what the update has lost."""
+
+_CODED_BYTES = 1 << 20
+"""Of fp32 values that are coded at a time."""
+
+
+@dataclass(kw_only=True)
+class Published:
+    """What peers hold of a tensor after a round; 1-D."""
+
+    values: torch.Tensor
+    """The values, fp32."""
+
+    update: torch.Tensor
+    """What was added to the last ones, as `kept_as` says."""
+
+    residual: torch.Tensor | None = None
+    """What should have been added besides, fp32; None for nothing."""
+
+
+def kept_as(codec: str) -> torch.dtype:
+    """Return as what an update is kept: as it travels, where it can be cut there."""
+    chosen = codec_of(codec)
+    return chosen.dtype if isinstance(chosen, CastCodec) else torch.float32
+
+
+def publish(codec: str, before: torch.Tensor, wanted: torch.Tensor) -> Published:
+    """Return the values that come next to those that are wanted, and that a coded update leads to.
+
+    Args:
+        codec: a name in `CODECS`.
+        before: what peers hold, fp32, 1-D.
+        wanted: what they should hold, fp32, 1-D; may be used up.
+    """
+    step = wanted - before
+    update = _coded(codec, step)
+    if not codec_of(codec).elementwise and not torch.equal(_coded(codec, update), update):
+        return full(codec, wanted)
+    return Published(values=before + update, update=update.to(kept_as(codec)), residual=step.sub_(update))
+
+
+def publish_exactly(codec: str, before: torch.Tensor, step: torch.Tensor) -> Published:
+    """Return the values to which a step leads that was coded before, by whoever made it.
+
+    Args:
+        codec: a name in `CODECS`.
+        before: what peers hold, fp32, 1-D.
+        step: what is added, fp32, 1-D.
+    """
+    if codec_of(codec).elementwise:
+        return Published(values=before + step, update=step.to(kept_as(codec)))
+    update = _coded(codec, step)
+    # A block may have been cut in another way, as when the peer's ranks hold columns.
+    if not torch.equal(update, step):
+        return full(codec, before + step)
+    return Published(values=before + update, update=update)
+
+
+def full(codec: str, values: torch.Tensor) -> Published:
+    """Return values that no update leads to, so that they are sent as they are."""
+    return Published(values=values, update=torch.full(values.shape, math.nan, dtype=kept_as(codec)))
+
+
+def has_update(snapshot: Snapshot, name: str, codec: str, first: int | None, box: Box, numel: int) -> bool:
+    """Return whether a box of a tensor can be sent as an update.
+
+    Args:
+        snapshot: of the round.
+        name: of the tensor.
+        codec: in which it would be sent.
+        first: position of the box's first element in the tensor when it has no gaps, else None.
+        box: the box.
+        numel: number of elements of the tensor.
+    """
+    state = state_name(UPDATE, name)
+    if state not in snapshot or bool(snapshot.read(state, 0, 1).isnan()):
+        return False
+    return can_be_cut(codec, first, box, numel)
+
+
+def can_be_cut(codec: str, first: int | None, box: Box, numel: int) -> bool:
+    """Return whether a box of a tensor that was coded as a whole can be coded again, by itself, without loss.
+
+    Args:
+        codec: in which.
+        first: position of the box's first element in the tensor when it has no gaps, else None.
+        box: the box.
+        numel: number of elements of the tensor.
+    """
+    if codec_of(codec).elementwise:
+        return True
+    # Blocks share a scale: only whole ones can be coded again without loss.
+    if first is None:
+        return False
+    end = first + box.numel
+    return first % BLOCK == 0 and (end % BLOCK == 0 or end == numel)
+
+
+def _coded(codec: str, values: torch.Tensor) -> torch.Tensor:
+    """Return what arrives of values."""
+    found, chosen = torch.empty_like(values), codec_of(codec)
+    for offset, count in cut(values.numel(), _CODED_BYTES):
+        at = slice(offset, offset + count)
+        found[at] = chosen.decode(chosen.encode(values[at]), count)
+    return found

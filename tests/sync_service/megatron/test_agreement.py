@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs that would spoil each other's model or data do not agree."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_ext.sync_service.megatron.agreement import MODEL_OPTIONS, agreed
+from tests.support.distributed import run_ranks
+
+OPTIONS: dict[str, Any] = {
+    "sync_service_interval": 4,
+    "sync_service_interval_seconds": None,
+    "seed": 1234,
+    "seq_length": 32,
+    "split": None,
+    "dataloader_type": "single",
+    "train_iters": 8,
+    "train_samples": None,
+    "global_batch_size": 4,
+    "padded_vocab_size": 128,
+    "hot_switch_strategies": None,
+    "hot_switch_strategy_file": None,
+    **dict.fromkeys(MODEL_OPTIONS),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sync_service_interval": 5},
+        {"sync_service_interval": None, "sync_service_interval_seconds": 5.0},
+        {"seed": 1},
+        {"seq_length": 64},
+        {"split": "1,0,0"},
+        {"dataloader_type": "cyclic"},
+        {"train_iters": 9},
+        {"global_batch_size": 8},
+        {"padded_vocab_size": 256},
+        {"hot_switch_strategies": ["1,1,1"]},
+        {"hot_switch_strategy_file": "strategies.yaml"},
+        {"rotary_base": 500000},
+        {"moe_router_topk": 1},
+        {"moe_mlp_glu_interleave_size": 4},
+        {"eod_mask_loss": True},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_peers_agree_on_the_interval_the_samples_and_what_the_model_computes(change: dict[str, Any]):
+    one, other = agreed(SimpleNamespace(**OPTIONS)), agreed(SimpleNamespace(**{**OPTIONS, **change}))
+    assert [field for field in one if one[field] != other[field]] != []
+    assert agreed(SimpleNamespace(**{**OPTIONS, "train_iters": 4, "global_batch_size": 8})) == one
+
+
+def options_of_arguments() -> dict[str, list[str]]:
+    """Megatron's arguments, and the options that set each."""
+    import argparse
+
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(parser)
+    found: dict[str, list[str]] = {}
+    for action in parser._actions:
+        found.setdefault(action.dest, []).extend(action.option_strings)
+    return found
+
+
+def test_every_option_of_the_model_is_one_of_megatrons():
+    (found,) = run_ranks(options_of_arguments, 1)
+    assert {name: option for name, option in MODEL_OPTIONS.items() if option not in found.get(name, [])} == {}
