@@ -1,20 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The abilities of this package, in the order in which their handlers run."""
+"""The abilities of this package and those of others, in the order in which their handlers run.
+
+Another package adds one under the entry-point group `megatron_ext.features`; its object is a subclass of
+`megatron_ext.hooks.Feature`. Those come after this package's own, in the order of their names.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
+
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import Feature
 
-__all__ = ["all_features"]
+__all__ = ["FEATURE_GROUP", "all_features"]
+
+FEATURE_GROUP = "megatron_ext.features"
+"""Under which installed packages name their features."""
+
+# By name, so that nothing of an ability is imported before it is asked for. Local SGD comes after hot switching: it
+# cuts home once the guests' groups exist, and takes the gradients of all strategies for the worker's own.
+_OWN = (
+    "megatron_ext.hot_switch.feature:HotSwitchFeature",
+    "megatron_ext.local_sgd.feature:LocalSGDFeature",
+    "megatron_ext.spes.feature:SpesFeature",
+    "megatron_ext.sync_service.megatron.feature:SyncServiceFeature",
+)
 
 
 def all_features() -> tuple[Feature, ...]:
-    """Return one fresh object per ability."""
-    from megatron_ext.hot_switch.feature import HotSwitchFeature
-    from megatron_ext.local_sgd.feature import LocalSGDFeature
-    from megatron_ext.spes.feature import SpesFeature
-    from megatron_ext.sync_service.megatron.feature import SyncServiceFeature
+    """Return one fresh object per ability.
 
-    # Local SGD comes after hot switching: it cuts home once the guests' groups exist, and takes the gradients of all
-    # strategies for the worker's own.
-    return HotSwitchFeature(), LocalSGDFeature(), SpesFeature(), SyncServiceFeature()
+    Raises:
+        UserError: another package's feature cannot be loaded, is no `Feature`, or has the name of another one.
+    """
+    own = [EntryPoint(name="", value=value, group=FEATURE_GROUP).load()() for value in _OWN]
+    origins: dict[str, str] = {feature.name: "megatron_ext" for feature in own}
+    origins["cpu"] = "megatron_ext"
+    others = []
+    for entry in sorted(entry_points(group=FEATURE_GROUP), key=lambda entry: (entry.name, entry.value)):
+        feature = _loaded(entry)
+        if feature.name in origins:
+            raise UserError(
+                f"{_origin(entry)} and {origins[feature.name]} both have a feature named {feature.name!r}; uninstall "
+                "one, or rename it"
+            )
+        origins[feature.name] = _origin(entry)
+        others.append(feature)
+    return (*own, *others)
+
+
+def _loaded(entry: EntryPoint) -> Feature:
+    try:
+        made = entry.load()()
+    except Exception as problem:  # whatever it is, the run cannot begin without what the user has installed
+        raise UserError(
+            f"the feature {entry.name!r} ({entry.value}) of {_origin(entry)} cannot be loaded: "
+            f"{type(problem).__name__}: {problem}; mend or uninstall that package"
+        ) from problem
+    if not isinstance(made, Feature) or not made.name:
+        raise UserError(
+            f"the feature {entry.name!r} ({entry.value}) of {_origin(entry)} is no named megatron_ext.hooks.Feature; "
+            "mend or uninstall that package"
+        )
+    return made
+
+
+def _origin(entry: EntryPoint) -> str:
+    return "a package" if entry.dist is None else f"package {entry.dist.name!r}"

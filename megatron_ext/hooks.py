@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from megatron_ext.params import Layout
     from megatron_ext.patching import Patch
-    from megatron_ext.seams.process_groups import WorkerGroups
+    from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = [
     "BuilderContext",

@@ -34,7 +34,7 @@ from megatron_ext.seams import (
 )
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer_format import refuse_bound_format
-from megatron_ext.seams.process_groups import WorkerGroups
+from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["HotSwitchFeature"]
 

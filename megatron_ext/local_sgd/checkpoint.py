@@ -29,7 +29,6 @@ from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.phrases import plural
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.optimizer_format import refuse_bound_format
-from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.seams.sharded_state import (
     beside_optimizer,
     is_model_key,
@@ -38,6 +37,7 @@ from megatron_ext.seams.sharded_state import (
     prefix_keys,
     split_plain,
 )
+from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "request", "restore"]
 

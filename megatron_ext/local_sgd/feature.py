@@ -40,7 +40,7 @@ from megatron_ext.seams import forward, gradients, logging, process_groups, trai
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.optimizer import InnerValues
-from megatron_ext.seams.process_groups import WorkerGroups
+from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["LocalSGDFeature"]
 

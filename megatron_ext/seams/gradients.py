@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.patching import Patch
-from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
+from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["forget_synchronous_warmup", "install_synchronous_warmup", "patches", "reduced_gradients"]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from megatron_ext.hooks import hooks
 from megatron_ext.patching import Patch
+from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = [
     "WORKER_VIEW_MODULES",
@@ -31,47 +32,6 @@ __all__ = [
     "patches",
     "spans_workers",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerGroups:
-    """The groups of this rank's worker, and the group across workers; `dist.ProcessGroup` throughout."""
-
-    num_workers: int
-    """W."""
-
-    worker: int
-    """Index of this rank's worker, 0 to W - 1."""
-
-    across: Any
-    """The W ranks that hold the same shard, one per worker, in worker order."""
-
-    inside: Any
-    """All ranks of this worker."""
-
-    dp: Any
-    """Data parallel inside the worker."""
-
-    dp_cp: Any
-    """Data and context parallel inside the worker."""
-
-    expert_dp: Any
-    """Expert data parallel inside the worker."""
-
-    tp_dp: Any
-    """Tensor and data parallel inside the worker."""
-
-    tp_dp_cp: Any
-    """Tensor, data and context parallel inside the worker."""
-
-    dp_gloo: Any
-    """Gloo twin of `dp`, None when gloo groups are off."""
-
-    dp_cp_gloo: Any
-    """Gloo twin of `dp_cp`, None when gloo groups are off."""
-
-    expert_dp_gloo: Any
-    """Gloo twin of `expert_dp`, None when gloo groups are off."""
 
 
 # Modules that read data-parallel groups from parallel_state at call time and mean "the ranks that train one

@@ -26,13 +26,13 @@ from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import logging, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
-from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.sync_service.megatron import checkpoint
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.megatron.catching_up import go_on_after, progress_before
 from megatron_ext.sync_service.megatron.joining import Peer, join
 from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, go_on_in_part
 from megatron_ext.sync_service.peer.background import BackgroundRound, uncounted, with_steps_since
+from megatron_ext.worker_groups import WorkerGroups
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.peer.client import RoundOutcome, SyncClient

@@ -17,7 +17,6 @@ from megatron_ext.errors import UserError
 from megatron_ext.hooks import ModelContext
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
-from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.spes.arguments import ownership_of
 from megatron_ext.sync_service.megatron.agreement import agreed
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, connection_of
@@ -25,6 +24,7 @@ from megatron_ext.sync_service.megatron.catching_up import progress_after_step
 from megatron_ext.sync_service.peer.background import BackgroundRound
 from megatron_ext.sync_service.peer.parts import Values
 from megatron_ext.sync_service.protocol.report import Report
+from megatron_ext.worker_groups import WorkerGroups
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.megatron.workers import PeerValues

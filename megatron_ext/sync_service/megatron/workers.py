@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_ext.seams.process_groups import WorkerGroups
 from megatron_ext.sync_service.megatron.slices import Slices
 from megatron_ext.sync_service.peer.parts import Part, Values
+from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["PeerValues"]
 

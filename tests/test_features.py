@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Features of other packages: found by their entry points, and refused by name when something is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.features import all_features
+
+OWN = ["hot-switch", "local-sgd", "spes", "sync-service"]
+FEATURE = """
+from megatron_ext.hooks import Feature
+
+class Own(Feature):
+    name = {name!r}
+"""
+
+
+def installed(folder: Path, package: str, code: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a package with a feature where Python finds it, as an installer leaves it."""
+    (folder / f"{package}.py").write_text(code)
+    info = folder / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[megatron_ext.features]\n{package} = {value}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_without_other_packages_there_are_the_four_abilities():
+    assert [feature.name for feature in all_features()] == OWN
+
+
+def test_another_packages_feature_comes_after_the_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    installed(tmp_path, "their_first", FEATURE.format(name="theirs"), "their_first:Own", monkeypatch)
+    assert [feature.name for feature in all_features()] == [*OWN, "theirs"]
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "value", "said"),
+    [
+        ("their_gone", "", "their_gone:Own", r"'their_gone' \(their_gone:Own\) of package 'their_gone' cannot be"),
+        ("their_error", "import nowhere_to_be_found", "their_error:Own", "No module named 'nowhere_to_be_found'"),
+        ("their_other", "Own = dict", "their_other:Own", "is no named megatron_ext.hooks.Feature"),
+        ("their_nameless", FEATURE.format(name=""), "their_nameless:Own", "is no named megatron_ext.hooks.Feature"),
+        ("their_spes", FEATURE.format(name="spes"), "their_spes:Own", "megatron_ext both have a feature named 'spes'"),
+        ("their_cpu", FEATURE.format(name="cpu"), "their_cpu:Own", "megatron_ext both have a feature named 'cpu'"),
+    ],
+)
+def test_a_feature_that_cannot_be_used_is_named_with_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, code: str, value: str, said: str
+):
+    installed(tmp_path, package, code, value, monkeypatch)
+    with pytest.raises(UserError, match=said) as caught:
+        all_features()
+    assert f"package {package!r}" in str(caught.value)
+    assert "\n" not in str(caught.value)
