@@ -252,7 +252,7 @@ def require_equal(values: list[torch.Tensor]) -> None:
     """Refuse a measurement after which the workers differ: it measured something else than a round."""
     import torch.distributed as dist
 
-    from megatron_ext.outer.digest import equal_across
+    from megatron_ext.local_sgd.equal_weights import equal_across
 
     if not equal_across(values, dist.group.WORLD):
         raise RuntimeError("the workers' values differ after a round")

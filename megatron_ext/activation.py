@@ -63,7 +63,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
     from megatron_ext.backends import cpu
     from megatron_ext.backends.cpu.feature import CpuFeature
     from megatron_ext.features import all_features
-    from megatron_ext.seams import arguments, data, writers_queue
+    from megatron_ext.seams import arguments, datasets, writers_queue
 
     use_cpu = backend == "cpu" or (backend == "auto" and not torch.cuda.is_available())
     patches = registry()
@@ -73,7 +73,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
             _cpu.activate(patches)
         patches.apply([cpu.compile_helpers_patch()])
         patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
-        patches.apply(data.patches())
+        patches.apply(datasets.patches())
         patches.apply(writers_queue.patches())
     except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
@@ -100,9 +100,9 @@ def known_patches() -> list[Patch]:
     """Return every patch that any backend or feature may apply."""
     from megatron_ext.backends import cpu
     from megatron_ext.features import all_features
-    from megatron_ext.seams import arguments, data, writers_queue
+    from megatron_ext.seams import arguments, datasets, writers_queue
 
-    found = [*arguments.patches(registry(), None), *data.patches(), *writers_queue.patches()]
+    found = [*arguments.patches(registry(), None), *datasets.patches(), *writers_queue.patches()]
     found += [cpu.compile_helpers_patch(), *cpu.patches()]
     for feature in all_features():
         found += feature.patches()

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_ext.patching.gates import installed_version, version_problem
 from megatron_ext.patching.patch import MEGATRON_VERSIONS
 
-__all__ = ["Check", "Report", "add_parser", "examine", "run"]
+__all__ = ["Check", "DoctorReport", "add_parser", "examine", "run"]
 
 PACKAGES = (
     "torch",
@@ -50,7 +50,7 @@ class Check:
 
 
 @dataclass(kw_only=True)
-class Report:
+class DoctorReport:
     """Everything that the command shows."""
 
     python: str
@@ -111,9 +111,9 @@ def run(args: argparse.Namespace) -> int:
     return report.exit_code
 
 
-def examine() -> Report:
+def examine() -> DoctorReport:
     """Look at this interpreter's packages and this machine's devices."""
-    report = Report(
+    report = DoctorReport(
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         packages={name: _version(name) for name in PACKAGES},
@@ -142,7 +142,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _examine_torch(report: Report) -> None:
+def _examine_torch(report: DoctorReport) -> None:
     import torch
     import torch.distributed as dist
 
@@ -162,7 +162,7 @@ def _examine_torch(report: Report) -> None:
     report.checks.append(Check(name="GPU + NCCL", works=available and bool(nccl), detail=detail))
 
 
-def _examine_megatron(report: Report) -> None:
+def _examine_megatron(report: DoctorReport) -> None:
     from megatron_ext.activation import known_patches, registry
     from megatron_ext.backends import cpu
 
@@ -205,7 +205,7 @@ def _examine_megatron(report: Report) -> None:
     _examine_options(report)
 
 
-def _examine_options(report: Report) -> None:
+def _examine_options(report: DoctorReport) -> None:
     from megatron_ext import support
     from megatron_ext.backends import cpu
 
@@ -225,7 +225,7 @@ def _refusal(option: str, ability: str, reason: str, way_out: str) -> dict[str, 
     return {"option": option, "ability": ability, "reason": reason, "way_out": way_out}
 
 
-def _transformer_engine(report: Report) -> Check:
+def _transformer_engine(report: DoctorReport) -> Check:
     name = "Transformer Engine"
     if report.packages["transformer-engine"] is None:
         return Check(name=name, works=False, detail="not installed; --transformer-impl local runs without it")
@@ -254,7 +254,7 @@ def _dataset_helpers() -> Check:
     )
 
 
-def _print(report: Report) -> None:
+def _print(report: DoctorReport) -> None:
     print(f"python {report.python} on {report.platform}")
     for name, version in report.packages.items():
         print(f"  {name:<20} {version or 'not installed'}")
@@ -269,7 +269,7 @@ def _print(report: Report) -> None:
     _print_options(report)
 
 
-def _print_options(report: Report) -> None:
+def _print_options(report: DoctorReport) -> None:
     """Print the options by ability, refused ones by reason: hundreds of single lines would hide the rest."""
     from megatron_ext.support import ABILITIES
 

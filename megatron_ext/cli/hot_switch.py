@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.cli.gpt_shape import add_shape_options, read_shape
 from megatron_ext.cli.gradient_ways import GradientWay, gradient_ways
 from megatron_ext.cli.hot_switch_profile import add_profile
 from megatron_ext.cli.hot_switch_suggest import add_suggest
+from megatron_ext.cli.shape_options import add_shape_options, read_shape
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:

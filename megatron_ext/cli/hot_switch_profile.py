@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.ending import ended_by_sigterm
-from megatron_ext.cli.gpt_shape import add_shape_options, add_topk_option, read_shape, topk_problems
+from megatron_ext.cli.shape_options import add_shape_options, add_topk_option, read_shape, topk_problems
 from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:

@@ -135,7 +135,7 @@ def run_start(args: argparse.Namespace) -> int:
 
     from megatron_ext.sync_service.rounds.config import RunConfig
     from megatron_ext.sync_service.server.config import ServerConfig, read_config, run_config
-    from megatron_ext.sync_service.server.server import serve
+    from megatron_ext.sync_service.server.process import serve
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     given = {} if args.config is None else read_config(args.config)

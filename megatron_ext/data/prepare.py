@@ -27,7 +27,7 @@ from megatron_ext.data.output import (
     why_not_reusable,
     write_sidecar,
 )
-from megatron_ext.data.progress import Progress
+from megatron_ext.data.progress import PrepareProgress
 from megatron_ext.data.readers import read_documents
 from megatron_ext.data.survey import Survey, refuse_unread, survey
 from megatron_ext.data.tokenizers import TokenizerSpec, token_dtype
@@ -261,7 +261,7 @@ def _write(
     for problem in inventory.problems:
         tally.add_problem(problem, config.on_error)
 
-    progress = Progress("tokenize", inventory.total_bytes, stream)
+    progress = PrepareProgress("tokenize", inventory.total_bytes, stream)
     batches = encode_all(
         _items(config, inventory, seen), config.tokenizer, json_key=config.jsonl_key, workers=config.workers
     )
@@ -288,7 +288,7 @@ def _write(
         _refuse_no_documents(tally)
 
     if config.shuffle_seed is not None:
-        with contextlib.closing(Progress("shuffle", tally.tokens * dtype().itemsize, stream)) as progress:
+        with contextlib.closing(PrepareProgress("shuffle", tally.tokens * dtype().itemsize, stream)) as progress:
             write_shuffled(folder, first_name, name, dtype, seed=config.shuffle_seed, progress=progress)
 
     sidecar = {

@@ -6,14 +6,14 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-__all__ = ["Progress", "megabytes"]
+__all__ = ["PrepareProgress", "megabytes"]
 
 _TERMINAL_SECONDS = 0.2
 _LOG_SECONDS = 10.0
 _BAR_WIDTH = 24
 
 
-class Progress:
+class PrepareProgress:
     """Shows how much of a known number of bytes is done."""
 
     def __init__(

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.data.encode import EncodedBatch
-from megatron_ext.data.progress import Progress
+from megatron_ext.data.progress import PrepareProgress
 
 __all__ = ["CorpusWriter", "documents_of", "open_writer", "write_shuffled"]
 
@@ -86,7 +86,7 @@ def write_shuffled(
     dtype: type[np.uint16] | type[np.int32],
     *,
     seed: int,
-    progress: Progress,
+    progress: PrepareProgress,
 ) -> None:
     """Write the documents of one corpus in random order into another, and delete the first.
 

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.equal_weights import require_equal
 from megatron_ext.local_sgd.exchange.fragment import Fragment
 from megatron_ext.local_sgd.exchange.host_memory import require_room
 from megatron_ext.local_sgd.exchange.outer_state import OuterState, SyncedTensor
-from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
+from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.schedule import RoundSchedule
 from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments
 from megatron_ext.outer.config import OuterOptimizerConfig
-from megatron_ext.outer.digest import require_equal
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.transport.collectives import collective_device
 
@@ -164,7 +164,7 @@ class LocalSGD:
         )
 
     @torch.no_grad()
-    def advance(self) -> Progress:
+    def advance(self) -> WorkerProgress:
         """Do what the step that was just counted asks for: begin, turn and end rounds.
 
         Raises:
@@ -213,7 +213,7 @@ class LocalSGD:
                 fragment.go_back(workers)
 
     @torch.no_grad()
-    def sync(self, steps: Sequence[int] | None = None) -> Progress:
+    def sync(self, steps: Sequence[int] | None = None) -> WorkerProgress:
         """End what is on its way, then run a round of the whole model at once.
 
         Args:
@@ -231,7 +231,7 @@ class LocalSGD:
         self._equal = not self._apart
         return self._progress(changed=True)
 
-    def _launch(self) -> Progress:
+    def _launch(self) -> WorkerProgress:
         """Begin a round of the whole model that ends in the next forward pass."""
         for fragment in self._fragments:
             self.rounds += 1
@@ -247,7 +247,7 @@ class LocalSGD:
             fragment.land(units)
 
     @torch.no_grad()
-    def conclude(self) -> Progress:
+    def conclude(self) -> WorkerProgress:
         """End a round that was to end in the forward pass; all ranks must call it at the same place.
 
         Raises:
@@ -258,7 +258,7 @@ class LocalSGD:
         return self._progress(changed=True)
 
     @torch.no_grad()
-    def finish(self) -> Progress:
+    def finish(self) -> WorkerProgress:
         """Make all workers equal, as at the end of training: end what is on its way, then take the mean of all.
 
         There is no outer step: it would move the weights by its momentum once more, on next to no new gradient.
@@ -308,12 +308,12 @@ class LocalSGD:
         if fragment.phase == "turned":
             fragment.receive()
 
-    def collect(self) -> Progress:
+    def collect(self) -> WorkerProgress:
         """Return the reports of rounds that were turned early, by a save or an evaluation, and not returned yet."""
         return self._progress(changed=False)
 
-    def _progress(self, changed: bool) -> Progress:
-        progress = Progress(reports=self._reports, changed=changed, healed=self._healed)
+    def _progress(self, changed: bool) -> WorkerProgress:
+        progress = WorkerProgress(reports=self._reports, changed=changed, healed=self._healed)
         self._reports, self._healed = [], False
         return progress
 

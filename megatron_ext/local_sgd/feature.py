@@ -26,7 +26,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.learning_rate import catch_up, may_skip_steps
 from megatron_ext.local_sgd.reporting import log_line
-from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
+from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
 from megatron_ext.local_sgd.same_options import require_same_options
 from megatron_ext.local_sgd.streaming import StreamingConfig
@@ -255,7 +255,7 @@ class LocalSGDFeature(Feature):
             self._require_values().refresh(now=True)
         self._account(progress, self._iteration)
 
-    def _account(self, progress: Progress, iteration: int) -> None:
+    def _account(self, progress: WorkerProgress, iteration: int) -> None:
         """Mend and report what rounds after this iteration did."""
         engine = self._require_engine()
         if progress.healed:

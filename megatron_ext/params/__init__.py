@@ -4,7 +4,7 @@
 ``GptShape`` and ``Layout`` say what the model is and how it is cut; ``Placement`` works out who holds what;
 ``scatter`` and ``gather`` move values between full tensors and ranks. None of that needs Megatron.
 ``ParameterView.from_model`` describes the parameters of a running rank and checks the description against
-Megatron's own; ``megatron_ext.params.optimizers.dp_shards`` adds what the rank's optimizer owns.
+Megatron's own; ``megatron_ext.params.optimizer_shards.dp_shards`` adds what the rank's optimizer owns.
 """
 
 from megatron_ext.params.boxes import (
@@ -21,7 +21,7 @@ from megatron_ext.params.boxes import (
 from megatron_ext.params.gpt import QkvRows, gpt_parameters, qkv_rows
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, shard_range, uneven_layers
-from megatron_ext.params.names import global_name
+from megatron_ext.params.parameter_names import global_name
 from megatron_ext.params.placement import Placed, Placement, gather, scatter
 from megatron_ext.params.tensors import GlobalTensor, ParamsError, Split, layer_unit, repad_rows
 from megatron_ext.params.view import LocalParameter, ParameterView

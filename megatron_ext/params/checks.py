@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.params.boxes import Piece, cut
-from megatron_ext.params.names import checkpoint_key, local_layer
+from megatron_ext.params.parameter_names import checkpoint_key, local_layer
 from megatron_ext.params.placement import Placement
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter
 
 
 @dataclass(frozen=True, order=True)
-class Shard:
+class CheckedShard:
     """One contiguous box of a checkpointed tensor, as Megatron's ``ShardedTensor`` describes it."""
 
     key: str
@@ -77,7 +77,7 @@ def check_chunk(
 
 def expected_shards(
     placement: Placement, entry: LocalParameter, renamed: Mapping[str, str], *, homogeneous: bool
-) -> list[Shard]:
+) -> list[CheckedShard]:
     """What ``sharded_state_dict`` should say about one tensor.
 
     Args:
@@ -105,7 +105,7 @@ def expected_shards(
             entry.name_local, first_layer=_first_layer(entry), homogeneous=homogeneous, renamed=renamed
         )
     return sorted(
-        Shard(key, (*leading_shape, *tensor.shape), (*leading_offset, *piece.global_start), piece.shape)
+        CheckedShard(key, (*leading_shape, *tensor.shape), (*leading_offset, *piece.global_start), piece.shape)
         for piece in _stored_pieces(entry)
     )
 
@@ -125,10 +125,10 @@ def _stored_pieces(entry: LocalParameter) -> tuple[Piece, ...]:
     return cut(tensor.name, tensor.shape, tensor.split, 0, 1).pieces
 
 
-def _shards_of(state: Any) -> list[Shard]:
+def _shards_of(state: Any) -> list[CheckedShard]:
     # A factory cuts its tensor (gate and up projection) into shards only when it is asked to.
     tensors = state.build() if hasattr(state, "build") else [state]
     return sorted(
-        Shard(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), tuple(tensor.local_shape))
+        CheckedShard(tensor.key, tuple(tensor.global_shape), tuple(tensor.global_offset), tuple(tensor.local_shape))
         for tensor in tensors
     )

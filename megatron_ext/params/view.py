@@ -12,7 +12,7 @@ import torch
 from megatron_ext.params.boxes import Slice
 from megatron_ext.params.gpt_shape import GptShape
 from megatron_ext.params.layout import Coordinates, Layout
-from megatron_ext.params.names import global_name
+from megatron_ext.params.parameter_names import global_name
 from megatron_ext.params.placement import Placed, Placement
 from megatron_ext.params.tensors import GlobalTensor, ParamsError
 

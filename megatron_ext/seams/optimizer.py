@@ -52,7 +52,7 @@ class InnerValues:
                 parameter that the view does not know.
         """
         # Imported here because it imports Megatron, whose import the command line tools can do without.
-        from megatron_ext.params.optimizers import dp_shards, optimizer_members
+        from megatron_ext.params.optimizer_shards import dp_shards, optimizer_members
 
         self.view = view
         self.members = list(optimizer_members(optimizer))
@@ -123,7 +123,7 @@ def fill_empty_states(optimizer: Any) -> bool:
     Returns:
         Whether there was one without a distributed state, whose step has to be named: `name_step_zero`.
     """
-    from megatron_ext.params.optimizers import optimizer_members
+    from megatron_ext.params.optimizer_shards import optimizer_members
 
     filled = False
     for member in optimizer_members(optimizer):

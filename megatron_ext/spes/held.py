@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
-from megatron_ext.spes.memory import TrainingBytes
+from megatron_ext.spes.spared_memory import TrainingBytes
 
 __all__ = ["held_bytes"]
 

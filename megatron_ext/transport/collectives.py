@@ -23,7 +23,7 @@ __all__ = [
     "Buffer",
     "Combine",
     "Exchange",
-    "Memory",
+    "ExchangeMemory",
     "add_in_order",
     "collective_device",
     "from_owners",
@@ -81,7 +81,7 @@ def through_owners(
         group: process group, one rank per worker in worker order.
         combine: makes the results of this rank's parts, called buffer by buffer and run by run.
     """
-    outward, homeward, memory = _Way(), _Way(), Memory()
+    outward, homeward, memory = _Way(), _Way(), ExchangeMemory()
     for index, buffer in enumerate(buffers):
         outward.append(Exchange(index, buffer, group, memory).start())
         while outward.full:
@@ -103,7 +103,7 @@ def from_owners(buffers: Iterable[Buffer], group: Any) -> Iterator[Buffer]:
     """
     homeward = _Way()
     for index, buffer in enumerate(buffers):
-        homeward.append(Exchange(index, buffer, group, Memory()).return_own())
+        homeward.append(Exchange(index, buffer, group, ExchangeMemory()).return_own())
         while homeward.full:
             yield homeward.popleft().finish()
     while homeward:
@@ -144,7 +144,7 @@ def collective_device(group: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-class Memory:
+class ExchangeMemory:
     """Buffers that are used again and again: on a processor, fresh memory costs more than what arrives in it."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class Exchange:
     """One buffer on its way: its parts to their owners, and the owners' results back to everyone."""
 
     def __init__(
-        self, index: int, buffer: Buffer, group: Any, memory: Memory, parts: Sequence[Buffer] | None = None
+        self, index: int, buffer: Buffer, group: Any, memory: ExchangeMemory, parts: Sequence[Buffer] | None = None
     ) -> None:
         """Prepare.
 

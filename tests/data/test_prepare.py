@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.data.discover import find_sources
 from megatron_ext.data.prepare import PrepareConfig, prepare
-from megatron_ext.data.progress import Progress
+from megatron_ext.data.progress import PrepareProgress
 from megatron_ext.data.stdlib_corpus import STDLIB_EXCLUDES, STDLIB_GLOBS, standard_library_sources
 from megatron_ext.data.tokenizers import TokenizerSpec
 from megatron_ext.errors import UserError
@@ -250,9 +250,9 @@ class Terminal(io.StringIO):
 
 def test_progress_in_a_log_is_a_line_now_and_then_and_nothing_for_short_jobs() -> None:
     quick, slow = io.StringIO(), io.StringIO()
-    Progress("tokenize", 100, quick).advance(50, 1)
+    PrepareProgress("tokenize", 100, quick).advance(50, 1)
     assert quick.getvalue() == ""
-    progress = Progress("tokenize", 4_000_000, slow, log_seconds=0.0)
+    progress = PrepareProgress("tokenize", 4_000_000, slow, log_seconds=0.0)
     progress.advance(1_000_000, 1000)
     progress.advance(3_000_000, 1000)
     progress.close()
@@ -264,7 +264,7 @@ def test_progress_in_a_log_is_a_line_now_and_then_and_nothing_for_short_jobs() -
 def test_progress_on_a_terminal_rewrites_one_line_and_erases_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_ext.data.progress._TERMINAL_SECONDS", 0.0)
     stream = Terminal()
-    progress = Progress("tokenize", 200, stream)
+    progress = PrepareProgress("tokenize", 200, stream)
     progress.advance(100, 1)
     progress.advance(100, 1)
     progress.close()

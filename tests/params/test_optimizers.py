@@ -47,7 +47,7 @@ def _build(
 
 
 def _owned_elements(options: dict[str, Any], bf16: bool, distributed: bool) -> tuple[int, int]:
-    from megatron_ext.params.optimizers import dp_shards
+    from megatron_ext.params.optimizer_shards import dp_shards
 
     optimizer, view = _build(options, bf16=bf16, distributed=distributed)
     shards = dp_shards(optimizer, view)
@@ -108,7 +108,7 @@ def test_other_optimizers_own_all_of_their_parameters(bf16: bool) -> None:
 
 
 def _frozen_and_strange() -> tuple[list[str], str, str]:
-    from megatron_ext.params.optimizers import dp_shards
+    from megatron_ext.params.optimizer_shards import dp_shards
 
     frozen = "decoder.layers.0.mlp.linear_fc1.weight"
     optimizer, view = _build({}, distributed=True, frozen=frozen)

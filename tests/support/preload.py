@@ -34,7 +34,7 @@ MODULES = (
     "megatron_ext.backends.cpu.feature",
     "megatron_ext.hot_switch.feature",
     "megatron_ext.local_sgd.feature",
-    "megatron_ext.seams.data",
+    "megatron_ext.seams.datasets",
     "megatron_ext.spes.feature",
     "megatron_ext.sync_service.megatron.feature",
 )

@@ -14,8 +14,8 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.peer.client import ClientConfig, Report, RoundOutcome, SyncClient
 from megatron_ext.sync_service.protocol import wire
-from megatron_ext.sync_service.protocol.digest import RoundDigest
 from megatron_ext.sync_service.protocol.frames import whole_box
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 
 SHAPES = {
     "embedding": (40, 16),

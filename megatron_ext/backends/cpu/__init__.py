@@ -2,9 +2,9 @@
 """Stock Megatron on CPU + gloo: a backend to learn, test and debug with."""
 
 from megatron_ext.backends.cpu.backend import CpuBackend, available_device_is_cuda, patches
+from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS
 from megatron_ext.backends.cpu.megatron_gaps import compile_helpers_patch
 from megatron_ext.backends.cpu.options import RULES, problems, set_argument_defaults
-from megatron_ext.backends.cpu.placement import TORCH_VERSIONS
 
 __all__ = [
     "RULES",

@@ -11,10 +11,10 @@ import torch
 from megatron_ext.backends.cpu import (
     compilation,
     cuda_calls,
+    device_placement,
     gloo_threads,
     gloo_workers,
     megatron_gaps,
-    placement,
     rng,
     torch_adam,
 )
@@ -32,7 +32,7 @@ def patches() -> list[Patch]:
     """Return the patches of the CPU backend that the installed packages call for, in order."""
     records = [
         *compilation.patches(),
-        *placement.patches(),
+        *device_placement.patches(),
         *cuda_calls.patches(),
         *rng.patches(),
         *gloo_workers.patches(),
@@ -67,7 +67,7 @@ class CpuBackend:
         if self.active:
             return
         why = "the CPU was asked for" if available_device_is_cuda() else "no CUDA device was found"
-        placement.warm_device_tables()
+        device_placement.warm_device_tables()
         # To check the other patches is to import Megatron, which meets these.
         first = compilation.patches()
         registry.apply(first)

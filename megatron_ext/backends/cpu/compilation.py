@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.backends.cpu.placement import TORCH_VERSIONS
+from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS
 from megatron_ext.patching import Patch
 
 __all__ = ["patches"]

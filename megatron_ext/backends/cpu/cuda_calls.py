@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.backends.cpu.placement import TORCH_VERSIONS
+from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS
 from megatron_ext.patching import Patch
 
 __all__ = ["CpuEvent", "CpuStream", "patches"]

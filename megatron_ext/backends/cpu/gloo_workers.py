@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ext.backends.cpu.placement import TORCH_VERSIONS
+from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS
 from megatron_ext.patching import Patch
 
 __all__ = ["patches"]

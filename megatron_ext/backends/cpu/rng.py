@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.backends.cpu.placement import TORCH_VERSIONS
+from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS
 from megatron_ext.patching import Patch
 
 __all__ = ["HostStream", "patches", "silence_fork_warning", "unsilence_fork_warning"]

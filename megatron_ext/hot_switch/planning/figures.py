@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.hot_switch.planning.plan import SwitchPlan
-from megatron_ext.hot_switch.planning.routes import Route
+from megatron_ext.hot_switch.planning.routes import SliceRoute
 
 __all__ = ["Links", "SwitchFigures", "measure_plan"]
 
@@ -125,7 +125,7 @@ def measure_plan(plan: SwitchPlan) -> SwitchFigures:
 def _memory(plan: SwitchPlan) -> tuple[PerRank, PerRank, PerRank]:
     """Bytes held before, held after, and aliased by each rank."""
     # Routes are few and tensors are many: add up the tensors of a route before looking at its ranks.
-    routes: dict[int, Route] = {}
+    routes: dict[int, SliceRoute] = {}
     whole_bytes: dict[int, int] = {}
     aliasable_bytes: dict[int, int] = {}
     for planned in plan.tensors:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.planning.holders import Holders, Holding
-from megatron_ext.hot_switch.planning.routes import Route, make_route
+from megatron_ext.hot_switch.planning.routes import SliceRoute, make_route
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
 from megatron_ext.params import GlobalTensor, GptShape, Layout, Overlap, Placement, Slice, flat_offset, overlaps
 from megatron_ext.params.boxes import cut, slice_of, whole
@@ -90,7 +90,7 @@ class PlannedTensor:
     tensor: GlobalTensor
     """The tensor."""
 
-    route: Route
+    route: SliceRoute
     """What must move; shared by all tensors that lie on the same ranks."""
 
     senders: npt.NDArray[np.int32]
@@ -246,7 +246,7 @@ def plan_switch(
     _check(source.world_size, target.world_size, gpus_per_node, algorithm)
     before, after = Holders(Placement(shape, source)), Holders(Placement(shape, target))
     choose = ALGORITHMS[algorithm](source.world_size)
-    routes: dict[tuple[Holding, Holding], Route] = {}
+    routes: dict[tuple[Holding, Holding], SliceRoute] = {}
     tensors = []
     for tensor in _in_order_of_use(before.placement.tensors):
         if tensor.name in without:

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Demand", "Route", "make_route"]
+__all__ = ["Demand", "SliceRoute", "make_route"]
 
 Ranks = tuple[int, ...]
 
@@ -34,7 +34,7 @@ class Demand:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Route:
+class SliceRoute:
     """What must move for every tensor that lies on the same ranks before and after a switch.
 
     Slices are equal, and as many as the least common multiple of the source's and the target's parts, so that every
@@ -81,7 +81,7 @@ class Route:
         return frozenset(rank for rank in self.target_part if len(self.kept(rank)) == needed)
 
 
-def make_route(source: Sequence[Ranks], target: Sequence[Ranks], gpus_per_node: int) -> Route:
+def make_route(source: Sequence[Ranks], target: Sequence[Ranks], gpus_per_node: int) -> SliceRoute:
     """Compare who holds the parts of a tensor before and after a switch.
 
     Args:
@@ -108,7 +108,7 @@ def make_route(source: Sequence[Ranks], target: Sequence[Ranks], gpus_per_node: 
             for receiver in target[slice_index * len(target) // slices]
             if receiver not in held
         ]
-    return Route(
+    return SliceRoute(
         source_parts=len(source),
         target_parts=len(target),
         slices=slices,

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.transfer.itinerary import ROUNDS_IN_FLIGHT, Copy, Itinerary, Parcel, Round
-from megatron_ext.hot_switch.transfer.messages import Part
+from megatron_ext.hot_switch.transfer.itinerary import ROUNDS_IN_FLIGHT, Copy, Itinerary, Parcel, SwitchRound
+from megatron_ext.hot_switch.transfer.messages import MessagePart
 
 __all__ = ["BoundRound", "BoundSwitch", "bind"]
 
@@ -123,7 +123,7 @@ def bind(
     )
 
 
-def _bind_round(each: Round, sources: Tensors, targets: Tensors, staging: torch.Tensor, group: Any) -> BoundRound:
+def _bind_round(each: SwitchRound, sources: Tensors, targets: Tensors, staging: torch.Tensor, group: Any) -> BoundRound:
     bound = BoundRound()
     for parcel in each.receives:
         part = parcel.message.parts[0]
@@ -173,7 +173,7 @@ def _refuse_overlap(itinerary: Itinerary, copies: Sequence[Copy], sources: Tenso
     received = [part for each in itinerary.rounds for parcel in each.receives for part in parcel.message.parts]
     reads = _joined([_extent(tensor, name) for name, tensor in sources.items()])
     starts = [first for first, _, _ in reads]
-    written: list[Part | Copy] = [*received, *copies]
+    written: list[MessagePart | Copy] = [*received, *copies]
     for entry in written:
         first, last, name = _extent(entry.target.view(targets[entry.target_name]), entry.target_name)
         # Of the reads, which do not overlap each other, the last one that begins no later than the write ends.

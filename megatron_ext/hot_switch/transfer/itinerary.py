@@ -16,7 +16,7 @@ from megatron_ext.hot_switch.planning.plan import Move, Stay, SwitchPlan
 from megatron_ext.hot_switch.transfer.messages import Message, MessageSizes, messages_between, moved_dtype
 from megatron_ext.hot_switch.transfer.windows import Window, row_major, window_of
 
-__all__ = ["ROUNDS_IN_FLIGHT", "Copy", "Itinerary", "LocalTensor", "Parcel", "Round", "make_itinerary"]
+__all__ = ["ROUNDS_IN_FLIGHT", "Copy", "Itinerary", "LocalTensor", "Parcel", "SwitchRound", "make_itinerary"]
 
 ROUNDS_IN_FLIGHT = 2
 """Rounds on the way at a time: while one travels, the next is packed and the last one is unpacked."""
@@ -52,7 +52,7 @@ class Parcel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class SwitchRound:
     """Parcels that are on the way together."""
 
     receives: tuple[Parcel, ...]
@@ -89,7 +89,7 @@ class Itinerary:
     targets: Mapping[str, LocalTensor]
     """The tensors that it holds afterwards."""
 
-    rounds: tuple[Round, ...]
+    rounds: tuple[SwitchRound, ...]
     """What it sends and receives."""
 
     staging_bytes: int
@@ -132,7 +132,7 @@ def make_itinerary(plan: SwitchPlan, rank: int, sizes: MessageSizes, *, gradient
     )
 
 
-def _rounds_until(plan: SwitchPlan, rounds: Iterable[Round], moves: Iterable[Move]) -> dict[str, int]:
+def _rounds_until(plan: SwitchPlan, rounds: Iterable[SwitchRound], moves: Iterable[Move]) -> dict[str, int]:
     unit_of = {move.target_name: move.tensor.unit for move in moves}
     found = {planned.tensor.unit: 0 for planned in plan.tensors}
     for number, each in enumerate(rounds, 1):
@@ -148,9 +148,9 @@ def _rounds(
     outgoing: Mapping[int, tuple[Message, ...]],
     incoming: Mapping[int, tuple[Message, ...]],
     gradients: bool,
-) -> tuple[tuple[Round, ...], int]:
+) -> tuple[tuple[SwitchRound, ...], int]:
     """Return the rounds and the largest staging memory that one of them needs."""
-    rounds: list[Round] = []
+    rounds: list[SwitchRound] = []
     largest = 0
     last = max((messages[-1].round for messages in (*outgoing.values(), *incoming.values()) if messages), default=-1)
     for number in range(last + 1):
@@ -168,7 +168,7 @@ def _rounds(
                 if message.round == number:
                     place = None if message.leaves_directly else staging.add_packed(message)
                     sends.append(Parcel(peer=target, message=message, staged_at=place))
-        rounds.append(Round(receives=tuple(receives), sends=tuple(sends)))
+        rounds.append(SwitchRound(receives=tuple(receives), sends=tuple(sends)))
         largest = max(largest, staging.nbytes)
     return tuple(rounds), largest
 

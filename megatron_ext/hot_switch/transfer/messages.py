@@ -18,7 +18,7 @@ from megatron_ext.hot_switch.planning.plan import Move
 from megatron_ext.hot_switch.transfer.windows import Window, cut_box, join_boxes, window_of
 from megatron_ext.params import GlobalTensor
 
-__all__ = ["DEFAULT_SIZES", "Message", "MessageSizes", "Part", "messages_between", "moved_dtype"]
+__all__ = ["DEFAULT_SIZES", "Message", "MessagePart", "MessageSizes", "messages_between", "moved_dtype"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ DEFAULT_SIZES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MessagePart:
     """One box of one tensor on its way. Both windows have the same shape."""
 
     source_name: str
@@ -77,7 +77,7 @@ class Part:
 class Message:
     """What one send carries: its parts one behind the other, each in row-major order."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     """At least one."""
 
     dtype: torch.dtype
@@ -110,8 +110,8 @@ def messages_between(moves: Sequence[Move], sizes: MessageSizes, *, gradients: b
         sizes: the same at both ends.
         gradients: gradients of the parameters move, in fp32, and are added at the receiver; no buffers move.
     """
-    packed: dict[torch.dtype, list[Part]] = {}
-    ordered: list[tuple[torch.dtype, list[Part]]] = []
+    packed: dict[torch.dtype, list[MessagePart]] = {}
+    ordered: list[tuple[torch.dtype, list[MessagePart]]] = []
     for tensor, of_tensor in groupby(moves, key=lambda move: move.tensor):
         dtype = moved_dtype(tensor, gradients=gradients)
         if dtype is None:
@@ -140,11 +140,11 @@ def moved_dtype(tensor: GlobalTensor, *, gradients: bool) -> torch.dtype | None:
     return None if tensor.kind == "buffer" else torch.float32
 
 
-def _parts(moves: Sequence[Move], limit: int) -> Iterable[tuple[Part, list[Part]]]:
+def _parts(moves: Sequence[Move], limit: int) -> Iterable[tuple[MessagePart, list[MessagePart]]]:
     """Yield the parts of what moves of one tensor, each whole and cut into pieces of at most `limit` elements."""
     for box in join_boxes(box for move in moves for box in move.boxes):
         whole, *pieces = [
-            Part(
+            MessagePart(
                 source_name=moves[0].source_name,
                 target_name=moves[0].target_name,
                 source=window_of(moves[0].source_shape, piece.source_start, piece.shape),
@@ -156,7 +156,7 @@ def _parts(moves: Sequence[Move], limit: int) -> Iterable[tuple[Part, list[Part]
 
 
 def _in_rounds(
-    ordered: Iterable[tuple[torch.dtype, list[Part]]], sizes: MessageSizes, gradients: bool
+    ordered: Iterable[tuple[torch.dtype, list[MessagePart]]], sizes: MessageSizes, gradients: bool
 ) -> Iterable[Message]:
     """Give messages their rounds: each has at most `chunk_bytes` of messages that are copied at either end."""
     number, copied_bytes, all_bytes = 0, 0, 0

@@ -21,10 +21,10 @@ from megatron_ext.local_sgd.exchange.judge import Judge
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
 from megatron_ext.local_sgd.exchange.rounds import Decision, OwnedTerms, RoundState, decide_and_step
 from megatron_ext.local_sgd.exchange.segment_memory import flattened
-from megatron_ext.local_sgd.exchange.segments import Piece
+from megatron_ext.local_sgd.exchange.segments import SegmentPiece
 from megatron_ext.local_sgd.reporting.round_report import RoundClock
 from megatron_ext.transport.codecs import Codec
-from megatron_ext.transport.collectives import Exchange, Memory
+from megatron_ext.transport.collectives import Exchange, ExchangeMemory
 
 __all__ = ["CompressedRound"]
 
@@ -129,7 +129,7 @@ class CompressedRound:
             residuals: what earlier messages have lost.
             keeps_residuals: leave those as they are, because nobody will take what is sent.
         """
-        memory = Memory()
+        memory = ExchangeMemory()
         for index, segment in enumerate(self._owned.segments):
             parts = []
             for worker in range(self._owned.workers):
@@ -157,7 +157,7 @@ class CompressedRound:
                 ahead = ahead - replicas[piece.index][piece.start : piece.stop]
                 own_messages[index].append(self._home[piece.index].encode(ahead))
                 offset += piece.numel
-        memory = Memory()
+        memory = ExchangeMemory()
         for index, segment in enumerate(self._owned.segments):
             parts = []
             for worker in range(self._owned.workers):
@@ -175,7 +175,7 @@ class CompressedRound:
             for piece, values in _decoded(self._home, self._owned.pieces(segment, worker), data):
                 replicas[piece.index][piece.start : piece.stop] += values
 
-    def _exchange(self, index: int, parts: list[torch.Tensor], memory: Memory) -> Exchange:
+    def _exchange(self, index: int, parts: list[torch.Tensor], memory: ExchangeMemory) -> Exchange:
         owners = [[part] if part.numel() else [] for part in parts]
         return Exchange(index, parts, self._owned.group, memory, owners)
 
@@ -196,8 +196,8 @@ class CompressedRound:
 
 
 def _decoded(
-    codecs: Sequence[Codec], pieces: Sequence[Piece], data: torch.Tensor
-) -> Iterator[tuple[Piece, torch.Tensor]]:
+    codecs: Sequence[Codec], pieces: Sequence[SegmentPiece], data: torch.Tensor
+) -> Iterator[tuple[SegmentPiece, torch.Tensor]]:
     """Yield the values of pieces that were coded one after the other."""
     offset = 0
     for piece in pieces:
@@ -207,7 +207,7 @@ def _decoded(
         offset += size
 
 
-def _nbytes(codecs: Sequence[Codec], pieces: Sequence[Piece]) -> int:
+def _nbytes(codecs: Sequence[Codec], pieces: Sequence[SegmentPiece]) -> int:
     return sum(codecs[piece.index].nbytes(piece.numel) for piece in pieces)
 
 

@@ -19,7 +19,7 @@ from megatron_ext.local_sgd.exchange.judge import Judge
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
 from megatron_ext.local_sgd.exchange.rounds import Decision, RoundState
 from megatron_ext.local_sgd.exchange.segment_memory import packed, unpack
-from megatron_ext.transport.collectives import Exchange, Memory, add_in_order, part_bounds
+from megatron_ext.transport.collectives import Exchange, ExchangeMemory, add_in_order, part_bounds
 
 __all__ = ["EagerRound"]
 
@@ -64,7 +64,7 @@ class EagerRound:
         with state.clock.measure("waiting"):
             self.land()
         before, self._late = self._late or self._nothing(), []
-        memory = Memory()
+        memory = ExchangeMemory()
         for index, (segment, others) in enumerate(zip(owned.segments, before, strict=True)):
             buffer = packed(segment, state.flats)
             sent = buffer[0].new_empty(segment.numel)

@@ -16,7 +16,7 @@ from megatron_ext.local_sgd.exchange.judge import Judge
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
 from megatron_ext.local_sgd.exchange.rounds import Decision, GuardedRound, RoundState, mean_stepping
 from megatron_ext.local_sgd.exchange.segment_memory import packed, unpack
-from megatron_ext.transport.collectives import Exchange, Memory
+from megatron_ext.transport.collectives import Exchange, ExchangeMemory
 
 __all__ = ["ForwardRound"]
 
@@ -54,7 +54,7 @@ class ForwardRound:
         Raises:
             RuntimeError: a worker was broken, and is not to be left out; where norms decide.
         """
-        owned, memory = self._owned, Memory()
+        owned, memory = self._owned, ExchangeMemory()
         self._state, self._homeward = state, set()
         if self._guarded is None:
             self._exchanges = {

@@ -14,7 +14,7 @@ from megatron_ext.local_sgd.exchange.eager import EagerRound
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
 from megatron_ext.local_sgd.exchange.owner_shard import OuterShard
-from megatron_ext.local_sgd.exchange.segments import Run
+from megatron_ext.local_sgd.exchange.segments import ElementRun
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import build_outer_optimizer, outer_states_per_anchor
 from megatron_ext.outer.penalty import Penalty
@@ -215,7 +215,7 @@ class OuterState:
         )
         return self._shard
 
-    def _ranges(self, run: Run, wanted: Callable[[SyncedTensor], bool]) -> list[tuple[int, int]]:
+    def _ranges(self, run: ElementRun, wanted: Callable[[SyncedTensor], bool]) -> list[tuple[int, int]]:
         """Return where the pieces of a run are that belong to tensors that are wanted."""
         ranges = []
         offset = 0

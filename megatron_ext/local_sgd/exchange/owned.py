@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd.exchange.segment_memory import flattened, packed, unpack
-from megatron_ext.local_sgd.exchange.segments import Piece, Run, Segment
+from megatron_ext.local_sgd.exchange.segments import ElementRun, Segment, SegmentPiece
 from megatron_ext.transport.collectives import Buffer, from_owners, part_bounds, runs_within
 
 __all__ = ["OwnedRuns"]
@@ -33,7 +33,7 @@ class OwnedRuns:
         self.group = group
         self.worker = dist.get_rank(group)
         self.workers = dist.get_world_size(group)
-        self.numbered: list[tuple[int, Run]] = [
+        self.numbered: list[tuple[int, ElementRun]] = [
             (index, run)
             for index, segment in enumerate(segments)
             for run in segment.runs(*self.bounds(segment)[self.worker])
@@ -59,7 +59,7 @@ class OwnedRuns:
         """Return the number of the run at `start` of this rank's part of segment `index`."""
         return self._number[index, start]
 
-    def pieces(self, segment: Segment, worker: int) -> list[Piece]:
+    def pieces(self, segment: Segment, worker: int) -> list[SegmentPiece]:
         """Return what of the tensors a worker owns of a segment."""
         return list(segment.within(*self.bounds(segment)[worker]))
 

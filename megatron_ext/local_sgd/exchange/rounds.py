@@ -15,7 +15,7 @@ from megatron_ext.local_sgd.exchange.owner_shard import OuterShard
 from megatron_ext.local_sgd.exchange.segment_memory import packed, unpack
 from megatron_ext.local_sgd.reporting.round_report import RoundClock
 from megatron_ext.outer.penalty import Verdict
-from megatron_ext.transport.collectives import Combine, Exchange, Memory, through_owners
+from megatron_ext.transport.collectives import Combine, Exchange, ExchangeMemory, through_owners
 
 __all__ = [
     "BackgroundRound",
@@ -137,7 +137,7 @@ class GuardedRound:
     def __init__(self, owned: OwnedRuns, judge: Judge) -> None:
         self._owned = owned
         self._judge = judge
-        self._memory = Memory()
+        self._memory = ExchangeMemory()
         self._exchanges: list[Exchange] = []
 
     @property

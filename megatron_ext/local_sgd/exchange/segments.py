@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Piece", "Run", "Segment", "plan_segments"]
+__all__ = ["ElementRun", "Segment", "SegmentPiece", "plan_segments"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class SegmentPiece:
     """Elements `start` to `stop` of the flattened tensor `index`."""
 
     index: int
@@ -39,10 +39,10 @@ class Segment:
     unit: int
     """Index of the unit that all pieces belong to."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentPiece, ...]
     """Pieces that are exchanged in place; with `small` at least one."""
 
-    small: tuple[Piece, ...] = ()
+    small: tuple[SegmentPiece, ...] = ()
     """Pieces after those, which are exchanged in one packed copy."""
 
     @property
@@ -50,39 +50,39 @@ class Segment:
         """Number of elements."""
         return sum(piece.numel for piece in (*self.pieces, *self.small))
 
-    def within(self, start: int, stop: int) -> Iterator[Piece]:
+    def within(self, start: int, stop: int) -> Iterator[SegmentPiece]:
         """Yield what of each piece lies in elements `start` to `stop` of the segment."""
         offset = 0
         for piece in (*self.pieces, *self.small):
             first, last = max(start, offset), min(stop, offset + piece.numel)
             if first < last:
                 shift = piece.start - offset
-                yield Piece(index=piece.index, start=first + shift, stop=last + shift)
+                yield SegmentPiece(index=piece.index, start=first + shift, stop=last + shift)
             offset += piece.numel
 
-    def runs(self, start: int, stop: int) -> Iterator[Run]:
+    def runs(self, start: int, stop: int) -> Iterator[ElementRun]:
         """Yield what of elements `start` to `stop` is contiguous while it is exchanged: each piece, all small ones."""
         large = {piece.index for piece in self.pieces}
         offset = 0
         packed = []
         for piece in self.within(start, stop):
             if piece.index in large:
-                yield Run(start=offset, pieces=(piece,))
+                yield ElementRun(start=offset, pieces=(piece,))
                 offset += piece.numel
             else:
                 packed.append(piece)
         if packed:
-            yield Run(start=offset, pieces=tuple(packed))
+            yield ElementRun(start=offset, pieces=tuple(packed))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ElementRun:
     """Elements that are contiguous while they are exchanged."""
 
     start: int
     """Offset of the first, counted from the first element of the part that the run belongs to."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SegmentPiece, ...]
     """What they are."""
 
     @property
@@ -108,7 +108,7 @@ def plan_segments(sizes: Sequence[int], units: Sequence[int], limit: int, small:
         order = sorted(members, key=lambda index: sizes[index] < small)
         whole = Segment(
             unit=unit,
-            pieces=tuple(Piece(index=index, start=0, stop=sizes[index]) for index in order if sizes[index]),
+            pieces=tuple(SegmentPiece(index=index, start=0, stop=sizes[index]) for index in order if sizes[index]),
         )
         count = -(-whole.numel // limit)
         for number in range(count):

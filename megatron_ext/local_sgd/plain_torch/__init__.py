@@ -7,7 +7,7 @@ an outer round when one is due. Whatever synchronises gradients must stay inside
 """
 
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
-from megatron_ext.local_sgd.plain_torch.optimizer import (
+from megatron_ext.local_sgd.plain_torch.post_local_sgd import (
     StatefulPostLocalSGDOptimizer,
     load_local_sgd_state_dict,
     save_local_sgd_state_dict,

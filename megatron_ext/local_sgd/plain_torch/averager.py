@@ -28,7 +28,7 @@ from megatron_ext.local_sgd.plain_torch.parameters import (
 from megatron_ext.local_sgd.plain_torch.same_model import ModelDescription, describe, require_same_model
 from megatron_ext.local_sgd.plain_torch.saved_state import StateGuard
 from megatron_ext.local_sgd.plain_torch.wording import as_fields, speaks_of_fields
-from megatron_ext.local_sgd.reporting.round_report import Progress, RoundReport
+from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
 from megatron_ext.local_sgd.time_based import AsyncSchedule
 from megatron_ext.outer.config import OuterOptimizerConfig
@@ -405,7 +405,7 @@ class OuterOptimPeriodicModelAverager:
             # FSDP gathers in a stream of its own, which does not wait for this one.
             torch.cuda.current_stream().synchronize()
 
-    def _take(self, progress: Progress, step: int | None = None) -> RoundReport | None:
+    def _take(self, progress: WorkerProgress, step: int | None = None) -> RoundReport | None:
         """Take note of what rounds after a step did, the present one unless given; return the last one's report."""
         if progress.healed and self.when_healed is not None:
             self.when_healed()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megatron_ext.phrases import listed
 
-__all__ = ["Progress", "RoundClock", "RoundReport", "new_level"]
+__all__ = ["RoundClock", "RoundReport", "WorkerProgress", "new_level"]
 
 
 @dataclass
@@ -160,7 +160,7 @@ class RoundReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Progress:
+class WorkerProgress:
     """What a step's rounds did."""
 
     reports: list[RoundReport]

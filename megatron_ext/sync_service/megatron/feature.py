@@ -31,7 +31,7 @@ from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argu
 from megatron_ext.sync_service.megatron.catching_up import go_on_after, progress_before
 from megatron_ext.sync_service.megatron.joining import Peer, join
 from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, go_on_in_part
-from megatron_ext.sync_service.peer.background import BackgroundRound, uncounted, with_steps_since
+from megatron_ext.sync_service.peer.background import ThreadedRound, uncounted, with_steps_since
 from megatron_ext.worker_groups import WorkerGroups
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class SyncServiceFeature(Feature):
 
         interval = peer.interval.steps, peer.interval.seconds
         peer.begin_interval()
-        peer.on_its_way = BackgroundRound(make, values, interval)
+        peer.on_its_way = ThreadedRound(make, values, interval)
 
     def _arrive(self, peer: Peer, *, now: bool = False) -> None:
         """Wait for the round on its way, and go on from it and the steps made since.

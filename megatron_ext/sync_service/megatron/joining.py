@@ -18,10 +18,10 @@ from megatron_ext.hooks import ModelContext
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.arguments import ownership_of
-from megatron_ext.sync_service.megatron.agreement import agreed
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, connection_of
 from megatron_ext.sync_service.megatron.catching_up import progress_after_step
-from megatron_ext.sync_service.peer.background import BackgroundRound
+from megatron_ext.sync_service.megatron.job_agreement import agreed
+from megatron_ext.sync_service.peer.background import ThreadedRound
 from megatron_ext.sync_service.peer.parts import Values
 from megatron_ext.sync_service.protocol.report import Report
 from megatron_ext.worker_groups import WorkerGroups
@@ -63,7 +63,7 @@ class Peer:
     delay: int
     """How many steps after the end of an interval its round is applied."""
 
-    on_its_way: BackgroundRound | None = None
+    on_its_way: ThreadedRound | None = None
     """A round that is not applied yet, which has the client and the job for itself."""
 
     round: int = -1

@@ -13,13 +13,13 @@ from megatron_ext.sync_service.peer.parts import Part, Values
 if TYPE_CHECKING:
     from megatron_ext.sync_service.peer.client import RoundOutcome
 
-__all__ = ["BackgroundRound", "uncounted", "with_steps_since"]
+__all__ = ["ThreadedRound", "uncounted", "with_steps_since"]
 
 _LONGEST_SECONDS = 5.0
 """How long the thread of a job that ends in an error is awaited."""
 
 
-class BackgroundRound:
+class ThreadedRound:
     """A round on its way. The client and its group of ranks are the thread's alone until `wait` has returned."""
 
     def __init__(

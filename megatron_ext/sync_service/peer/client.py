@@ -36,9 +36,9 @@ from megatron_ext.sync_service.peer.outgoing import Outgoing
 from megatron_ext.sync_service.peer.parts import Part, Values, checked_memory, whole_parts
 from megatron_ext.sync_service.peer.upload import upload
 from megatron_ext.sync_service.protocol.catalog import Catalog
-from megatron_ext.sync_service.protocol.digest import RoundDigest
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 
 __all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
 

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.peer.parts import Part, Values
 from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, Frame, cut, step_of
-from megatron_ext.sync_service.values.memory import Memory
+from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 
 __all__ = ["Outgoing", "Piece", "Settled"]
 
@@ -61,7 +61,7 @@ class Outgoing:
         self._owned: dict[str, torch.Tensor] = {}
         self._settled = Settled()
         self._begun_for = -1
-        self._scratch = Memory()
+        self._scratch = ReusedMemory()
 
     def go_on_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""

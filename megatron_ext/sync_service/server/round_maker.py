@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_ext.sync_service.protocol.digest import RoundDigest
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.journal import Event

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-from megatron_ext.sync_service.protocol.digest import RoundDigest
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.shards.remote_shard import RemoteShard
 from megatron_ext.sync_service.shards.shard import RoundJob, Shard
 from megatron_ext.sync_service.values.decision import Decision, Measured

@@ -10,7 +10,7 @@ from statistics import median
 
 from megatron_ext.sync_service.status_page.text import escape
 
-__all__ = ["COLOURS", "Line", "bar_chart", "line_chart", "spread"]
+__all__ = ["COLOURS", "ChartLine", "bar_chart", "line_chart", "spread"]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#3b9ad9", "#6b4c9a", "#7f6a55")
 """Which the colour-blind can tell apart; a peer's is that of its index."""
@@ -25,7 +25,7 @@ _MARKED_ROUNDS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class ChartLine:
     """One line of a chart."""
 
     label: str
@@ -38,7 +38,7 @@ class Line:
     """Finite values by round."""
 
 
-def spread(lines: Sequence[Line]) -> list[Line]:
+def spread(lines: Sequence[ChartLine]) -> list[ChartLine]:
     """Return the lines, or what they range over when they are too many to be told apart."""
     if len(lines) <= _MANY_LINES:
         return list(lines)
@@ -47,7 +47,7 @@ def spread(lines: Sequence[Line]) -> list[Line]:
         for number, value in line.values.items():
             at.setdefault(number, []).append(value)
     return [
-        Line(label=label, colour=colour, values={number: chosen(values) for number, values in sorted(at.items())})
+        ChartLine(label=label, colour=colour, values={number: chosen(values) for number, values in sorted(at.items())})
         for label, colour, chosen in (
             ("greatest", "#9aa5b1", max),
             ("median", COLOURS[0], median),
@@ -56,7 +56,7 @@ def spread(lines: Sequence[Line]) -> list[Line]:
     ]
 
 
-def line_chart(lines: Sequence[Line], said: Callable[[float], str], *, bridged: bool = False) -> str:
+def line_chart(lines: Sequence[ChartLine], said: Callable[[float], str], *, bridged: bool = False) -> str:
     """Return lines as SVG; their values need not begin at 0.
 
     Args:

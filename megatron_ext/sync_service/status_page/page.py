@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_ext.sync_service.status_page.assets import SCRIPT, STYLE
-from megatron_ext.sync_service.status_page.charts import COLOURS, Line, bar_chart, line_chart, spread
+from megatron_ext.sync_service.status_page.charts import COLOURS, ChartLine, bar_chart, line_chart, spread
 from megatron_ext.sync_service.status_page.text import bytes_text, escape, figure_text, seconds_text
 from megatron_ext.version import __version__
 
@@ -177,12 +177,12 @@ def _charts(run: Mapping[str, Any]) -> str:
     )
 
 
-def _lines(run: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], key: str) -> list[Line]:
+def _lines(run: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]], key: str) -> list[ChartLine]:
     """Return a line per peer, in the order of their indices."""
     names = sorted({name for entry in rounds for name in entry[key]}, key=lambda name: (run["indices"][name], name))
     return spread(
         [
-            Line(
+            ChartLine(
                 label=name,
                 colour=_colour(run["indices"][name]),
                 values={entry["round"]: entry[key][name] for entry in rounds if name in entry[key]},

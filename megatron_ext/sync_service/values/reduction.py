@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.protocol.digest import RoundDigest
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Judged

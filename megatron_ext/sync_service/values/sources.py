@@ -13,7 +13,7 @@ from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.values.blocks import Block, common_blocks
 from megatron_ext.sync_service.values.contribution import Contribution
-from megatron_ext.sync_service.values.memory import Memory
+from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot
 from megatron_ext.transport.codecs import BLOCK
 
@@ -59,7 +59,7 @@ class Sources:
         self.absolute = absolute
         self._by_blocks = by_blocks
         self._multiple = 1 if codec_of(codec).elementwise else BLOCK
-        self._memory = Memory()
+        self._memory = ReusedMemory()
 
     def give_up(self) -> None:
         """Give up what this thread has got: fresh memory comes with the next block."""

@@ -16,9 +16,9 @@ from megatron_ext.outer.delayed_nesterov import DelayedNesterov
 from megatron_ext.outer.outer_optimizer import OuterOptimizer, build_outer_optimizer
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
-from megatron_ext.sync_service.protocol.digest import RoundDigest
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.blocks import Block
-from megatron_ext.sync_service.values.memory import Memory
+from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.values.sources import Contributor, Sources
 from megatron_ext.sync_service.values.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
@@ -100,7 +100,7 @@ class TensorRound:
         self._before = before
         self._scalars = dict(outer_scalars)
         self._merged = merged
-        self._memory = Memory()
+        self._memory = ReusedMemory()
         self._one_large = threading.Lock()
         # What the optimizer keeps is known after a step, and the head of a snapshot wants it before the first one.
         tried = self._optimizer([torch.zeros(2)])

@@ -14,8 +14,8 @@ from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.peer import incoming
 from megatron_ext.sync_service.peer.client import SyncClient
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.protocol.digest import RoundDigest
 from megatron_ext.sync_service.protocol.frames import Box, Frame, whole_box
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.open_values import OpenValues
 from tests.support.waiting import until

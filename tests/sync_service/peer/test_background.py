@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.connection import Connection, ConnectionConfig
-from megatron_ext.sync_service.peer.background import BackgroundRound, uncounted, with_steps_since
+from megatron_ext.sync_service.peer.background import ThreadedRound, uncounted, with_steps_since
 from megatron_ext.sync_service.peer.client import RoundOutcome
 from megatron_ext.sync_service.peer.parts import Part
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
@@ -81,7 +81,7 @@ def test_a_round_goes_on_in_the_background_and_is_waited_for():
         return outcome(number=7)
 
     values = {"w": torch.zeros(2)}
-    on_its_way = BackgroundRound(make, values)
+    on_its_way = ThreadedRound(make, values)
     assert on_its_way.contributed is values
     released.set()
     found, seconds = on_its_way.wait()
@@ -94,7 +94,7 @@ def test_what_goes_wrong_in_the_background_is_raised_where_the_round_is_awaited(
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        BackgroundRound(make, {}).wait()
+        ThreadedRound(make, {}).wait()
 
 
 def test_a_call_that_is_tried_again_ends_when_it_is_abandoned():
@@ -109,7 +109,7 @@ def test_a_call_that_is_tried_again_ends_when_it_is_abandoned():
         connection.call("Register", request)
         return outcome()
 
-    on_its_way = BackgroundRound(make, {})
+    on_its_way = ThreadedRound(make, {})
     assert tried.wait(60)
     connection.abandon()
     with pytest.raises(UserError, match="the call was given up, because this job ends"):

@@ -19,7 +19,7 @@ from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.rounds.journal import Journal
-from megatron_ext.sync_service.server.server import _try_out
+from megatron_ext.sync_service.server.process import _try_out
 from tests.support.waiting import until
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import digest, start_values, trained

@@ -244,7 +244,7 @@ def test_the_shipped_configurations_are_good(name: str):
 
 def test_the_server_and_the_client_import_no_megatron():
     code = (
-        "import sys, megatron_ext.cli.server, megatron_ext.sync_service.server.server\n"
+        "import sys, megatron_ext.cli.server, megatron_ext.sync_service.server.process\n"
         "import megatron_ext.sync_service.peer.client\n"
         "print(sorted(name for name in sys.modules if name.split('.')[0] in ('megatron', 'transformer_engine')))"
     )

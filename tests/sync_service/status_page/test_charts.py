@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.sync_service.status_page.charts import Line, bar_chart, line_chart, spread
+from megatron_ext.sync_service.status_page.charts import ChartLine, bar_chart, line_chart, spread
 from megatron_ext.sync_service.status_page.text import bytes_text, figure_text, seconds_text
 
 finite = st.floats(allow_nan=False, allow_infinity=False, min_value=-1e12, max_value=1e12)
@@ -19,7 +19,7 @@ by_round = st.dictionaries(st.integers(0, 700), finite, min_size=1, max_size=40)
 @settings(max_examples=40)
 @given(st.lists(by_round, min_size=1, max_size=4))
 def test_lines_are_inside_the_frame_whatever_their_values(drawn: list[dict[int, float]]):
-    lines = [Line(label=f"p{index}", colour="red", values=values) for index, values in enumerate(drawn)]
+    lines = [ChartLine(label=f"p{index}", colour="red", values=values) for index, values in enumerate(drawn)]
     svg = ElementTree.fromstring(line_chart(lines, figure_text))
     _, _, width, height = map(float, svg.attrib["viewBox"].split())
     points = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in svg.iter("circle")]
@@ -41,16 +41,16 @@ def test_bars_stand_on_the_ground_and_on_each_other(bars: dict[int, tuple[float,
 
 
 def test_a_line_is_broken_where_a_peer_was_not_there():
-    there, gap = Line(label="a", colour="red", values={1: 1.0, 2: 1.0, 3: 2.0}), {1: 3.0, 3: 1.0}
-    svg = line_chart([there, Line(label="b", colour="blue", values=gap)], figure_text)
+    there, gap = ChartLine(label="a", colour="red", values={1: 1.0, 2: 1.0, 3: 2.0}), {1: 3.0, 3: 1.0}
+    svg = line_chart([there, ChartLine(label="b", colour="blue", values=gap)], figure_text)
     assert [len(points.split()) for points in re.findall(r'points="([^"]*)"', svg)] == [3, 1, 1]
     assert "round 3, a: 2" in svg
-    bridged = line_chart([there, Line(label="b", colour="blue", values=gap)], figure_text, bridged=True)
+    bridged = line_chart([there, ChartLine(label="b", colour="blue", values=gap)], figure_text, bridged=True)
     assert [len(points.split()) for points in re.findall(r'points="([^"]*)"', bridged)] == [3, 2]
 
 
 def test_many_peers_become_what_they_range_over():
-    lines = [Line(label=f"p{index}", colour="red", values={1: index, 2: 10 * index}) for index in range(21)]
+    lines = [ChartLine(label=f"p{index}", colour="red", values={1: index, 2: 10 * index}) for index in range(21)]
     found = {line.label: line.values for line in spread(lines)}
     assert found == {"greatest": {1: 20, 2: 200}, "median": {1: 10, 2: 100}, "least": {1: 0, 2: 0}}
     assert spread(lines[:4]) == lines[:4]
@@ -58,14 +58,14 @@ def test_many_peers_become_what_they_range_over():
 
 @pytest.mark.parametrize("values", [(2.3451, 2.3453), (123456.0, 123460.0), (1.0, 1.0 + 1e-9)])
 def test_the_labels_of_an_axis_differ(values: tuple[float, float]):
-    svg = line_chart([Line(label="p", colour="red", values=dict(enumerate(values)))], figure_text)
+    svg = line_chart([ChartLine(label="p", colour="red", values=dict(enumerate(values)))], figure_text)
     labels = re.findall(r'text-anchor="end">([^<]+)<', svg)
     assert len(labels) > 2 and len(set(labels)) == len(labels)
 
 
 @pytest.mark.parametrize("values", [(1e308, -1e308), (5e-324, 2e-323), (0.0, 1e-310)])
 def test_values_at_the_ends_of_what_numbers_can_be_are_drawn(values: tuple[float, float]):
-    svg = line_chart([Line(label="p", colour="red", values=dict(enumerate(values)))], figure_text)
+    svg = line_chart([ChartLine(label="p", colour="red", values=dict(enumerate(values)))], figure_text)
     assert "<polyline" in svg and "nan" not in svg and "inf" not in svg
 
 

@@ -19,8 +19,8 @@ from megatron_ext.sync_service.values.blocks import BLOCK_ELEMENTS, Block, commo
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.decision import Decision, decide
 from megatron_ext.sync_service.values.failpoints import Failpoints
-from megatron_ext.sync_service.values.memory import Memory
 from megatron_ext.sync_service.values.reduction import Contributor, Reduction
+from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 from megatron_ext.sync_service.values.snapshot import Snapshot
 
 CATALOG = Catalog(
@@ -121,20 +121,20 @@ def test_one_thread_at_a_time_has_memory_for_a_large_block(tmp_path: Path, monke
     work = reduction("bf16", OuterOptimizerConfig(outer_optimizer="adam", outer_optimizer_lr=0.1), before)
     holding: dict[int, set[int]] = {}
     most = 0
-    take, give_up = Memory.__call__, Memory.give_up
+    take, give_up = ReusedMemory.__call__, ReusedMemory.give_up
 
-    def watched_take(self: Memory, use: str, count: int) -> torch.Tensor:
+    def watched_take(self: ReusedMemory, use: str, count: int) -> torch.Tensor:
         nonlocal most
         holding.setdefault(id(self), set()).add(threading.get_ident())
         most = max(most, len(holding[id(self)]))
         return take(self, use, count)
 
-    def watched_give_up(self: Memory) -> None:
+    def watched_give_up(self: ReusedMemory) -> None:
         give_up(self)
         holding.setdefault(id(self), set()).discard(threading.get_ident())
 
-    monkeypatch.setattr(Memory, "__call__", watched_take)
-    monkeypatch.setattr(Memory, "give_up", watched_give_up)
+    monkeypatch.setattr(ReusedMemory, "__call__", watched_take)
+    monkeypatch.setattr(ReusedMemory, "give_up", watched_give_up)
     work.write(tmp_path / "round.safetensors", peers, Decision())[0].abandon()
     assert most == 1 and not any(holding.values())
 

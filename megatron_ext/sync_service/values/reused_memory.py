@@ -7,10 +7,10 @@ import threading
 
 import torch
 
-__all__ = ["Memory"]
+__all__ = ["ReusedMemory"]
 
 
-class Memory:
+class ReusedMemory:
     """Memory that each thread uses again and again: fresh memory costs more than what is read into it."""
 
     def __init__(self) -> None:

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.sync_service.protocol.digest import RoundDigest
 from megatron_ext.sync_service.protocol.frames import Box, whole_box
+from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 
 shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 

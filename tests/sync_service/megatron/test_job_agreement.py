@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.sync_service.megatron.agreement import MODEL_OPTIONS, agreed
+from megatron_ext.sync_service.megatron.job_agreement import MODEL_OPTIONS, agreed
 from tests.support.distributed import run_ranks
 
 OPTIONS: dict[str, Any] = {
