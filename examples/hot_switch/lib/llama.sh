@@ -9,7 +9,7 @@ source "$ROOT/examples/local_sgd/lib/launch.sh"
 source "$ROOT/scripts/lib/hosts.sh"
 
 STRATEGY_TABLE="$ROOT/configs/hot_switch_strategies.txt"
-MODEL_TABLE="$ROOT/megatron_ext/hot_switch/presets.txt"
+MODEL_TABLE="$ROOT/megatron_ext/hot_switch/cost_model/presets.txt"
 
 # Takes --dry-run and --help from a script's arguments: sets DRY_RUN, and POSITIONAL to the rest, of which there may be $1.
 read_options() {
