@@ -14,9 +14,11 @@ _DESCRIPTION = """\
 Check corpora before training starts: that their files are whole, and that all ids are in the vocabulary.
 
 The vocabulary is that of the record PREFIX.json, which `data prepare` writes. Corpora without one (of
-Megatron's preprocess_data.py) need --tokenizer, --vocab-size, or --vocab-file and --merge-file; their
-tokens are read for the largest id, once. Several corpora have to be of one vocabulary. Prints the flags
-that Megatron needs.
+Megatron's preprocess_data.py) need --tokenizer, --vocab-size, or --vocab-file and --merge-file, which with
+a record have to agree with it. All tokens are read for the largest id and the record's digest, once: the
+answer is kept in .NAME.largest_id.json until a file changes. Several corpora have to be of one
+vocabulary. Without PREFIX, the vocabulary that is given is looked at alone. Prints the flags that
+Megatron needs.
 """
 
 
@@ -33,8 +35,13 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(func=run)
-    parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="of the .bin and .idx files")
-    parser.add_argument("--tokenizer", metavar="DIR", help="Hugging Face tokenizer folder")
+    parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="of the .bin and .idx files")
+    parser.add_argument(
+        "--tokenizer",
+        metavar="DIR",
+        help="Hugging Face tokenizer: a folder, or a name of the hub such as org/model, which is looked for in the "
+        "local cache",
+    )
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="let Python code inside the tokenizer folder run"
     )
@@ -45,7 +52,7 @@ def add_parser(commands: Any) -> None:
         "--for-script",
         action="store_true",
         help="print only the tokenizer's flags, a word per line; errors name a launch script's variables (TOKENIZER, "
-        "VOCAB_SIZE, VOCAB_FILE, MERGE_FILE)",
+        "VOCAB_SIZE, VOCAB_FILE, MERGE_FILE, DATA_PATH)",
     )
 
 
@@ -70,21 +77,24 @@ def run(args: argparse.Namespace) -> int:
             "tokenizer_name": "TOKENIZER",
             "vocab_size_name": "VOCAB_SIZE",
             "files_names": ("VOCAB_FILE", "MERGE_FILE"),
+            "data_name": "DATA_PATH",
         }
     given = VocabularyConfig(
         tokenizer=spec, vocab_size=args.vocab_size, vocab_file=args.vocab_file, merge_file=args.merge_file, **names
     )
-    vocabulary, corpora = check_corpora(args.prefixes, given, tell=_tell)
+    checked = check_corpora(args.prefixes, given, tell=_tell)
     if args.for_script:
-        print("\n".join(vocabulary.megatron_args))
+        print("\n".join(checked.megatron_args))
         return 0
-    for corpus in corpora:
+    for corpus in checked.corpora:
         counts = f"{corpus.sequences:,} sequences, {corpus.tokens:,} tokens"
-        print(f"{corpus.prefix}: {counts}, no id above {corpus.largest_id:,}")
-    if vocabulary.size is not None:
-        print(f"vocabulary: {vocabulary.size:,} ids ({vocabulary.said_by})")
+        largest = "ids not looked at" if corpus.largest_id is None else f"no id above {corpus.largest_id:,}"
+        print(f"{corpus.prefix}: {counts}, {largest}")
+    if checked.known is not None:
+        print(f"vocabulary: {checked.known.size:,} ids ({checked.known.said_by})")
     print("use with:")
-    print(f"  {shlex.join([*vocabulary.megatron_args, '--data-path', *args.prefixes])}")
+    data = ["--data-path", *args.prefixes] if args.prefixes else []
+    print(f"  {shlex.join([*checked.megatron_args, *data])}")
     return 0
 
 

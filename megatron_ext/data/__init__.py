@@ -13,7 +13,8 @@
     output.py        locked, all-or-nothing output files and the JSON file beside them
     progress.py      one progress line on standard error
     corpus_files.py  whether a corpus is whole
-    vocabulary.py    which vocabulary its ids are of; largest_id.py where no record tells
+    vocabulary.py    which vocabulary its ids are of: record.py (what prepare wrote), given_vocabulary.py (what the user
+                     says), largest_id.py (what the files hold)
     split.py         which documents --split gives to training, validation and test
     stdlib_corpus.py Python's own standard library as a corpus that every machine has
 

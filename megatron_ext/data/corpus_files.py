@@ -52,11 +52,12 @@ def token_type(path: Path) -> np.dtype[np.generic]:
     return np.dtype(f"<{name}")
 
 
-def check_corpus(prefix: str) -> None:
+def check_corpus(prefix: str, *, option: str = "--data-path") -> None:
     """Refuse a corpus of which something is missing.
 
     Args:
         prefix: the path of its files without .bin and .idx; nothing is looked at behind a URL.
+        option: What the user gives it by, for messages.
 
     Raises:
         UserError: a file is missing, is something else, or ends too early.
@@ -66,7 +67,7 @@ def check_corpus(prefix: str) -> None:
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (tokens, index):
         if not path.is_file():
-            raise UserError(f"--data-path {prefix}: there is no {path}; give the prefix of a .bin/.idx corpus")
+            raise UserError(f"{option} {prefix}: there is no {path}; give the prefix of a .bin/.idx corpus")
     count = check_index(index)
     if count == 0:
         return

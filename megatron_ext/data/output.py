@@ -19,6 +19,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 
 __all__ = [
+    "SIDECAR_FAMILY",
     "check_prefix",
     "has_sidecar",
     "output_paths",
@@ -31,8 +32,10 @@ __all__ = [
     "write_sidecar",
 ]
 
-_SIDECAR_FAMILY = "megatron-ext corpus "
-SIDECAR_FORMAT = _SIDECAR_FAMILY + "1"
+SIDECAR_FAMILY = "megatron-ext corpus "
+"""How the value of the key `format` in PREFIX.json begins, of any release."""
+
+SIDECAR_FORMAT = SIDECAR_FAMILY + "1"
 """Value of the key `format` in PREFIX.json."""
 
 _SIDECAR_PROBE_BYTES = 4096
@@ -75,7 +78,7 @@ def has_sidecar(prefix: Path) -> bool:
             content = json.loads(head + file.read())
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(content, dict) and str(content.get("format")).startswith(_SIDECAR_FAMILY)
+    return isinstance(content, dict) and str(content.get("format")).startswith(SIDECAR_FAMILY)
 
 
 def refuse_foreign_description(prefix: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, TextIO
 from megatron_ext.data.discover import FileFormat, Inventory, find_sources
 from megatron_ext.data.documents import Item, Problem
 from megatron_ext.data.encode import encode_all
+from megatron_ext.data.largest_id import scan
 from megatron_ext.data.output import (
     check_prefix,
     output_paths,
@@ -296,6 +297,8 @@ def _write(
         "vocab_size": tokenizer.vocab_size,
         "eod": tokenizer.eod,
         "largest_id": tally.largest_id,
+        "output_digest": scan(str(folder / name)).digest,
+        "tokenizer_digests": tokenizer.digests(),
         "dtype": dtype.__name__,
         "documents": tally.documents,
         "tokens": tally.tokens,

@@ -3,7 +3,11 @@
 
 import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,10 +194,10 @@ def test_the_files_of_a_gpt2_vocabulary_say_how_many_ids_there_are(
     prefix = write_without_record(tmp_path / "a", [[1, 300]])
     vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
     files = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
-    # Whether Megatron finds it elsewhere cannot be told here; that nothing was checked is.
-    status, output, errors = check(capsys, prefix, *files, "--for-script")
-    assert (status, output.splitlines()) == (0, files)
-    assert f"VOCAB_FILE {vocab} is not on this machine: whether the ids of {prefix} are in it is not checked" in errors
+    assert f"VOCAB_FILE {vocab}: is not there; give the vocab.json of a GPT-2 vocabulary" in refusal(
+        capsys, prefix, *files, "--for-script"
+    )
+    merges.write_text("#version: 0.2\n")
     vocab.write_text(json.dumps({f"t{number}": number for number in range(300)}))
     assert "has the id 300, but --vocab-file" in refusal(capsys, prefix, *files)
     vocab.write_text(json.dumps({f"t{number}": number for number in range(301)}))
@@ -218,10 +222,253 @@ def test_bad_settings_of_a_check_are_refused(
     assert message in refusal(capsys, own, *words)
 
 
-def test_the_name_of_a_model_hub_is_passed_on_with_a_word_that_nothing_was_checked(
-    own: str, capsys: pytest.CaptureFixture[str]
+def test_the_merges_of_a_gpt2_vocabulary_are_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = write_without_record(tmp_path / "a", [[1, 2]])
+    vocab, merges = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    vocab.write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
+    files = ["--vocab-file", str(vocab), "--merge-file", str(merges)]
+    assert f"MERGE_FILE {merges}: is not there; give the merges.txt of VOCAB_FILE" in refusal(
+        capsys, prefix, *files, "--for-script"
+    )
+    merges.write_text("")
+    assert f"--merge-file {merges}: is empty" in refusal(capsys, prefix, *files)
+    merges.write_text("#version: 0.2\na b\nb a\n")
+    assert "line 3 has tokens that --vocab-file" in refusal(capsys, prefix, *files)
+    assert "line 1 is not two tokens" in refusal(capsys, prefix, "--vocab-file", str(vocab), "--merge-file", str(vocab))
+    assert "is no file of a GPT-2 vocabulary" in refusal(
+        capsys, prefix, "--vocab-file", str(merges), "--merge-file", str(vocab)
+    )
+    merges.write_text("#version: 0.2\na b\n")
+    assert check(capsys, prefix, *files)[0] == 0
+
+
+@pytest.fixture
+def with_tokenizer(tmp_path: Path) -> tuple[str, Path]:
+    """Return a corpus that a tokenizer made, and that one's folder."""
+    pytest.importorskip("transformers", reason="the extra `data` is not installed")
+    folder = make_tokenizer(tmp_path / "tok")
+    lines = write_json_lines(tmp_path / "in.jsonl", ["hello world"] * 3)
+    make(lines, tmp_path / "made", tokenizer=TokenizerSpec(folder=str(folder)))
+    return str(tmp_path / "made"), folder
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./tok", "../tok", "~/tok", "tok", "here/tok", "org/model/", "a/b/c"])
+def test_a_path_of_no_tokenizer_is_refused_by_the_name_that_it_was_given_by(
+    own: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
-    status, output, errors = check(capsys, own, "--tokenizer", "org/model", "--for-script")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for words, said in ((["--for-script"], "TOKENIZER"), ([], "--tokenizer")):
+        assert refusal(capsys, own, "--tokenizer", name, *words).startswith(f"{said} {name}: not a folder")
+
+
+def test_a_tokenizer_of_the_hub_that_is_not_here_leaves_the_checks_of_the_record(
+    own: str, with_tokenizer: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, _ = with_tokenizer
+    status, output, errors = check(capsys, prefix, "--tokenizer", "org/model", "--for-script")
     words = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "org/model"]
     assert (status, output.split()) == (0, words)
-    assert "TOKENIZER org/model is not on this machine: whether the ids of" in errors
+    size = json.loads(Path(f"{prefix}.json").read_text())["vocab_size"]
+    assert errors == (
+        f"megatron-ext: TOKENIZER org/model is not on this machine: whether the ids of {prefix} are its own is not "
+        f"checked, only that they are among the {size} of the record {prefix}.json\n"
+    )
+    # Of bytes no tokenizer of the hub is the one.
+    assert "but --tokenizer org/model is another one" in refusal(capsys, own, "--tokenizer", "org/model")
+    other = write_without_record(tmp_path / "other", [[1, 5000]])
+    for prefixes in ((prefix, other), (other, prefix)):
+        assert f"{other}: has the id 5000, but the record {prefix}.json has" in refusal(
+            capsys, *prefixes, "--tokenizer", "org/model"
+        )
+    status, output, _ = check(capsys, other, "--tokenizer", "org/model")
+    assert status == 0 and "ids not looked at" in output
+    Path(f"{other}.bin").write_bytes(b"")
+    assert "make the corpus again" in refusal(capsys, other, "--tokenizer", "org/model")
+    Path(f"{prefix}.json").write_text('{"format": "megatron-ext corpus 1"}')
+    assert "tokenizer.folder is missing" in refusal(capsys, prefix, "--tokenizer", "org/model")
+
+
+def test_a_tokenizer_of_the_hub_is_looked_at_in_the_cache(
+    with_tokenizer: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, folder = with_tokenizer
+    other = make_tokenizer(tmp_path / "other", texts=["quite other words are here"] * 9, vocab_size=270)
+    for name, source in (("own", folder), ("other", other)):
+        repository = tmp_path / "hub" / f"models--org--{name}"
+        (repository / "refs").mkdir(parents=True)
+        (repository / "refs" / "main").write_text("0" * 40)
+        shutil.copytree(source, repository / "snapshots" / ("0" * 40))
+    # The library reads the variable when it is imported.
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+
+    def start(name: str) -> tuple[int, str]:
+        words = [sys.executable, "-m", "megatron_ext.cli.main", "data", "check", prefix, "--tokenizer", name]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        return done.returncode, done.stderr
+
+    assert start("org/own") == (0, "")
+    code, errors = start("org/other")
+    assert code == 2 and "but --tokenizer org/other has" in errors
+
+
+def test_another_tokenizer_of_the_same_size_and_end_is_refused(
+    with_tokenizer: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prefix, folder = with_tokenizer
+    size = json.loads(Path(f"{prefix}.json").read_text())["vocab_size"]
+    alike = tmp_path / "alike"
+    shutil.copytree(folder, alike)
+    # Whatever lies beside the tokenizer.
+    (alike / "README.md").write_text("what it is")
+    assert check(capsys, prefix, "--tokenizer", str(alike))[0] == 0
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    content = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["!"], vocabulary["#"] = vocabulary["#"], vocabulary["!"]
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    message = f"but --tokenizer {other} is another one, whose ids are of other tokens; give the one"
+    assert message in refusal(capsys, prefix, "--tokenizer", str(other))
+    # The same tokens, put together in another way.
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert message in refusal(capsys, prefix, "--tokenizer", str(other))
+    files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merge-file", str(tmp_path / "merges.txt")]
+    Path(files[3]).write_text("#version: 0.2\n")
+    Path(files[1]).write_text(json.dumps({"<|endoftext|>": 0, **{f"t{number}": number for number in range(1, size)}}))
+    assert f"but --vocab-file {files[1]} is another one" in refusal(capsys, prefix, *files)
+    # A record of before digests has the fingerprint of the folder alone.
+    record = json.loads(Path(f"{prefix}.json").read_text())
+    del record["tokenizer_digests"]
+    Path(f"{prefix}.json").write_text(json.dumps(record))
+    assert check(capsys, prefix, "--tokenizer", str(folder))[0] == 0
+    assert message in refusal(capsys, prefix, "--tokenizer", str(other))
+
+
+def test_tokens_replaced_by_others_of_the_same_size_are_refused(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = Path(f"{own}.bin")
+    assert check(capsys, own)[0] == 0
+    before, content = tokens.stat(), tokens.read_bytes()
+    tokens.write_bytes(content[::-1])
+    os.utime(tokens, ns=(before.st_atime_ns, before.st_mtime_ns))
+    message = f"{own}.json: tells of other tokens than {own}.bin and {own}.idx have, which are of the same size"
+    assert message in refusal(capsys, own)
+    # Without what the record of today has, the largest id still tells.
+    record = json.loads(Path(f"{own}.json").read_text())
+    del record["output_digest"]
+    Path(f"{own}.json").write_text(json.dumps(record))
+    assert message in refusal(capsys, own)
+    tokens.write_bytes(content)
+    assert check(capsys, own)[0] == 0
+
+
+@pytest.mark.parametrize("way", ["in place", "moved over it"])
+def test_what_is_noted_of_tokens_is_not_taken_for_others_with_the_same_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], way: str
+) -> None:
+    prefix = write_without_record(tmp_path / "a", [[1, 5, 9]])
+    tokens = Path(f"{prefix}.bin")
+    assert check(capsys, prefix, "--vocab-size", "10")[0] == 0
+    before = tokens.stat()
+    other = Path(f"{write_without_record(tmp_path / 'other', [[1, 5, 20]])}.bin")
+    os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
+    if way == "in place":
+        shutil.copy2(other, tokens)  # as cp -p
+    else:
+        other.rename(tokens)
+    assert (tokens.stat().st_size, tokens.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert "has the id 20" in refusal(capsys, prefix, "--vocab-size", "10")
+
+
+def test_a_note_that_is_copied_with_its_corpus_is_not_of_the_copy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "from").mkdir()
+    prefix = write_without_record(tmp_path / "from" / "a", [[1, 5, 9]])
+    assert check(capsys, prefix, "--vocab-size", "10")[0] == 0
+    shutil.copytree(tmp_path / "from", tmp_path / "to")
+    copy = tmp_path / "to" / "a.bin"
+    times = copy.stat()
+    copy.write_bytes(np.array([1, 5, 20], np.int32).tobytes())
+    os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert "has the id 20" in refusal(capsys, str(tmp_path / "to" / "a"), "--vocab-size", "10")
+
+
+DAMAGES: list[tuple[str, Any, str]] = [
+    ("vocab_size", None, "vocab_size is missing"),
+    ("vocab_size", "257", "vocab_size is '257', not a whole number from 1"),
+    ("vocab_size", True, "vocab_size is True, not a whole number"),
+    ("vocab_size", 0, "vocab_size is 0, not a whole number from 1"),
+    ("eod", None, "eod is missing"),
+    ("eod", 1.5, "eod is 1.5, not a whole number"),
+    ("largest_id", "x", "largest_id is 'x', not a whole number"),
+    ("tokenizer", None, "tokenizer.folder is missing"),
+    ("tokenizer", [], "tokenizer.folder is missing"),
+    ("tokenizer", {"folder": 5}, "tokenizer.folder is 5, not a text"),
+    ("tokenizer", {"folder": None, "trust_remote_code": 1}, "tokenizer.trust_remote_code is 1, not true or false"),
+    ("tokenizer", {"folder": None, "trust_remote_code": False}, "tokenizer.fingerprint is missing"),
+    ("tokenizer_digests", [1], "tokenizer_digests is [1], not an object"),
+    ("tokenizer_digests", {"tokens": 1}, "tokenizer_digests.tokens is 1, not a text"),
+    ("output_bytes", None, "output_bytes.bin is missing"),
+    ("output_bytes", {"bin": 16, "idx": "62"}, "output_bytes.idx is '62', not a whole number"),
+    ("output_digest", 3, "output_digest is 3, not a text"),
+    ("format", None, "not written by this release's data prepare"),
+    ("format", "megatron-ext corpus 99", "not written by this release's data prepare"),
+]
+
+
+@pytest.mark.parametrize("given", [(), ("--vocab-size", "257")], ids=["alone", "with a size"])
+@pytest.mark.parametrize(("field", "value", "message"), DAMAGES)
+def test_a_damaged_record_is_refused_by_its_file_and_field(
+    own: str, capsys: pytest.CaptureFixture[str], field: str, value: Any, message: str, given: tuple[str, ...]
+) -> None:
+    path = Path(f"{own}.json")
+    record = json.loads(path.read_text())
+    record.pop(field)
+    if value is not None:
+        record[field] = value
+    path.write_text(json.dumps(record))
+    line = refusal(capsys, own, *given)
+    assert line.startswith(f"{path}: ") and message in line and "make the corpus again" in line
+
+
+@pytest.mark.parametrize("given", [(), ("--vocab-size", "257")], ids=["alone", "with a size"])
+@pytest.mark.parametrize("length", [0, 1, 10, 30, 31, 40, 300, -2])
+def test_a_record_that_is_cut_off_is_not_taken_for_none(
+    own: str, capsys: pytest.CaptureFixture[str], length: int, given: tuple[str, ...]
+) -> None:
+    path = Path(f"{own}.json")
+    content = path.read_bytes()
+    for damaged in (content[:length], content[:length].ljust(len(content), b"\0")):
+        path.write_bytes(damaged)
+        line = refusal(capsys, own, *given)
+        assert line.startswith(f"{path}: ") and "make the corpus again" in line
+
+
+def test_a_record_that_cannot_be_read_is_not_taken_for_none(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path(f"{own}.json")
+    path.unlink()
+    path.symlink_to("gone.json")
+    line = refusal(capsys, own, "--for-script")
+    assert line.startswith(f"{path}: is a link to gone.json, which is not there; remove that file, and make the corpus")
+    assert "again with megatron-ext data prepare, or set TOKENIZER to its folder" in line
+    assert "is a link to gone.json" in refusal(capsys, own, "--vocab-size", "257")
+    path.unlink()
+    path.mkdir()
+    assert refusal(capsys, own).startswith(f"{path}: cannot be read (Is a directory); remove that file")
+    path.rmdir()
+    path.write_text('{"format": "megatron-ext corpus 1", "deep": ' + "[" * 200_000)
+    assert refusal(capsys, own).startswith(f"{path}: ")
+
+
+def test_a_vocabulary_can_be_looked_at_without_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert check(capsys, "--vocab-size", "9", "--for-script")[1] == "--tokenizer-type\nNullTokenizer\n--vocab-size\n9\n"
+    assert "--tokenizer ./x: not a folder" in refusal(capsys, "--tokenizer", "./x")
+    assert "nothing says which vocabulary it is; set --tokenizer" in refusal(capsys)
+    assert refusal(capsys, "/").startswith("/: names no files")
