@@ -38,6 +38,7 @@ if [[ $DRY_RUN == 1 ]]; then
     exit
 fi
 
+[[ -z ${TOKENIZER:-} || -d $TOKENIZER ]] || launch_error "TOKENIZER: there is no folder $TOKENIZER; give that of a tokenizer"
 find_python
 { mkdir -p "$(dirname "$PREFIX")" && : >>"$PREFIX.lock"; } 2>/dev/null ||
     launch_error "PREFIX '$PREFIX': there can be no files; give it in a folder where you may write"

@@ -17,7 +17,7 @@ source "$ROOT/examples/hot_switch/lib/experiments.sh"
 
 read_options 2 "$@"
 HOSTFILE="${POSITIONAL[0]:-$ROOT/examples/hot_switch/hostfile}"
-DATA_PATH="${POSITIONAL[1]:-}"
+DATA_PATH="${POSITIONAL[1]:-${DATA_PATH:-}}"
 STEPS="${STEPS:-10}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}/A100_40G"
 SUMMARY=()

@@ -8,8 +8,9 @@
 #       train_gpt3_diloco_multi_node.sh [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
 # The paths must be on storage that all nodes share. Without DATA_PATH on mock data. The record beside the data
-# (`megatron-ext data prepare` writes it) says which vocabulary they are of; without one VOCAB_FILE and MERGE_FILE do, or
-# in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids.
+# (`megatron-ext data prepare` writes it) says which vocabulary they are of; without one VOCAB_FILE and MERGE_FILE do
+# (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids. DATA_PATH,
+# VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come first.
 # BACKEND=cpu starts it at toy size, by default on this machine alone (NUM_NODES=1) with 4 processes.
 
 set -euo pipefail

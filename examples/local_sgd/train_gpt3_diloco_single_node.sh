@@ -6,8 +6,9 @@
 #   train_gpt3_diloco_single_node.sh [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
 # Without DATA_PATH on mock data. The record beside the data (`megatron-ext data prepare` writes it) says which vocabulary
-# they are of; without one VOCAB_FILE and MERGE_FILE do, or in the environment TOKENIZER, a Hugging Face tokenizer's folder,
-# or VOCAB_SIZE, the number of ids. BACKEND=cpu starts it at toy size with 4 processes.
+# they are of; without one VOCAB_FILE and MERGE_FILE do (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's
+# folder, or VOCAB_SIZE, the number of ids. DATA_PATH, VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come
+# first. BACKEND=cpu starts it at toy size with 4 processes.
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"

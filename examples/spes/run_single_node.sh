@@ -16,7 +16,7 @@
 # Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), TOKEN_FILE and TLS_CA (what a
 # server beyond this machine asks for) or INSECURE=1 (where nobody else reaches it), GPUS_PER_NODE (8),
 # OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH (mock data without), MASTER_PORT, EXTRA_ARGS (further arguments of Megatron,
-# separated by spaces). The record beside the data (`megatron-ext data prepare` writes it) says which vocabulary they are of;
+# separated by spaces, none of which chooses data or their vocabulary). The record beside the data (`megatron-ext data prepare` writes it) says which vocabulary they are of;
 # without one TOKENIZER does, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids, or VOCAB_FILE and
 # MERGE_FILE (GPT-2).
 
@@ -45,8 +45,9 @@ check_files SPES_CONFIG TOKEN_FILE TLS_CA
 BACKEND="${BACKEND:-gpu}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/spes}"
 CHECKPOINT_PATH="$OUTPUT/node$NODE_ID"
-DATA_PATH="${DATA_PATH:-}" VOCAB_FILE="${VOCAB_FILE:-}" MERGE_FILE="${MERGE_FILE:-}"
+DATA_PATH="${DATA_PATH:-}"
 check_data_files
+read_extra_args
 if [[ -z $RESUME && -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
     launch_error "$CHECKPOINT_PATH has a checkpoint already; add --resume to go on from it, or remove the folder"
 fi
@@ -155,7 +156,6 @@ fi
 find_python
 
 # Every peer has a launcher of its own: peers know each other through the server alone.
-read_extra_args
 exec torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
     --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" \
     "${MODEL_ARGS[@]}" \

@@ -20,6 +20,7 @@ from megatron_ext.errors import UserError
 
 __all__ = [
     "SIDECAR_FAMILY",
+    "SIDECAR_FORMAT",
     "check_prefix",
     "has_sidecar",
     "output_paths",
@@ -73,7 +74,7 @@ def has_sidecar(prefix: Path) -> bool:
     try:
         with open(output_paths(prefix)["json"], "rb") as file:
             head = file.read(_SIDECAR_PROBE_BYTES)
-            if _SIDECAR_FAMILY.encode() not in head:
+            if SIDECAR_FAMILY.encode() not in head:
                 return False  # somebody's data, which may be large
             content = json.loads(head + file.read())
     except (OSError, ValueError, RecursionError):

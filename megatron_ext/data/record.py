@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.data.output import SIDECAR_FAMILY, read_sidecar
+from megatron_ext.data.output import SIDECAR_FAMILY, SIDECAR_FORMAT
 from megatron_ext.data.tokenizers import TokenizerSpec
 from megatron_ext.errors import UserError
 
@@ -69,11 +70,13 @@ def read_record(prefix: str, *, fix: str) -> Record | None:
             return None
         if not path.exists():
             raise UserError(f"{path}: is a link to {os.readlink(path)}, which is not there; {fix}")
-        content = read_sidecar(prefix)
+        content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {fix}") from error
-    except RecursionError as error:
-        raise UserError(f"{path}: is nested without end; {fix}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}), so that the record is damaged; {fix}") from error
+    if not isinstance(content, dict) or content.get("format") != SIDECAR_FORMAT:
+        raise UserError(f"{path}: format is not {SIDECAR_FORMAT!r}, that of this release's data prepare; {fix}")
     fields = _Fields(content, path, fix)
     folder = fields.text("tokenizer.folder", may_be_null=True)
     return Record(

@@ -418,8 +418,8 @@ DAMAGES: list[tuple[str, Any, str]] = [
     ("output_bytes", None, "output_bytes.bin is missing"),
     ("output_bytes", {"bin": 16, "idx": "62"}, "output_bytes.idx is '62', not a whole number"),
     ("output_digest", 3, "output_digest is 3, not a text"),
-    ("format", None, "not written by this release's data prepare"),
-    ("format", "megatron-ext corpus 99", "not written by this release's data prepare"),
+    ("format", None, "format is not 'megatron-ext corpus 1', that of this release's"),
+    ("format", "megatron-ext corpus 99", "format is not 'megatron-ext corpus 1', that of this release's"),
 ]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.examples.desk import RECORD_ARGUMENTS, TRAIN_UNTIL_TOLD, Desk, finish_together, split_at_script, validated
-from tests.support.corpus import make
+from tests.support.corpus import make, write_without_record
 from tests.support.distributed import REPOSITORY, run_ranks
 from tests.support.ports import free_port
 
@@ -97,7 +97,9 @@ def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
 
 def test_vocabulary_files_and_data_become_megatron_arguments(desk: Desk) -> None:
     desk.command("torchrun", RECORD_ARGUMENTS)
-    (desk.folder / "text.idx").touch()
+    write_without_record(desk.folder / "text", [[1, 2]])
+    (desk.folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (desk.folder / "merges.txt").write_text("#version: 0.2\na b\n")
     recorded = desk.folder / "arguments"
     arguments = [*desk.outputs(), "vocab.json", "merges.txt", "text"]
     code, output = desk.run(SINGLE_NODE, arguments, RECORDED_ARGUMENTS=str(recorded), BACKEND="cpu")

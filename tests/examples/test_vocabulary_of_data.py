@@ -5,6 +5,7 @@ import argparse
 import json
 import pathlib
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -129,6 +130,7 @@ def test_ids_beyond_the_files_of_a_vocabulary_start_nothing(desk: Desk) -> None:
     prefix = write_without_record(desk.folder / "foreign", [[5, 300, 7]])
     files = {"VOCAB_FILE": str(desk.folder / "vocab.json"), "MERGE_FILE": str(desk.folder / "merges.txt")}
     Path(files["VOCAB_FILE"]).write_text(json.dumps({f"t{number}": number for number in range(300)}))
+    Path(files["MERGE_FILE"]).write_text("#version: 0.2\n")
     line = refusal(desk, SPES, prefix, **files)
     assert f"{prefix}: has the id 300, but VOCAB_FILE {files['VOCAB_FILE']} has 300 ids" in line
     Path(files["VOCAB_FILE"]).write_text(json.dumps({f"t{number}": number for number in range(301)}))
@@ -139,6 +141,110 @@ def test_ids_beyond_the_files_of_a_vocabulary_start_nothing(desk: Desk) -> None:
 @pytest.mark.parametrize("script", [SPES, LOCAL_SGD], ids=lambda path: path.stem)
 def test_a_vocabulary_for_no_data_is_refused(desk: Desk, script: Path, name: str) -> None:
     assert f"{name} is for the data of a DATA_PATH, which is not set" in refusal(desk, script, "", **{name: "9"})
+
+
+@by_name
+def test_a_vocabulary_that_is_not_there_starts_nothing_and_is_named_by_its_variable(desk: Desk, script: Path) -> None:
+    make(write_json_lines(desk.folder / "in.json", ["a text"]), desk.folder / "own")
+    own = str(desk.folder / "own")
+    vocab, merges = str(desk.folder / "vocab.json"), str(desk.folder / "merges.txt")
+    assert "error: TOKENIZER ./x: not a folder" in refusal(desk, script, own, TOKENIZER="./x")
+    line = refusal(desk, script, own, VOCAB_FILE=vocab, MERGE_FILE=merges)
+    assert f"error: VOCAB_FILE {vocab}: is not there; give the vocab.json" in line
+    Path(vocab).write_text(json.dumps({f"t{number}": number for number in range(257)}))
+    line = refusal(desk, script, own, VOCAB_FILE=vocab, MERGE_FILE=merges)
+    assert f"error: MERGE_FILE {merges}: is not there; give the merges.txt" in line
+    line = refusal(desk, script, own, VOCAB_FILE=vocab)
+    assert f"VOCAB_FILE is '{vocab}' and MERGE_FILE ''; set both, or neither" in line
+    assert "VOCAB_FILE is '' and MERGE_FILE 'm'; set both" in refusal(desk, script, own, MERGE_FILE="m")
+    Path(f"{own}.json").unlink()
+    Path(merges).write_text("#version: 0.2\n")
+    wanted = ["--vocab-file", vocab, "--merge-file", merges]
+    assert has(recorded(desk, script, own, VOCAB_FILE=vocab, MERGE_FILE=merges), wanted)
+
+
+@by_name
+def test_a_damaged_record_starts_nothing(desk: Desk, script: Path) -> None:
+    make(write_json_lines(desk.folder / "in.json", ["a text"]), desk.folder / "own")
+    record = desk.folder / "own.json"
+    record.write_bytes(record.read_bytes()[:100])
+    assert f"error: {record}: not JSON" in refusal(desk, script, str(desk.folder / "own"), VOCAB_SIZE="257")
+
+
+@by_name
+def test_data_may_be_an_argument_or_a_variable(desk: Desk, script: Path) -> None:
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    prefix = write_without_record(desk.folder / "foreign", [[5, 999, 7]])
+    own = {"DATA_PATH": prefix, "VOCAB_SIZE": "1000", "BACKEND": "cpu", "OUTPUT": str(desk.folder / "out")}
+    own |= {"MODE": "centralized", "RECORDED_ARGUMENTS": str(desk.folder / "arguments")}
+    arguments = {SPES: ["0"], LOCAL_SGD: desk.outputs()}.get(script, [])
+    code, output = desk.run(script, arguments, **own)
+    assert code == 0, output
+    words = (desk.folder / "arguments").read_text().splitlines()
+    assert has(words, ["--data-path", prefix]) and has(words, ["--vocab-size", "1000"])
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        ("--vocab-size 9", "set VOCAB_SIZE"),
+        ("--vocab-size=9", "set VOCAB_SIZE"),
+        ("--tokenizer-model x", "set TOKENIZER"),
+        ("--merge-file x", "set VOCAB_FILE and MERGE_FILE"),
+        ("--data-path a b", "set DATA_PATH; for several corpora start Megatron with what `megatron-ext data check`"),
+        ("--mock-data", "leave DATA_PATH empty"),
+    ],
+)
+@pytest.mark.parametrize("script", [SPES, HOT_SWITCH, STATIC], ids=lambda path: path.stem)
+def test_further_arguments_do_not_choose_data_or_vocabulary(desk: Desk, script: Path, word: str, instead: str) -> None:
+    name = word.replace("=", " ").split()[0]
+    message = f"EXTRA_ARGS has {name}, which is not checked against the data; {instead}"
+    assert message in refusal(desk, script, "", EXTRA_ARGS=f"--seed 7\n{word}")
+
+
+def test_a_cluster_starts_no_server_for_further_arguments_that_choose_data(desk: Desk) -> None:
+    desk.command("torchrun", "echo started")
+    environment = {"BACKEND": "cpu", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1", "OUTPUT": "out"}
+    environment |= {"PORT": str(free_port()), "BIND": "127.0.0.1", "STATE_DIR": str(desk.folder / "state")}
+    code, output = desk.run(CLUSTER, **environment, EXTRA_ARGS="--data-path x")
+    assert code == 1 and "EXTRA_ARGS has --data-path" in output and len(output.splitlines()) == 1, output
+    assert not (desk.folder / "state").exists()
+
+
+def dry_run(desk: Desk, script: Path, data: str, **environment: str) -> tuple[int, str]:
+    """Return the exit code of a script's dry run, and all that it wrote."""
+    arguments = {HOT_SWITCH: ["7b", "4096", "512", "", "1", "1", data]}.get(
+        script, ["7b", "4096", "512", "1", "", "1", "1", data]
+    )
+    return desk.run(script, ["--dry-run", *arguments], **environment)
+
+
+@pytest.mark.parametrize("script", [HOT_SWITCH, STATIC], ids=lambda path: path.stem)
+def test_a_dry_run_has_the_vocabulary_of_the_start_and_refuses_what_that_refuses(desk: Desk, script: Path) -> None:
+    prefix, tokenizer = corpus_of_a_thousand_ids(desk.folder)
+    code, output = dry_run(desk, script, prefix)
+    (line,) = output.splitlines()
+    assert code == 0 and has(shlex.split(line), ["--tokenizer-model", str(tokenizer), "--data-path", prefix]), output
+    code, output = dry_run(desk, script, prefix, VOCAB_SIZE="9")
+    assert code == 1 and "but VOCAB_SIZE 9 has 9 ids" in output and len(output.splitlines()) == 1
+    # On another host, maybe.
+    code, output = dry_run(desk, script, "no/such")
+    assert code == 0 and "DATA_PATH: there is no no/such.idx on this machine: the dry run takes bytes" in output
+    code, output = dry_run(desk, script, "no/such", VOCAB_SIZE="1000")
+    (line,) = output.splitlines()
+    assert code == 0 and has(shlex.split(line), ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"])
+
+
+@pytest.mark.parametrize("script", [HOT_SWITCH, STATIC], ids=lambda path: path.stem)
+def test_mock_data_are_of_the_vocabulary_that_is_given(desk: Desk, script: Path) -> None:
+    words = recorded(desk, script, "", VOCAB_SIZE="1000")
+    assert "--mock-data" in words and has(words, ["--tokenizer-type", "NullTokenizer", "--vocab-size", "1000"])
+    # Megatron takes the last one; the first is the model's own.
+    assert words[len(words) - words[::-1].index("--vocab-size")] == "1000"
+    code, output = dry_run(desk, script, "", VOCAB_SIZE="257")
+    assert code == 0 and has(shlex.split(output), ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"])
+    assert "error: TOKENIZER ./x: not a folder" in refusal(desk, script, "", TOKENIZER="./x")
+    assert "VOCAB_SIZE is '0'; give a whole number above 0" in refusal(desk, script, "", VOCAB_SIZE="0")
 
 
 def test_a_cluster_starts_no_server_for_data_of_no_vocabulary(desk: Desk) -> None:

@@ -90,7 +90,7 @@ run_paper_case() {
     shift 3
     read_options 2 "$@"
     local hosts="${POSITIONAL[0]:-$ROOT/examples/hot_switch/hostfile}"
-    DATA_PATH="${POSITIONAL[1]:-}"
+    DATA_PATH="${POSITIONAL[1]:-${DATA_PATH:-}}"
     BACKEND="${BACKEND:-gpu}"
     STEPS="${STEPS:-100}"
     OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}/${dataset}_${model}_${gpus}gpus"

@@ -117,26 +117,47 @@ check_batch() {
             "micro-batch of $MICRO_BATCH; give a multiple"
 }
 
-# Refuses a DATA_PATH without files, of no vocabulary or another one; sets VOCABULARY_ARGS to its tokenizer's options,
-# and to none for bytes, which are ids in any model's vocabulary.
+# Refuses a DATA_PATH without files, of no vocabulary or another one, and one for mock data that is not there; sets
+# VOCABULARY_ARGS to the tokenizer's options, and to none for bytes, which are ids in any model's vocabulary. A dry run
+# does the same where data and a Python are on this machine.
 check_data() {
     local how="make it with examples/hot_switch/create_web_dataset.sh or \`megatron-ext data prepare\`"
     VOCABULARY_ARGS=()
-    if [[ -n ${TOKENIZER:-} ]]; then
-        VOCABULARY_ARGS=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
-    fi
-    if [[ -z $DATA_PATH || $DRY_RUN == 1 ]]; then
+    read_extra_args
+    check_vocabulary_variables
+    if [[ -z $DATA_PATH$TOKENIZER$VOCAB_SIZE$VOCAB_FILE ]]; then
         return
     fi
-    [[ -f $DATA_PATH.idx ]] || launch_error "DATA_PATH: there is no $DATA_PATH.idx; $how, and give its prefix"
-    check_counts VOCAB_SIZE
+    if [[ -n $DATA_PATH && ! -f $DATA_PATH.idx ]]; then
+        [[ $DRY_RUN == 1 ]] || launch_error "DATA_PATH: there is no $DATA_PATH.idx; $how, and give its prefix"
+        take_unchecked_vocabulary "there is no $DATA_PATH.idx on this machine"
+        return
+    fi
+    if [[ $DRY_RUN == 1 ]] && ! (find_python) &>/dev/null; then
+        take_unchecked_vocabulary "there is no Python with torch and megatron.core on this machine"
+        return
+    fi
     read_vocabulary
-    if [[ ${VOCABULARY_ARGS[*]} == "--tokenizer-type NullTokenizer --vocab-size 257" ]]; then
+    if [[ -z $VOCAB_SIZE && ${VOCABULARY_ARGS[*]} == "--tokenizer-type NullTokenizer --vocab-size 257" ]]; then
         VOCABULARY_ARGS=()
     fi
 }
 
-# Checks BACKEND and the hosts, puts a Python on the PATH, and starts training with the arrays of llama_arguments.sh.
+# Sets VOCABULARY_ARGS to what the variables say; where none does, says that data may be of another one ($1 is why).
+take_unchecked_vocabulary() {
+    if [[ -n $TOKENIZER ]]; then
+        VOCABULARY_ARGS=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
+    elif [[ -n $VOCAB_SIZE ]]; then
+        VOCABULARY_ARGS=(--tokenizer-type NullTokenizer --vocab-size "$VOCAB_SIZE")
+    elif [[ -n $VOCAB_FILE ]]; then
+        VOCABULARY_ARGS=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    else
+        echo "$(basename "$0"): DATA_PATH: $1: the dry run takes bytes, but a start takes what the record of the data says" >&2
+    fi
+}
+
+# Checks BACKEND and the hosts, puts a Python on the PATH, and starts training with the arrays of llama_arguments.sh and
+# the words of EXTRA, which check_data has read.
 start_llama() {
     case $BACKEND in
         gpu)
@@ -156,7 +177,6 @@ start_llama() {
     else
         find_python
     fi
-    read_extra_args
     # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
     train_on_hosts "$ROOT/examples/pretrain_gpt.py" \
         "${GPT_MODEL_ARGS[@]}" \

@@ -9,9 +9,27 @@ split_words() {
     read -r -a split_into <<<"${2//$'\n'/ }"
 }
 
-# Sets EXTRA to the words of EXTRA_ARGS.
+# Sets EXTRA to the words of EXTRA_ARGS. Refuses those that choose data or their vocabulary, which the variables do: these
+# are looked at before anything starts.
 read_extra_args() {
+    local word instead
     split_words EXTRA "${EXTRA_ARGS:-}"
+    for word in ${EXTRA[@]+"${EXTRA[@]}"}; do
+        case ${word%%=*} in
+            --data-path | --train-data-path | --valid-data-path | --test-data-path | --data-args-path | \
+                --per-split-data-args-path)
+                instead="set DATA_PATH; for several corpora start Megatron with what \`megatron-ext data check\` prints"
+                ;;
+            --mock-data) instead="leave DATA_PATH empty" ;;
+            --tokenizer-type | --tokenizer-model | --tokenizer-metadata | --tokenizer-special-tokens)
+                instead="set TOKENIZER, VOCAB_SIZE, or VOCAB_FILE and MERGE_FILE"
+                ;;
+            --vocab-size | --padded-vocab-size | --vocab-extra-ids | --null-tokenizer-eod-id) instead="set VOCAB_SIZE" ;;
+            --vocab-file | --merge-file) instead="set VOCAB_FILE and MERGE_FILE" ;;
+            *) continue ;;
+        esac
+        launch_error "EXTRA_ARGS has ${word%%=*}, which is not checked against the data; $instead"
+    done
 }
 
 launch_error() {
@@ -19,8 +37,9 @@ launch_error() {
     exit 1
 }
 
-# Sets CHECKPOINT_PATH, TENSORBOARD_LOGS_PATH, DATA_PATH, VOCAB_FILE and MERGE_FILE from the script's arguments.
-# $1 is the folder in outputs/ for the first two when they are not given.
+# Sets CHECKPOINT_PATH, TENSORBOARD_LOGS_PATH, DATA_PATH, VOCAB_FILE and MERGE_FILE from the script's arguments, the last
+# three from the environment where they are not among them. $1 is the folder in outputs/ for the first two when they are
+# not given.
 read_paths() {
     local output="$ROOT/outputs/$1"
     shift
@@ -31,7 +50,7 @@ read_paths() {
     esac
     CHECKPOINT_PATH="${1:-$output/checkpoints}"
     TENSORBOARD_LOGS_PATH="${2:-$output/tensorboard}"
-    DATA_PATH="" VOCAB_FILE="" MERGE_FILE=""
+    DATA_PATH="${DATA_PATH:-}"
     if (($# == 3)); then
         DATA_PATH="$3"
     elif (($# == 5)); then
@@ -46,28 +65,35 @@ check_data_files() {
         launch_error "DATA_PATH: there is no $DATA_PATH.idx; give the prefix that \`megatron-ext data prepare\`" \
             "or Megatron's preprocess_data.py wrote, without .bin and .idx"
     fi
-    if [[ -n $VOCAB_FILE && -z $MERGE_FILE ]] || [[ -z $VOCAB_FILE && -n $MERGE_FILE ]]; then
-        launch_error "VOCAB_FILE is '$VOCAB_FILE' and MERGE_FILE '$MERGE_FILE'; set both, or neither"
-    fi
-    check_counts VOCAB_SIZE
+    check_vocabulary_variables
     local name
     for name in VOCAB_FILE TOKENIZER VOCAB_SIZE; do
-        if [[ -n ${!name:-} && -z $DATA_PATH ]]; then
+        if [[ -n ${!name} && -z $DATA_PATH ]]; then
             launch_error "$name is for the data of a DATA_PATH, which is not set; mock data are bytes"
         fi
     done
 }
 
+# Sets the variables of a vocabulary that are not set to nothing, and refuses half a vocabulary.
+check_vocabulary_variables() {
+    TOKENIZER="${TOKENIZER:-}" VOCAB_SIZE="${VOCAB_SIZE:-}" VOCAB_FILE="${VOCAB_FILE:-}" MERGE_FILE="${MERGE_FILE:-}"
+    if [[ -n $VOCAB_FILE && -z $MERGE_FILE ]] || [[ -z $VOCAB_FILE && -n $MERGE_FILE ]]; then
+        launch_error "VOCAB_FILE is '$VOCAB_FILE' and MERGE_FILE '$MERGE_FILE'; set both, or neither"
+    fi
+    check_counts VOCAB_SIZE
+}
+
 # Sets VOCABULARY_ARGS to the options of the tokenizer of DATA_PATH: what the record beside it says (PREFIX.json, which
 # `megatron-ext data prepare` writes), else TOKENIZER, VOCAB_SIZE, or VOCAB_FILE and MERGE_FILE. Refuses data without
-# either, two that disagree, and ids beyond the vocabulary.
+# either, two that disagree, and ids beyond the vocabulary. Without DATA_PATH, the variables alone are looked at.
 read_vocabulary() {
     local given=() printed
     find_python
-    [[ -z ${TOKENIZER:-} ]] || given+=(--tokenizer "$TOKENIZER")
-    [[ -z ${VOCAB_SIZE:-} ]] || given+=(--vocab-size "$VOCAB_SIZE")
-    [[ -z ${VOCAB_FILE:-} ]] || given+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
-    printed="$(python -m megatron_ext.cli.main data check --for-script ${given[@]+"${given[@]}"} -- "$DATA_PATH")" || exit 1
+    [[ -z $TOKENIZER ]] || given+=(--tokenizer "$TOKENIZER")
+    [[ -z $VOCAB_SIZE ]] || given+=(--vocab-size "$VOCAB_SIZE")
+    [[ -z $VOCAB_FILE ]] || given+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    printed="$(python -m megatron_ext.cli.main data check --for-script ${given[@]+"${given[@]}"} -- \
+        ${DATA_PATH:+"$DATA_PATH"})" || exit 1
     mapfile -t VOCABULARY_ARGS <<<"$printed"
 }
 
