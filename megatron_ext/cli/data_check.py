@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: A corpus is incomplete, or of no vocabulary or another.
     """
+    from megatron_ext.data.checks.vocabulary import VocabularyConfig, check_corpora
     from megatron_ext.data.tokenizers import TokenizerSpec
-    from megatron_ext.data.vocabulary import VocabularyConfig, check_corpora
     from megatron_ext.errors import UserError
 
     if args.trust_remote_code and args.tokenizer is None:

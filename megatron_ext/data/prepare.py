@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from megatron_ext.data.checks.largest_id import scan
 from megatron_ext.data.discover import FileFormat, Inventory, find_sources
 from megatron_ext.data.documents import Item, Problem
 from megatron_ext.data.encode import encode_all
-from megatron_ext.data.largest_id import scan
 from megatron_ext.data.output import (
     check_prefix,
     output_paths,

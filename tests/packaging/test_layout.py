@@ -2,6 +2,7 @@
 """The package stays one that a newcomer finds the way in: rooms of a size, no circles between them, names that tell."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,3 +109,15 @@ def test_no_two_public_classes_have_one_name():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places[node.name].append(str(path.relative_to(PACKAGE)))
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def test_every_file_of_the_package_that_scripts_and_documents_name_is_there():
+    named = 0
+    for folder in ("examples", "docs", "scripts", "configs", "benchmarks"):
+        for path in sorted((PACKAGE.parent / folder).rglob("*")):
+            if path.suffix not in {".sh", ".md", ".py", ".yaml"}:
+                continue
+            for file in re.findall(r"\bmegatron_ext/[\w/]+\.(?:py|txt|proto|yaml)\b", path.read_text(encoding="utf-8")):
+                assert (PACKAGE.parent / file).is_file(), f"{path}: {file}"
+                named += 1
+    assert named > 20

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megatron_ext.cli.main import main
-from megatron_ext.data.largest_id import note_path
+from megatron_ext.data.checks.largest_id import note_path
 from megatron_ext.data.tokenizers import TokenizerSpec
 from tests.support.corpus import make, make_tokenizer, write_json_lines, write_without_record
 

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_ext.data.checks.given_vocabulary import Vocabulary, VocabularyConfig, given_vocabulary, of_tokenizer
+from megatron_ext.data.checks.largest_id import has_no_larger_id, read_contents
+from megatron_ext.data.checks.record import Record, read_record
 from megatron_ext.data.corpus_files import check_corpus, check_index, token_type
-from megatron_ext.data.given_vocabulary import Vocabulary, VocabularyConfig, given_vocabulary, of_tokenizer
-from megatron_ext.data.largest_id import has_no_larger_id, read_contents
 from megatron_ext.data.output import output_paths
-from megatron_ext.data.record import Record, read_record
 from megatron_ext.errors import UserError
 
 __all__ = ["Checked", "Corpus", "Vocabulary", "VocabularyConfig", "check_corpora"]
