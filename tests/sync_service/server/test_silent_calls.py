@@ -212,8 +212,9 @@ def test_a_peers_messages_that_are_in_flight_take_no_more_memory_than_it_may_hav
         for call in begun:
             assert "unknown" in calls.end_of(call)[1]
         after, _ = memory_and_threads(service)
-        # 64 messages of 15 MiB; 4 may be there at a time, and as much again may be in the works.
-        assert after - before < 2 * 4 * 16 + 64 + 64
+        # 64 messages of 15 MiB are 960, and took 1,546 without the limit. 4 may be there at a time, and as much again
+        # in the works; what the allocator keeps of freed messages depends on how busy the machine is (237 to 261 seen).
+        assert after - before < 2 * 4 * 16 + 256
 
 
 def test_an_upload_whose_first_message_brings_values_is_refused_by_name(make_service: MakeService):
