@@ -36,14 +36,14 @@ class NotWhole(Refusal):
 class NameInUse(Refusal):
     """A process wants the place of a peer that another one has, which is alive as far as is known."""
 
-    def __init__(self, run: str, peer: str, seconds: float) -> None:
-        """Take the run's and the peer's name, and for how many seconds the other process counts as alive."""
+    def __init__(self, run: str, peer: str, until: float) -> None:
+        """Take the run's and the peer's name, and until when (`time.monotonic`) the other process counts as alive."""
         super().__init__(
             "state",
             f"peer {peer!r} is alive in another process, which would end if this one took its place; give this one a "
             "peer name of its own, or say take_over (--sync-service-take-over) if it is to replace the other one",
         )
-        self.run, self.peer, self.seconds = run, peer, seconds
+        self.run, self.peer, self.until = run, peer, until
 
 
 def _short(message: str) -> str:

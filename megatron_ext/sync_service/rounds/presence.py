@@ -50,9 +50,13 @@ class Presence:
         """Note a word of the process that speaks for a peer."""
         self._last[peer] = time.monotonic()
 
-    def seconds_left(self, peer: str) -> float:
-        """Return for how many seconds a peer's process counts as alive unless it says something; 0 when it does not."""
-        return max(0.0, self._alive_seconds.get(peer, 0.0) - self.silent_seconds(peer))
+    def alive_until(self, peer: str) -> float | None:
+        """Return until when (`time.monotonic`) a peer's process counts as alive; None when it does not.
+
+        The same number for as long as the process says nothing.
+        """
+        end = self._heard(peer) + self._alive_seconds.get(peer, 0.0)
+        return end if end > time.monotonic() else None
 
     def is_known(self, peer: str) -> bool:
         """Return whether a peer's process says when it is alive."""
@@ -64,4 +68,7 @@ class Presence:
 
     def silent_seconds(self, peer: str) -> float:
         """Return for how many seconds nothing was heard of a peer, since this server has begun at most."""
-        return time.monotonic() - self._last.get(peer, self._begun)
+        return time.monotonic() - self._heard(peer)
+
+    def _heard(self, peer: str) -> float:
+        return self._last.get(peer, self._begun)

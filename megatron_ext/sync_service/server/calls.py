@@ -14,6 +14,7 @@ import asyncio
 import logging
 import math
 import os
+import time
 from collections.abc import Awaitable, Callable, Hashable
 from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import dataclass
@@ -233,13 +234,13 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
             reply = await once()
         except NameInUse as in_use:
             # The other process may have been killed: then it says nothing until its time is over.
-            begin, wait = self._loop.time(), min(in_use.seconds + 0.05, call.seconds_to_wait)
+            wait = min(max(0.0, in_use.until - time.monotonic()) + 0.05, call.seconds_to_wait)
             with self._registers.taken((in_use.run, in_use.peer), self._too_many_wait(in_use.peer, "later")):
                 await asyncio.sleep(wait)
             try:
                 reply = await once()
             except NameInUse as still:
-                if still.seconds > in_use.seconds - (self._loop.time() - begin) + 0.05:
+                if still.until != in_use.until:
                     raise  # it has said something since
                 raise Refusal("later", f"{still}; that one has said nothing for {wait:.0f} s, so try again") from None
         await call.write(reply)

@@ -168,9 +168,9 @@ class Run:
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
             self._check_certificate(peer, certificate)
             event = self._state.check_joining(peer, instance, index)
-            left = self._presence.seconds_left(peer)
-            if event is not None and left and not take_over and peer in self._state.members:
-                raise NameInUse(self.name, peer, left)
+            until = self._presence.alive_until(peer)
+            if event is not None and until is not None and not take_over and peer in self._state.members:
+                raise NameInUse(self.name, peer, until)
             if begins:
                 self._store.create(config, catalog)
             if event is not None:
