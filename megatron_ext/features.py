@@ -7,6 +7,7 @@ Another package adds one under the entry-point group `megatron_ext.features`; it
 
 from __future__ import annotations
 
+import pkgutil
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_ext.errors import UserError
@@ -17,8 +18,8 @@ __all__ = ["FEATURE_GROUP", "all_features"]
 FEATURE_GROUP = "megatron_ext.features"
 """Under which installed packages name their features."""
 
-# By name, so that nothing of an ability is imported before it is asked for. Local SGD comes after hot switching: it
-# cuts home once the guests' groups exist, and takes the gradients of all strategies for the worker's own.
+# By name, because abilities may import what imports this. Local SGD comes after hot switching: it cuts home once the
+# guests' groups exist, and takes the gradients of all strategies for the worker's own.
 _OWN = (
     "megatron_ext.hot_switch.feature:HotSwitchFeature",
     "megatron_ext.local_sgd.feature:LocalSGDFeature",
@@ -33,7 +34,7 @@ def all_features() -> tuple[Feature, ...]:
     Raises:
         UserError: another package's feature cannot be loaded, is no `Feature`, or has the name of another one.
     """
-    own = [EntryPoint(name="", value=value, group=FEATURE_GROUP).load()() for value in _OWN]
+    own = [pkgutil.resolve_name(name)() for name in _OWN]
     origins: dict[str, str] = {feature.name: "megatron_ext" for feature in own}
     origins["cpu"] = "megatron_ext"
     others = []

@@ -70,22 +70,26 @@ class Inventory:
     files: list[SourceFile] = field(default_factory=list)
     """In reading order: inputs as given, inside a folder sorted by the bytes of the relative path."""
 
-    skipped: Counter[str] = field(default_factory=Counter)
-    """Reason -> number of files or folders not looked at."""
-
     left_out: list[Problem] = field(default_factory=list)
-    """All that `skipped` counts but `special`, by name."""
+    """Files and folders that are not looked at, each with the reason."""
 
     problems: list[Problem] = field(default_factory=list)
     """Links that lead nowhere, folders that cannot be listed."""
 
     special: list[Problem] = field(default_factory=list)
-    """Devices, pipes and sockets, which `skipped` counts."""
+    """Devices, pipes and sockets."""
 
     def leave_out(self, path: Path, reason: str) -> None:
-        """Count and name a file or folder that is not looked at."""
-        self.skipped[reason] += 1
+        """Name a file or folder that is not looked at."""
         self.left_out.append(Problem(path=str(path), position="", message=reason))
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Reason -> number of files or folders not looked at."""
+        counts = Counter(item.message for item in self.left_out)
+        if self.special:
+            counts["device, pipe or socket"] = len(self.special)
+        return counts
 
     @property
     def total_bytes(self) -> int:
@@ -240,7 +244,6 @@ def _walk(
             elif stat.S_ISREG(status.st_mode):
                 found.append(_source(path, name, status, file_format, named=False))
             else:
-                inventory.skipped["device, pipe or socket"] += 1
                 message = "a device, pipe or socket, which is not read"
                 inventory.special.append(Problem(path=str(path), position="", message=message))
     return sorted(found, key=lambda source: os.fsencode(source.name))

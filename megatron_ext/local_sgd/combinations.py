@@ -30,23 +30,16 @@ def method_problems(
 
 def _pairwise_problems(config: LocalSGDConfig, streaming: StreamingConfig) -> list[str]:
     """Return why workers cannot meet in pairs."""
-    pairs = "--local-sgd-pseudo-grad-reducer pairwise"
-    problems = []
-    if config.has_penalty:
-        problems.append(f"{pairs} knows the norms of two workers only; drop the options of the penalty")
-    if config.codec is not None:
-        problems.append(f"{pairs} is not combined with --local-sgd-codec; drop one of them")
-    if config.use_async:
-        problems.append(f"{pairs} is not combined with --local-sgd-use-async; drop one of them")
-    if streaming.active:
-        problems.append(
-            f"{pairs} is not combined with --local-sgd-fragment options; drop them"
-        )
-    if config.local_sgd_evaluation == "synced":
-        problems.append(
-            f"{pairs} has no synced weights; validate each worker's own with --local-sgd-evaluation workers"
-        )
-    return problems
+    reasons = {
+        "knows the norms of two workers only; drop the options of the penalty": config.has_penalty,
+        "is not combined with --local-sgd-codec; drop one of them": config.codec is not None,
+        "is not combined with --local-sgd-use-async; drop one of them": config.use_async,
+        "is not combined with --local-sgd-fragment options; drop them": streaming.active,
+        "has no synced weights; validate each worker's own with --local-sgd-evaluation workers": (
+            config.local_sgd_evaluation == "synced"
+        ),
+    }
+    return [f"--local-sgd-pseudo-grad-reducer pairwise {reason}" for reason, holds in reasons.items() if holds]
 
 
 def _forward_problems(config: LocalSGDConfig, gta: GTAConfig, streaming: StreamingConfig) -> list[str]:

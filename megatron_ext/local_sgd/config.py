@@ -126,14 +126,11 @@ class LocalSGDConfig(PenaltyConfig):
         return found
 
     def _round_problems(self) -> list[str]:
-        found = []
-        for name, allowed, rule in (
+        found = self._not_allowed(
             ("codec_density", 0 < self.codec_density <= 1, "it must be above 0 and at most 1"),
             ("local_sgd_sync_time", 0 < self.local_sgd_sync_time < math.inf, "it must be a finite number above 0"),
             ("min_total_global_steps", self.min_total_global_steps >= 1, "it must be at least 1"),
-        ):
-            if not allowed:
-                found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
+        )
         if self.codec_density != self.__dataclass_fields__["codec_density"].default and self.codec != "topk":
             found.append(
                 f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk; add it or drop this"

@@ -71,8 +71,7 @@ class PenaltyConfig(FromArgs):
         Args:
             workers: how many meet; None where that is not known.
         """
-        found = []
-        for name, allowed, rule in (
+        found = self._not_allowed(
             ("ewma_alpha", 0 < self.ewma_alpha < 1, "it must be above 0 and below 1"),
             ("ewma_warmup_steps", self.ewma_warmup_steps >= 2, "it must be at least 2 rounds"),
             ("ewma_relearn_rounds", self.ewma_relearn_rounds >= 0, "it must be 0 (never) or more rounds"),
@@ -80,9 +79,7 @@ class PenaltyConfig(FromArgs):
             ("weight_softmax_temperature", _positive(self.weight_softmax_temperature), "it must be finite and above 0"),
             ("clip_pseudo_grad", _positive(self.clip_pseudo_grad), "it must be finite and above 0"),
             ("step_weight_ratio", 0 <= self.step_weight_ratio <= 1, "it must be in 0 to 1"),
-        ):
-            if not allowed:
-                found.append(f"{self._flag(name)} is {getattr(self, name)}; {rule}")
+        )
         for names, needed in (
             (
                 (
@@ -106,6 +103,10 @@ class PenaltyConfig(FromArgs):
                 "drop it"
             )
         return found
+
+    def _not_allowed(self, *rules: tuple[str, bool, str]) -> list[str]:
+        """Return a sentence for each (field, whether its value is allowed, what it must be) that is broken."""
+        return [f"{self._flag(name)} is {getattr(self, name)}; {rule}" for name, allowed, rule in rules if not allowed]
 
     def _flag(self, name: str) -> str:
         return flag_of(self.__dataclass_fields__[name])

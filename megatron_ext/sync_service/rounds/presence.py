@@ -32,9 +32,9 @@ class Presence:
             peer: its name.
             seconds: no more than the longest that is granted count; 0 if it sends no heartbeats.
         """
-        self._alive_seconds.pop(peer, None)
-        if math.isfinite(seconds) and seconds > 0:
-            self.says(peer, seconds)
+        self.says(peer, seconds)
+        if not self._alive_seconds[peer]:
+            del self._alive_seconds[peer]
 
     def says(self, peer: str, seconds: float) -> None:
         """Note that a peer's process counts as alive for some seconds after every word of it; for 0 that it does not.

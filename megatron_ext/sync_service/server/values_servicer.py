@@ -59,7 +59,28 @@ class HasValues(Protocol):
         """See `Run`."""
 
 
-class Uploading:
+class _OfCaller:
+    """A call that moves values, and whose first message says who makes it."""
+
+    def __init__(self, runs: Mapping[str, HasValues], caller: Any) -> None:
+        """Take who the message names.
+
+        Raises:
+            Refusal: the run is not served here.
+        """
+        self._run = served(runs, caller.run)
+        self.caller = Caller.of(caller)
+
+    def check(self) -> None:
+        """Check that the caller is who it says.
+
+        Raises:
+            Refusal: it is not.
+        """
+        self._run.check_caller(self.caller.peer, self.caller.instance)
+
+
+class Uploading(_OfCaller):
     """The call of one upload. Its methods may be called in different threads, one after the other."""
 
     def __init__(self, runs: Mapping[str, HasValues], first: bytes) -> None:
@@ -69,22 +90,13 @@ class Uploading:
             Refusal: it cannot be read, or its run is not served here.
         """
         self._first: wire.Upload | None = _unpacked(first)
-        self._run = served(runs, self._first.caller.run)
-        self._caller, self._round = self._first.caller, self._first.round
+        super().__init__(runs, self._first.caller)
+        self._round = self._first.round
         self._closed, self._taken, self._known = False, 0, 0
-        self.caller = Caller.of(self._caller)
 
     async def hear(self) -> None:
         """Wait until it is known whether the caller is who it says."""
-        await self._run.hear(self._caller.peer, self._caller.instance, self._round)
-
-    def check(self) -> None:
-        """Check that the caller is who it says.
-
-        Raises:
-            Refusal: it is not.
-        """
-        self._run.check_caller(self._caller.peer, self._caller.instance)
+        await self._run.hear(self.caller.peer, self.caller.instance, self._round)
 
     def take_first(self) -> bool:
         """Take the frames of the first message, as `take` does."""
@@ -110,12 +122,12 @@ class Uploading:
         return pb2.UploadReply(closed=self._closed, frames=self._taken, duplicates=self._known)
 
     def _take(self, frames: Iterable[Frame]) -> bool:
-        found = self._run.upload(self._caller.peer, self._caller.instance, self._round, frames)
+        found = self._run.upload(self.caller.peer, self.caller.instance, self._round, frames)
         self._closed, self._taken, self._known = found[0], self._taken + found[1], self._known + found[2]
         return self._closed
 
 
-class Downloading:
+class Downloading(_OfCaller):
     """The call of one download: an iterator of packed messages, for different threads, one at a time."""
 
     def __init__(self, runs: Mapping[str, HasValues], request: Any) -> None:
@@ -124,27 +136,16 @@ class Downloading:
         Raises:
             Refusal: its run is not served here.
         """
+        super().__init__(runs, request.caller)
         self._request = request
-        self._run = served(runs, request.caller.run)
         self._lock = threading.Lock()
         self._messages = self._packed()
-        self.caller = Caller.of(request.caller)
         self.slices = len(request.slices)
 
     async def hear(self) -> None:
         """Wait until it is known whether the caller is who it says."""
-        request = self._request
-        await self._run.hear(
-            request.caller.peer, request.caller.instance, request.round if request.ahead else request.round + 1
-        )
-
-    def check(self) -> None:
-        """Check that the caller is who it says.
-
-        Raises:
-            Refusal: it is not.
-        """
-        self._run.check_caller(self._request.caller.peer, self._request.caller.instance)
+        least = self._request.round if self._request.ahead else self._request.round + 1
+        await self._run.hear(self.caller.peer, self.caller.instance, least)
 
     def next(self) -> bytes | None:
         """Return the next message, None at the end. However much is asked for, this does not take long.
