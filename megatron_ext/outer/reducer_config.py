@@ -44,6 +44,11 @@ class GTAConfig(FromArgs):
     int8_mask: bool = flag("--local-sgd-pseudo-grad-int8-mask", False)
     """Compare signs as 8-bit integers, to save memory."""
 
+    @property
+    def is_mean(self) -> bool:
+        """Whether the common pseudo-gradient is the weighted mean."""
+        return self.reducer in (None, "linear") and self.normalize
+
     def problems(self, penalty: PenaltyConfig) -> list[str]:
         """Return what is wrong with the values, one sentence each.
 

@@ -11,13 +11,14 @@ pseudo-gradient points where the majority's does.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.outer.weighted_sum import relative, weighted_mean, weighted_sum
 
 __all__ = ["Gta", "Linear", "Reducer", "build_reducer", "build_sparsifier", "sparsify"]
 
@@ -28,12 +29,16 @@ Sparsification = Literal["magnitude", "random", "rescaled_random"]
 class Reducer(Protocol):
     """Makes one pseudo-gradient of several."""
 
-    def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    @property
+    def streams(self) -> bool:
+        """Whether a term is used up before the next one is asked for, so that all but the first may share memory."""
+
+    def __call__(self, terms: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
         """Return the common pseudo-gradient.
 
         Args:
-            terms: the accepted workers' pseudo-gradients, fp32 of one shape, in worker order, at least one; may be
-                used up.
+            terms: the accepted workers' pseudo-gradients, fp32 of one shape, in worker order, at least one; they may
+                be used up, and the result may be in the memory of the first.
             weights: one per term, 0 or more.
         """
 
@@ -45,13 +50,11 @@ class Linear:
     normalize: bool = True
     """Divide by the sum of the weights."""
 
-    def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    streams: ClassVar[bool] = True
+
+    def __call__(self, terms: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
         """Return sum_i w_i t_i, divided by sum_i w_i when normalising."""
-        divisor = _divisor(sum(weights)) if self.normalize else 1.0
-        total = terms[0].mul_(weights[0] / divisor)
-        for term, weight in zip(terms[1:], weights[1:], strict=True):
-            total += term.mul_(weight / divisor)
-        return total
+        return weighted_mean(terms, weights) if self.normalize else weighted_sum(terms, weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +71,27 @@ class Gta:
     int8_mask: bool = False
     """Compare signs as 8-bit integers, which takes a quarter of the memory."""
 
-    def __call__(self, terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    @property
+    def streams(self) -> bool:
+        """Whether it is the weighted mean: without a consensus nobody's term waits for the others'."""
+        return self.consensus is None
+
+    def __call__(self, terms: Iterable[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
         """Return sum_i m_i w_i t_i with m_i = [sign of w_i t_i = the majority's], divided by sum_i m_i w_i."""
         if self.consensus is None:
             return Linear(normalize=self.normalize)(terms, weights)
-        weighted = [term.mul_(weight) for term, weight in zip(terms, weights, strict=True)]
-        signs = [term.sign().to(torch.int8) if self.int8_mask else term.sign() for term in weighted]
-        balance = _in_order(weighted) if self.consensus == "sum" else _in_order([sign.float() for sign in signs])
+        terms = list(terms)
+        weights = relative(weights) if self.normalize else weights
+        dtype = torch.int8 if self.int8_mask else torch.float32
+        signs = [(term.sign() * (weight > 0)).to(dtype) for term, weight in zip(terms, weights, strict=True)]
+        if self.consensus == "sum":
+            balance = weighted_sum((term.clone() for term in terms), weights)
+        else:
+            balance = weighted_sum((sign.to(torch.float32, copy=True) for sign in signs), [1.0] * len(signs))
         majority = torch.where(balance >= 0, 1, -1).to(signs[0].dtype)
-        total, divisor = torch.zeros_like(balance), torch.zeros_like(balance)
-        for term, sign, weight in zip(weighted, signs, weights, strict=True):
-            agrees = sign == majority
-            total += term * agrees
-            divisor += agrees * weight
+        agrees = [sign == majority for sign in signs]
+        divisor = weighted_sum((mask.float() for mask in agrees), weights)
+        total = weighted_sum((term.mul_(mask) for term, mask in zip(terms, agrees, strict=True)), weights)
         if self.normalize:
             total /= torch.where(divisor.abs() < _TINY, 1.0, divisor)
         return total
@@ -132,15 +143,3 @@ def build_sparsifier(config: GTAConfig) -> Callable[[torch.Tensor, tuple[int, ..
         return sparsify(tensor, config.density, method, generator)
 
     return thin
-
-
-def _in_order(terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the terms, added in their order."""
-    total = terms[0].clone()
-    for term in terms[1:]:
-        total += term
-    return total
-
-
-def _divisor(weight: float) -> float:
-    return weight if abs(weight) >= _TINY else 1.0

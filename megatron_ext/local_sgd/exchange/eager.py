@@ -19,7 +19,8 @@ from megatron_ext.local_sgd.exchange.judge import Judge
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
 from megatron_ext.local_sgd.exchange.rounds import Decision, RoundState
 from megatron_ext.local_sgd.exchange.segment_memory import packed, unpack
-from megatron_ext.transport.collectives import Exchange, ExchangeMemory, add_in_order, part_bounds
+from megatron_ext.outer.weighted_sum import weighted_mean
+from megatron_ext.transport.collectives import Exchange, ExchangeMemory, part_bounds
 
 __all__ = ["EagerRound"]
 
@@ -126,6 +127,4 @@ class EagerRound:
             yield by_segment[index][run.start : run.start + run.numel]
 
     def _mean(self, index: int, start: int, terms: list[torch.Tensor]) -> None:
-        own = terms[self._owned.worker]
-        add_in_order(terms, own)
-        own /= len(terms)
+        terms[self._owned.worker].copy_(weighted_mean(terms, [1.0] * len(terms)))

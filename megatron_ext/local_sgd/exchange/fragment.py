@@ -133,7 +133,7 @@ class Fragment:
         self._compressed = None if config.codec is None else _compressed(config.codec, config, synced, owned, judge)
         self._eager = EagerRound(owned, judge, device) if eager else None
         self._background: BackgroundRound = self._compressed or GuardedRound(owned, judge)
-        plain = self._compressed is None and not config.has_penalty and gta == GTAConfig() and not guarded
+        plain = self._compressed is None and not config.has_penalty and gta.is_mean and not guarded
         self._in_forward = ForwardRound(owned, judge, guarded=not plain) if config.sync_in_forward else None
         self._round: Round = self._background
         if self._eager is not None:

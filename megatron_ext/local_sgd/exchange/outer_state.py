@@ -80,6 +80,9 @@ class OuterState:
         self._penalty = penalty
         self._outer = outer
         self._gta = gta
+        # Eager steps are by parts of two rounds' pseudo-gradients.
+        has_values = compressed is None and eager is None
+        self._averages = outer.name == "none" and gta.is_mean and has_values
         self._compressed = compressed
         self._eager = eager
         self._device = device
@@ -211,6 +214,7 @@ class OuterState:
             worker=0 if self._owned.apart else self._owned.worker,
             device=self._device,
             terms_are_gradients=self._compressed is not None,
+            averages=self._averages,
             host=self._host,
         )
         return self._shard

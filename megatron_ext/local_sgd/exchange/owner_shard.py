@@ -12,6 +12,7 @@ from megatron_ext.local_sgd.exchange.host_memory import HostMemory
 from megatron_ext.outer.outer_optimizer import OuterOptimizer
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducers import Reducer
+from megatron_ext.outer.weighted_sum import weighted_mean
 from megatron_ext.transport.collectives import CACHED_NUMEL
 
 __all__ = ["OuterShard", "Ranges", "Sparsifier"]
@@ -44,6 +45,7 @@ class OuterShard:
         worker: int,
         device: torch.device,
         terms_are_gradients: bool = False,
+        averages: bool = False,
         host: HostMemory | None = None,
     ) -> None:
         """Take over the anchors.
@@ -59,6 +61,8 @@ class OuterShard:
             worker: which worker this rank belongs to.
             device: where the terms are.
             terms_are_gradients: whether terms are pseudo-gradients instead of values.
+            averages: whether the next anchor is the mean of the values itself, as without an outer optimizer: the
+                anchor minus the common pseudo-gradient would be the same but for rounding.
             host: where anchors and outer state are between their steps; on the device when None.
         """
         self.anchors = anchors
@@ -70,6 +74,7 @@ class OuterShard:
         self._sparsifier = sparsifier
         self._worker = worker
         self._terms_are_gradients = terms_are_gradients
+        self._averages = averages
         self._host = host
         longest = max((anchor.numel() for anchor in anchors), default=1)
         cached = device.type == "cpu"
@@ -104,19 +109,37 @@ class OuterShard:
         """
         with self._here(run, changed=True):
             for start, part in self._parts(run, self._step_numel):
-                anchor = self.anchors[run][part]
-                total, other = self._scratch[0, : anchor.numel()], self._scratch[1, : anchor.numel()]
-                torch.sub(anchor, terms[0][part], out=total)
-                self.add_square(squares[0], total, run, start)
-                for worker, term in enumerate(terms[1:], start=1):
-                    torch.sub(anchor, term[part], out=other)
-                    self.add_square(squares[worker], other, run, start)
-                    total.add_(other)
-                mean = total.div_(len(terms))
-                self.add_square(squares[-1], mean, run, start)
+                mean = weighted_mean(self._measured(run, start, part, terms, squares), [1.0] * len(terms))
+                self._add_result(squares[-1], mean, run, start, part)
                 self._add_overlap(run, start, part, mean)
-                self.optimizer.step(run, part, mean)
-                terms[self._worker][part] = anchor
+                self._move(run, part, mean, 1.0)
+                terms[self._worker][part] = self.anchors[run][part]
+
+    def _measured(
+        self, run: int, start: int, part: slice, terms: list[torch.Tensor], squares: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """Yield what is reduced of part of a run, all but the first in the same memory, and add up the norms."""
+        anchor = self.anchors[run][part]
+        for worker, term in enumerate(terms):
+            scratch = self._scratch[min(worker, 1), : anchor.numel()]
+            gradient = torch.sub(anchor, term[part], out=scratch)
+            self.add_square(squares[worker], gradient, run, start)
+            yield scratch.copy_(term[part]) if self._averages else gradient
+
+    def _add_result(self, square: torch.Tensor, common: torch.Tensor, run: int, start: int, part: slice) -> None:
+        """Add the squared norm of the common pseudo-gradient to `square`; uses up the second half of the scratch."""
+        if self._averages:
+            common = torch.sub(self.anchors[run][part], common, out=self._scratch[1, : common.numel()])
+        self.add_square(square, common, run, start)
+
+    def _move(self, run: int, part: slice, common: torch.Tensor, coefficient: float) -> None:
+        """Make the outer step of part of a run, given what was reduced, which is used up."""
+        anchor = self.anchors[run][part]
+        if self._averages and coefficient == 1:
+            anchor.copy_(common)
+            return
+        gradient = torch.sub(anchor, common, out=common) if self._averages else common
+        self.optimizer.step(run, part, gradient.mul_(coefficient) if coefficient != 1 else gradient)
 
     def measure(self, run: int, terms: list[torch.Tensor], squares: torch.Tensor) -> None:
         """Add the squared norms of all workers' pseudo-gradients to `squares`, (workers,)."""
@@ -133,7 +156,7 @@ class OuterShard:
     def reduce(
         self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, seed: tuple[int, ...]
     ) -> None:
-        """Put the common pseudo-gradient in the place of this rank's own term.
+        """Put the common pseudo-gradient, or the mean of the values, in the place of this rank's own term.
 
         Args:
             run: its number.
@@ -148,14 +171,18 @@ class OuterShard:
             return
         with self._anchor_here(run):
             for start, part in self._reduced_parts(run):
-                gradients = [self._gradient(run, part, terms[worker]) for worker in verdict.accepted]
+                gradients = [self._term(run, part, terms[worker]) for worker in verdict.accepted]
                 if self._sparsifier is not None and (start, part.stop) not in self._dense[run]:
                     gradients = [
                         self._sparsifier(gradient, (*seed, start, worker))
                         for gradient, worker in zip(gradients, verdict.accepted, strict=True)
                     ]
                 own[part] = self._reducer(gradients, verdict.weights)
-                self.add_square(square, own[part], run, start)
+                self._add_result(square, own[part], run, start, part)
+
+    def _term(self, run: int, part: slice, term: torch.Tensor) -> torch.Tensor:
+        """Return what is reduced of part of a term, in new memory unless the term is a pseudo-gradient."""
+        return term[part].clone() if self._averages else self._gradient(run, part, term)
 
     def _gradient(self, run: int, part: slice, term: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the pseudo-gradient in part of a term, in `out` if that is given and needed."""
@@ -174,7 +201,7 @@ class OuterShard:
             yield from ((start, slice(start, stop)) for start, stop in self._tensors[run])
 
     def step(self, run: int, own: torch.Tensor, coefficient: float | None) -> None:
-        """Move the anchor by the common pseudo-gradient, and put it in the place of that.
+        """Move the anchor by what `reduce` has made, and put it in the place of that.
 
         Args:
             run: its number.
@@ -186,7 +213,7 @@ class OuterShard:
                 anchor = self.anchors[run][part]
                 self._add_overlap(run, start, part, own[part])
                 if coefficient is not None:
-                    self.optimizer.step(run, part, own[part].mul_(coefficient))
+                    self._move(run, part, own[part], coefficient)
                 own[part] = anchor
 
     def _here(self, run: int, *, changed: bool) -> contextlib.AbstractContextManager[None]:

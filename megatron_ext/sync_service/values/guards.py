@@ -73,14 +73,8 @@ class Guards:
 
     @property
     def verdicts(self) -> dict[Judged, Verdict]:
-        """Which indices count in what is judged as one, and with which weights, which need not sum up to 1."""
-        if self._config.pseudo_gradnorm_reduce:
-            return self._verdicts
-        # Equal weights are a mean, to the last bit.
-        return {
-            key: Verdict(accepted=verdict.accepted, weights=(1.0,) * len(verdict.accepted))
-            for key, verdict in self._verdicts.items()
-        }
+        """Which indices count in what is judged as one, and with which weights."""
+        return self._verdicts
 
     def excluded(self, spec: TensorSpec, index: int) -> bool:
         """Return whether a peer does not count in a tensor."""

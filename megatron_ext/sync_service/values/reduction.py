@@ -32,7 +32,6 @@ from megatron_ext.sync_service.values.tensor_round import (
     Broken,
     TensorMade,
     TensorRound,
-    divided,
     square_of,
 )
 from megatron_ext.sync_service.values.updates import RESIDUAL, UPDATE, kept_as
@@ -150,12 +149,8 @@ class Reduction:
                 continue
             reader, sources = self._sources.checked(spec.name), self._sources
             for at in sources.blocks(spec, [contributors[place] for place in verdict.accepted]):
-                anchor, total = sources.anchor(reader, at), None
-                for place, weight in zip(verdict.accepted, verdict.weights, strict=True):
-                    gradient = sources.gradient(anchor, sources.uploaded(spec, contributors[place], at))
-                    total = self._tensors.accumulated(total, gradient, weight)
-                assert total is not None
-                _add(squares, spec, square_of(divided(total, verdict)))
+                common = self._tensors.common(spec, at, reader, contributors, verdict)
+                _add(squares, spec, square_of(common))
         return squares
 
     # -----------------------------------------------------------------------------------------------------------
@@ -280,9 +275,8 @@ class Reduction:
                 decided = decided.among(weight_of)
             weight_of = dict(zip(decided.accepted, decided.weights, strict=True))
         accepted = tuple(place for place in places if contributors[place].index in weight_of)
-        # What one peer has sent is taken as it is, to the last bit.
-        weights = [1.0 if len(accepted) == 1 else weight_of[contributors[place].index] for place in accepted]
-        return Verdict(accepted=accepted, weights=tuple(weights))
+        weights = tuple(weight_of[contributors[place].index] for place in accepted)
+        return Verdict(accepted=accepted, weights=weights)
 
 
 def _in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:

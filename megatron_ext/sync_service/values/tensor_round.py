@@ -15,15 +15,16 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.delayed_nesterov import DelayedNesterov
 from megatron_ext.outer.outer_optimizer import OuterOptimizer, build_outer_optimizer
 from megatron_ext.outer.penalty import Verdict
+from megatron_ext.outer.weighted_sum import weighted_mean
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.blocks import Block
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
-from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter, state_name
+from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.values.sources import Contributor, Sources
 from megatron_ext.sync_service.values.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
 
-__all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "divided", "square_of"]
+__all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "square_of"]
 
 LARGEST_NORM = 1e15
 """Of a tensor's pseudo-gradient: more is broken, though finite. Sums, momentum and the squares that Adam keeps of what
@@ -175,8 +176,7 @@ class TensorRound:
         measured: list[int],
     ) -> TensorMade:
         made, digest, sources = TensorMade(squares=dict.fromkeys(measured, 0.0)), RoundDigest(), self.sources
-        takes_values = self._takes_values(spec, verdict, coefficient)
-        weight_of = dict(zip(verdict.accepted, verdict.weights, strict=True))
+        takes_values = self._takes_values(spec, verdict)
         reader = sources.checked(spec.name)
         readers = {
             name: found
@@ -184,20 +184,11 @@ class TensorRound:
             if (found := sources.checked(state_name(name, spec.name))) is not None
         }
         for at in blocks:
-            anchor, total = sources.anchor(reader, at), None
-            for place in sorted({*measured, *weight_of}):
-                uploaded = sources.uploaded(spec, contributors[place], at)
-                gradient = uploaded
-                if place in made.squares or not takes_values:
-                    gradient = sources.gradient(anchor, uploaded)
-                if place in made.squares:
-                    made.squares[place] += square_of(gradient)
-                    if not made.squares[place] <= LARGEST_NORM**2:
-                        raise Broken
-                if place in weight_of:
-                    taken = sources.values(anchor, uploaded) if takes_values else gradient
-                    total = self.accumulated(total, taken, weight_of[place])
-            total = None if total is None else divided(total, verdict)
+            anchor = sources.anchor(reader, at)
+            terms = self._terms(spec, at, anchor, contributors, verdict, made.squares, takes_values)
+            total = weighted_mean(terms, verdict.weights) if verdict.accepted else None
+            for _ in terms:
+                raise AssertionError("there are more terms than weights")  # what is only measured is no term
             kept: dict[str, torch.Tensor] = {}
             if anchor is None:
                 assert total is not None
@@ -221,7 +212,46 @@ class TensorRound:
         made.sums = digest.sums
         return made
 
-    def _takes_values(self, spec: TensorSpec, verdict: Verdict, coefficient: float) -> bool:
+    def _terms(
+        self,
+        spec: TensorSpec,
+        at: Block,
+        anchor: torch.Tensor | None,
+        contributors: list[Contributor],
+        verdict: Verdict,
+        squares: dict[int, float],
+        takes_values: bool,
+    ) -> Iterator[torch.Tensor]:
+        """Yield what is to be added up of a block, all but the first in the same memory, and measure what is asked for.
+
+        Args:
+            spec: the tensor.
+            at: the block.
+            anchor: the last round's values of it.
+            contributors: in the order of their indices.
+            verdict: which of them count, by their place.
+            squares: by the place of who is measured, to which the squared norm of the pseudo-gradient is added.
+            takes_values: whether values are added up, not pseudo-gradients.
+
+        Raises:
+            Broken: a pseudo-gradient that is measured is not finite, or far too large.
+            DamagedContribution: a contribution cannot be read.
+        """
+        sources, is_first = self.sources, True
+        for place in sorted({*squares, *verdict.accepted}):
+            uploaded = term = sources.uploaded(spec, contributors[place], at)
+            if place in squares or not takes_values:
+                term = sources.gradient(anchor, uploaded)
+            if place in squares:
+                squares[place] += square_of(term)
+                if not squares[place] <= LARGEST_NORM**2:
+                    raise Broken
+            if place in verdict.accepted:
+                term = sources.values(anchor, uploaded) if takes_values else term
+                yield self._memory("total", term.numel()).copy_(term) if is_first else term
+                is_first = False
+
+    def _takes_values(self, spec: TensorSpec, verdict: Verdict) -> bool:
         """Return whether a tensor's new values are the mean of the values that were uploaded."""
         if self._before is None:
             return True
@@ -229,7 +259,7 @@ class TensorRound:
             # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
             return self.sources.absolute or spec.name in self._merged or len(verdict.accepted) > 1
         # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
-        return self._config.outer_optimizer == "none" and self.sources.absolute and coefficient == 1
+        return self._config.outer_optimizer == "none" and self.sources.absolute
 
     def _of_owners(
         self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool
@@ -256,7 +286,7 @@ class TensorRound:
         before: dict[str, torch.Tensor],
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, float] | None]:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
-        if takes_values and self.is_exact and not self.states:
+        if takes_values and (total is None or coefficient == 1):
             return anchor if total is None else total, {}, None
         moved = self._memory("moved", anchor.numel()).copy_(anchor)
         if not self.is_exact and RESIDUAL in before:
@@ -265,10 +295,9 @@ class TensorRound:
         if not self._is_fresh:
             optimizer.load({name: [before[name]] for name in self.states if name in before}, self._scalars)
         scalars = None
-        if total is not None and takes_values:
-            moved = total
-        elif total is not None:
-            gradient = total.mul_(coefficient) if coefficient != 1 else total
+        if total is not None:
+            gradient = torch.sub(anchor, total, out=total) if takes_values else total
+            gradient = gradient.mul_(coefficient) if coefficient != 1 else gradient
             optimizer.step(0, slice(0, moved.numel()), gradient)
             scalars = optimizer.scalar_state()
         states = {name: tensors[0] for name, tensors in optimizer.tensor_state().items()}
@@ -281,13 +310,19 @@ class TensorRound:
         residual = torch.zeros_like(anchor) if published.residual is None else published.residual
         return published.values, {**kept, RESIDUAL: residual, UPDATE: published.update}, scalars
 
-    def accumulated(self, total: torch.Tensor | None, term: torch.Tensor, weight: float) -> torch.Tensor:
-        """Return the sum of weighted terms, in order; the term may be used up."""
-        if weight != 1:
-            term.mul_(weight)
-        if total is None:
-            return self._memory("total", term.numel()).copy_(term)
-        return total.add_(term)
+    def common(
+        self, spec: TensorSpec, at: Block, reader: CheckedRead | None, contributors: list[Contributor], verdict: Verdict
+    ) -> torch.Tensor:
+        """Return the common pseudo-gradient of a block, of those who count, at least one.
+
+        Raises:
+            DamagedContribution: a contribution cannot be read.
+        """
+        anchor, takes_values = self.sources.anchor(reader, at), self._takes_values(spec, verdict)
+        mean = weighted_mean(
+            self._terms(spec, at, anchor, contributors, verdict, {}, takes_values), verdict.weights
+        )
+        return mean if anchor is None or not takes_values else torch.sub(anchor, mean, out=mean)
 
     def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
         if self._alone is None:
@@ -314,12 +349,8 @@ def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:
 
 def square_of(values: torch.Tensor) -> float:
     """Return the squared L2 norm of 1-D values, added up in fp64: the same to 1e-9 whatever the blocks."""
-    # Part by part: a copy of the whole in fp64 would be the largest thing in memory.
-    norms = (float(torch.linalg.vector_norm(part, dtype=torch.float64)) for part in torch.split(values, 1 << 20))
-    return sum(norm * norm for norm in norms)
-
-
-def divided(total: torch.Tensor, verdict: Verdict) -> torch.Tensor:
-    """Return a weighted sum as the mean, in its memory."""
-    divisor = sum(verdict.weights)
-    return total if divisor == 1 else total.div_(divisor)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in torch.split(values, 1 << 14):  # which stays in a processor's cache with its copy in fp64
+        wide = part.double()
+        total += wide.dot(wide)
+    return float(total)
