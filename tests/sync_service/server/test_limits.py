@@ -177,7 +177,8 @@ def test_a_limit_of_none_is_refused_in_the_configuration(name: str):
 
 
 def test_the_documentation_has_every_limit_with_its_default():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", (REPOSITORY / "docs/sync-service.md").read_text(), re.MULTILINE))
+    page = (REPOSITORY / "docs/sync-service-reference.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", page, re.MULTILINE))
     for entry in dataclasses.fields(RunConfig):
         if entry.name in (*_LIMITS, "check_disk"):
             assert rows[entry.name].startswith(str(entry.default).lower().replace("none", "none: ")), entry.name
