@@ -49,7 +49,7 @@ def install(folder: Path) -> Path:
     _run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(packages)!r}); import atorch.local_sgd.DDP"],
         f"--env {folder}: the atorch in it cannot be imported beside the torch of {sys.executable}; if the folder is "
-        "of another Python, or broken, remove it",
+        "of another Python, or damaged, remove it",
     )
     return packages
 

@@ -23,7 +23,7 @@ _OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_me
 
 
 class BareClient:
-    """Moves so many bytes in so many streams."""
+    """Move a number of bytes in a number of streams."""
 
     def __init__(self, address: str, streams: int) -> None:
         self._channel = grpc.insecure_channel(address, [*_OPTIONS, ("grpc.use_local_subchannel_pool", 1)])

@@ -102,7 +102,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{value} is too small; use {minimum} or more")
         return value
 
-    # argparse names the type where the text is no number at all.
+    # argparse names the type where the text is not a number at all.
     parse.__name__ = "integer"
     return parse
 

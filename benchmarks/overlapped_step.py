@@ -106,7 +106,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--intervals", type=at_least(1), default=12, help="measured intervals of each side (12)")
     found.add_argument("--interval", type=at_least(2), default=20, help="steps of an interval (20)")
     found.add_argument("--fragments", type=at_least(1), default=4, help="fragments of the model (4)")
-    found.add_argument("--delay", type=at_least(0), default=2, help="steps that a round is on its way (2)")
+    found.add_argument("--delay", type=at_least(0), default=2, help="steps that a round is in flight (2)")
     found.add_argument("--layers", type=at_least(1), default=4, help="layers of the model (4)")
     found.add_argument("--hidden", type=at_least(4), default=256, help="hidden size, a multiple of 4 (256)")
     add_report_option(found)

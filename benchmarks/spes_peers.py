@@ -99,7 +99,7 @@ class Server:
 
 
 def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
-    """Return the shapes of a mixture of experts of about so many parameters, 60 % of them in experts."""
+    """Return the shapes of a mixture of experts of about that many parameters, 60 % of them in experts."""
     width = max(1, round(0.6 * parameters / (3 * layers * experts * hidden)))
     vocab = max(16, round((0.4 * parameters - layers * 4 * hidden * hidden) / (2 * hidden)))
     found: Shapes = {"embedding.word_embeddings.weight": (vocab, hidden)}

@@ -37,7 +37,7 @@ RANKS_OF_A_WORKER = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure every method and number of workers and report; return 2 when atorch cannot be had."""
+    """Measure every method and number of workers and report; return 2 when atorch is not available."""
     options = parser().parse_args(arguments)
     try:
         packages = atorch_environment.install(options.env)

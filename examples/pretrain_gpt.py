@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pretrain a GPT with stock Megatron's loop, model and datasets, and megatron_ext's abilities on request.
+"""Pretrain a GPT with stock Megatron's loop, model and datasets, and megatron_ext's features on request.
 
 Starts under torchrun, on GPU and on CPU:
 

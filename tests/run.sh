@@ -51,7 +51,7 @@ if ((status == 5)); then
     echo "[check] failed: no test was selected" >&2
 fi
 if [[ -n $checks_failed ]]; then
-    echo "[check] failed besides the tests:$checks_failed (see above)" >&2
+    echo "[check] failed in addition to the tests:$checks_failed (see above)" >&2
     if ((status == 0)); then
         status=1
     fi

@@ -84,7 +84,7 @@ def finished(study: Study, run: Run) -> Measured | None:
 
 
 def digest_of(corpus: Path) -> str:
-    """Return the SHA-256 of a tokenized corpus, which is made anew where Python's sources have changed; "" for none."""
+    """Return the SHA-256 of a tokenized corpus, which is remade where Python's sources have changed; "" for none."""
     if not corpus.with_suffix(".bin").exists():
         return ""
     with corpus.with_suffix(".bin").open("rb") as file:

@@ -56,7 +56,7 @@ class SpesMethod(Method):
     """Settings of the run at the server; None for the centralized job."""
 
     started: bool = False
-    """Whether the peers go on from a centralized job that made the first part of the iterations (`SpesStudy.start`)."""
+    """Whether the peers continue from a centralized job that made the first iterations (`SpesStudy.start`)."""
 
 
 CENTRALIZED = SpesMethod(name="centralized", title="centralized", options={})
@@ -140,14 +140,14 @@ class SpesStudy(Study):
         return int(str({**MODEL, **self.overrides}["num_experts"]))
 
     def arguments(self, run: Run) -> list[str]:
-        """Return what makes a run: a command line that knows nothing of addresses, and the server's settings."""
+        """Return what makes a run: a command line without addresses, and the server's settings."""
         server = self.server(run.method)
         made = self.command(run) + ([] if server is None else [f"server: {json.dumps(server, sort_keys=True)}"])
         return made + (["start:", *self.start_command(run)] if self.is_started(run.method) else [])
 
     @staticmethod
     def is_started(method: Method) -> bool:
-        """Return whether the peers of a method go on from a centralized job."""
+        """Return whether the peers of a method continue from a centralized job."""
         return bool(getattr(method, "started", False))
 
     def server(self, method: Method) -> dict[str, Any] | None:
@@ -199,7 +199,7 @@ class SpesStudy(Study):
                 "sync_service": address,
                 "sync_service_index": peer,
                 "sync_service_peers": self.peers,
-                # Should one fail, the others shall not wait for it for an hour.
+                # If one fails, the others must not wait for it for an hour.
                 "sync_service_round_seconds": 300,
             }
         if self.is_started(run.method):

@@ -40,11 +40,11 @@ def convert(files: Sequence[Path], output: Path, column: str) -> None:
         column: strings; rows without one are left out.
 
     Raises:
-        UserError: a file is missing or is no Parquet, or has no such column of strings; or the lines cannot be written.
+        UserError: a file is missing, is not Parquet, or has no such column of strings; or the lines cannot be written.
     """
     for path in files:
         if path.is_dir():
-            raise UserError(f"{path}: is no file")
+            raise UserError(f"{path}: is not a file")
         if path.is_file() and path.stat().st_size == 0:
             raise UserError(f"{path}: has no bytes, which no Parquet file is without; download it again")
     inventory = find_sources(files, file_format="parquet")

@@ -7,7 +7,7 @@
 #   exprs_for_A100_40G.sh [--dry-run] [HOSTFILE] [DATA_PATH]
 #
 # Defaults: examples/hot_switch/hostfile (8 GPUs of this machine), mock data. Environment: STEPS (10), OUTPUT (outputs/hot_switch, the
-# folder of the logs), and that of llama_hot_switch.sh but for the strategies, which are in configs/hot_switch_strategies.txt.
+# folder of the logs), and that of llama_hot_switch.sh except for the strategies, which are in configs/hot_switch_strategies.txt.
 # BACKEND=cpu starts it at toy size.
 
 set -euo pipefail

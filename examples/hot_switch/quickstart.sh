@@ -10,7 +10,7 @@ usage() {
     cat <<'TEXT'
 Usage: examples/hot_switch/quickstart.sh [OPTIONS]
 
-Trains a small GPT (4 processes) on the functions and classes of Python's standard library, which are short but for a few:
+Trains a small GPT (4 processes) on the functions and classes of Python's standard library, which are short except for a few:
 with hot switching between three strategies, and with each of them alone, on the same documents. Compares losses, tokens
 per second and padding, and prints what switching moves and takes. No GPU and no download of data are needed; the first
 start downloads the Python packages into .venv.

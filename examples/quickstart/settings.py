@@ -153,7 +153,7 @@ TRAINING = {
     "eval-iters": 8,
 }
 
-# DiLoCo's, but for the momentum (0.9): it would remember most of so short a run.
+# DiLoCo's, except for the momentum (0.9): it would remember most of so short a run.
 OUTER = {
     "outer-optimizer": "sgd",
     "outer-optimizer-lr": 0.7,
@@ -209,7 +209,7 @@ class Quickstart:
         return self._pretrain("local_sgd", [*self._diloco(), *save])
 
     def resumed(self) -> list[str]:
-        """Return the command that goes on from the checkpoint in the middle of an interval."""
+        """Return the command that resumes from the checkpoint in the middle of an interval."""
         load = ["--load", str(self.checkpoints), "--ckpt-step", str(self.schedule.checkpoint)]
         return self._pretrain("resumed", [*self._diloco(), *load])
 

@@ -138,10 +138,10 @@ class Story:
                 job.stop()
 
     def play(self) -> None:
-        """Train to the end; a peer and the server are killed on the way.
+        """Train to the end; a peer and the server are killed during the run.
 
         Raises:
-            StageError: a process failed that nobody had killed.
+            StageError: a process failed without being killed.
         """
         plan, schedule = self.plan, self.plan.schedule
         self._start_server("127.0.0.1:0")
@@ -207,7 +207,7 @@ class Story:
             {
                 "iteration": reached,
                 "what": f"{peer.name} killed",
-                "text": f"{peer.name} was killed after iteration {reached} and went on from its checkpoint of "
+                "text": f"{peer.name} was killed after iteration {reached} and resumed from its checkpoint of "
                 f"iteration {schedule.checkpoint},\n    in the middle of an interval. It did {len(peer.repeated)} "
                 f"iterations twice, and was past them {time.monotonic() - began:.0f} s later.",
             }

@@ -11,7 +11,7 @@ usage() {
 Usage: examples/spes/quickstart.sh [OPTIONS]
 
 Trains a small GPT with 16 experts per layer on the source code of Python's standard library: a sync server and four
-peers, one process each, of which every one trains four of the experts (SPES). On the way a peer is killed and goes on
+peers, one process each, of which every one trains four of the experts (SPES). During the run a peer is killed and resumes
 from its checkpoint, and the server is killed and started again. Checks that all peers end with the same bits; prints
 losses, bytes, memory and what happened. No GPU and no download of data are needed; the first start downloads the Python
 packages into .venv.

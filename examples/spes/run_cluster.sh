@@ -13,7 +13,7 @@
 # INSECURE=1 in a network where nobody else is. All variables of run_parameter_server.sh and run_single_node.sh apply, but
 # MERGE_ALPHA_START is 0.05 and MERGE_DECAY_STEPS 20000, as in the paper's 9B run, and MASTER_PORT, which launchers of a whole
 # cluster set, is called PEER_MASTER_PORT. The server ends when the last peer has left, or when its own node's peer is done and
-# nothing was heard of another for WAIT_SECONDS (86400), which is to be longer than their rounds are apart.
+# no other peer has called for WAIT_SECONDS (86400), which must be longer than the time between their rounds.
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
@@ -47,7 +47,7 @@ if [[ ${1:-} == --hosts ]]; then
     trap 'kill "${pids[@]}" 2>/dev/null || true; wait' EXIT
     status=0
     for rank in "${!HOSTS[@]}"; do
-        # One that fails can be started again, and the others go on meanwhile.
+        # One that fails can be started again, and the others continue meanwhile.
         wait "${pids[rank]}" || {
             status=$?
             say "the peer on ${HOSTS[rank]} has ended with exit code $status"
@@ -133,10 +133,10 @@ if ((status != 0)); then
     done
     again+=("$ROOT/examples/spes/run_single_node.sh" "$RANK")
     [[ ! -f "${OUTPUT:-$ROOT/outputs/spes}/node$RANK/latest_checkpointed_iteration.txt" ]] || again+=(--resume)
-    say "this peer has failed (exit code $status); the server goes on for the others, until they have come and left." \
+    say "this peer has failed (exit code $status); the server continues for the others, until they have come and left." \
         "To start it again on this node:$(printf ' %q' "${again[@]}")"
 fi
-# The other peers of the server: how many, for how many seconds nothing was heard of any, and their names.
+# The other peers of the server: how many, for how many seconds none has called, and their names.
 COUNT='import json, sys, time
 own, begin = sys.argv[1], float(sys.argv[2])
 peers = [peer for run in json.load(sys.stdin)["runs"] for peer in run["peers"] if peer["peer"] != own]
@@ -164,10 +164,10 @@ while ((alone < 2)) && kill -0 "$server" 2>/dev/null; do
     fi
     if [[ $left != unknown && ${names:-} != "$awaited" ]]; then
         awaited="${names:-}"
-        [[ -z $awaited ]] || say "the server goes on until $awaited are done; \`server evict\` removes one that will not come back"
+        [[ -z $awaited ]] || say "the server continues until $awaited are done; \`server evict\` removes one that will not come back"
     fi
     if ((silent >= ${WAIT_SECONDS:-86400})); then
-        say "nothing was heard of ${awaited:-any other peer} for $silent s (WAIT_SECONDS): ending the server, whose state stays in" \
+        say "no call from ${awaited:-any other peer} for $silent s (WAIT_SECONDS): ending the server, whose state stays in" \
             "$STATE_DIR"
         exit $((status ? status : 1))
     fi

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 #
-# Starts the server at which SPES peers meet, on this machine. Started again with the same STATE_DIR, it goes on.
+# Starts the server at which SPES peers meet, on this machine. Started again with the same STATE_DIR, it resumes.
 #
 #   run_parameter_server.sh [FURTHER ARGUMENTS OF megatron-ext server start]
 #

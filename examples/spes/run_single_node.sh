@@ -5,7 +5,7 @@
 #
 #   run_single_node.sh NODE_ID [--resume] [--check]
 #
-# --check says what is wrong with arguments and environment, and starts nothing.
+# --check reports problems of arguments and environment, and starts nothing.
 # NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. Start examples/spes/run_parameter_server.sh first.
 # BACKEND=cpu starts it at toy size.
 #
@@ -49,7 +49,7 @@ DATA_PATH="${DATA_PATH:-}"
 check_data_files
 read_extra_args
 if [[ -z $RESUME && -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
-    launch_error "$CHECKPOINT_PATH has a checkpoint already; add --resume to go on from it, or remove the folder"
+    launch_error "$CHECKPOINT_PATH has a checkpoint already; add --resume to resume from it, or remove the folder"
 fi
 if [[ -n $RESUME && ! -f $CHECKPOINT_PATH/latest_checkpointed_iteration.txt ]]; then
     launch_error "--resume: there is no checkpoint in $CHECKPOINT_PATH; start without it"

@@ -60,7 +60,7 @@ def trained(values: Values, text: torch.Tensor, draws: torch.Generator, pause: f
 
 
 def run_peer(name: str, rounds: int) -> None:
-    """Take part in so many rounds."""
+    """Take part in that many rounds."""
     torch.set_num_threads(1)
     index = PEERS.index(name)
     draws = torch.Generator().manual_seed(index)

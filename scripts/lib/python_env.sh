@@ -13,7 +13,7 @@
 PYTHON_ENV_EXTRAS="tests,plots,data,spes"
 PYTHON_ENV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 PYTHON_ENV_DIR="$PYTHON_ENV_ROOT/.venv"
-# Written first: says that the folder is ours, so that it may be removed when it is broken. No other one is, but an empty one.
+# Written first: says that the folder is ours, so that it may be removed when it is incomplete. Of others only an empty one is.
 PYTHON_ENV_MARKER="$PYTHON_ENV_DIR/.made-by-megatron-ext"
 # Written last: says that the installation finished, and from which inputs. No stamp = half-made.
 PYTHON_ENV_STAMP="$PYTHON_ENV_DIR/.megatron-ext-stamp"
@@ -49,7 +49,7 @@ except ImportError as error:
     local complete
     { read -r PROBE_VERSION; read -r PROBE_PATH; read -r complete; } <<<"$answer"
     if [[ ! $PROBE_VERSION =~ ^([0-9]+)\.([0-9]+)\.[0-9]+$ ]]; then
-        PROBE_PROBLEM="is no Python"
+        PROBE_PROBLEM="is not Python"
         return 1
     fi
     if ((BASH_REMATCH[1] != 3 || BASH_REMATCH[2] < 12)); then

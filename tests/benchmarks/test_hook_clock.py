@@ -12,7 +12,7 @@ from benchmarks.hook_clock import HookClock
 
 @pytest.fixture
 def spend(monkeypatch):
-    """Return a function that lets a pretended clock go on."""
+    """Return a function that advances a pretended clock."""
     now = [0.0]
     monkeypatch.setattr(hook_clock.time, "perf_counter", lambda: now[0])
 

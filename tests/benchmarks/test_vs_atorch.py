@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks/vs_atorch.py` at toy size: it runs, reports what it promises, and says so when atorch cannot be had.
+"""`benchmarks/vs_atorch.py` at toy size: it runs, reports what it promises, and says so when atorch is not available.
 
 Tests have no network, so a small stand-in takes atorch's place where it is not about atorch itself.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whoever waits for a script in vain is told where all of its processes are."""
+"""A wait for a script that fails reports where all of its processes are."""
 
 from contextlib import ExitStack
 

@@ -26,7 +26,7 @@ FOLDER = REPOSITORY / "examples" / "quickstart"
 
 
 def load(name: str) -> ModuleType:
-    """Import one of the quickstart's files, which are no package, under a name that nothing else has."""
+    """Import one of the quickstart's files, which are not a package, under a name that nothing else has."""
     spec = importlib.util.spec_from_file_location(f"quickstart_{name}", FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -159,7 +159,7 @@ def test_a_peer_and_the_server_are_killed_and_started_again_and_nothing_is_left(
     assert not stand_ins()
     peer, server = story.events
     assert peer["what"] == "node1 killed" and 40 <= peer["iteration"] < 45
-    assert f"after iteration {peer['iteration']} and went on from its checkpoint of iteration 35" in peer["text"]
+    assert f"after iteration {peer['iteration']} and resumed from its checkpoint of iteration 35" in peer["text"]
     assert story.peers[1].repeated == list(range(36, peer["iteration"] + 1))
     assert len(story.peers[1].losses) == 100
     assert server["what"] == "server killed" and server["round"] == 3
@@ -168,7 +168,7 @@ def test_a_peer_and_the_server_are_killed_and_started_again_and_nothing_is_left(
 
 
 @pytest.mark.parametrize("ending", ["error", "ctrl-c"])
-def test_no_process_is_left_when_a_peer_fails_or_somebody_ends_it(
+def test_no_process_is_left_when_a_peer_fails_or_it_is_ended(
     tmp_path: Path, quickstart: ModuleType, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     if ending == "ctrl-c":

@@ -28,7 +28,7 @@ SERVER = FOLDER / "run_parameter_server.sh"
 NODE = FOLDER / "run_single_node.sh"
 CLUSTER = FOLDER / "run_cluster.sh"
 LISTENING = 'until [[ -e "$STATE_DIR/address" ]]; do sleep 0.1; done'
-"""Goes on when the server is there."""
+"""Continues when the server is there."""
 
 
 @pytest.mark.parametrize("script", sorted(FOLDER.rglob("*.sh")), ids=lambda path: path.name)
@@ -315,7 +315,7 @@ def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None
         until(lambda: "listening at" in cluster.output.read_text(), "the server")
         with node1(port) as other:
             other.start(values)
-            until(lambda: "the server goes on for the others" in cluster.output.read_text(), "the peer's end")
+            until(lambda: "the server continues for the others" in cluster.output.read_text(), "the peer's end")
             for _ in range(3):
                 other.sync(values)
             other.leave()
@@ -332,8 +332,8 @@ def test_the_server_of_a_cluster_does_not_wait_for_ever_for_a_peer_that_is_gone(
             other.register()
         code, output = cluster.finish(60.0)
     # Its own peer has trained to the end.
-    assert code == 1 and "the server goes on until node1 are done; `server evict` removes one" in output, output
-    assert re.search(r"nothing was heard of node1 for \d+ s \(WAIT_SECONDS\): ending the server, whose state", output)
+    assert code == 1 and "the server continues until node1 are done; `server evict` removes one" in output, output
+    assert re.search(r"no call from node1 for \d+ s \(WAIT_SECONDS\): ending the server, whose state", output)
 
 
 def test_a_server_that_dies_while_others_train_is_a_failure(desk: Desk) -> None:
@@ -404,7 +404,7 @@ def test_the_server_of_a_cluster_waits_for_peers_that_come_after_its_own_nodes_h
     environment, port = first_node(desk)
     own = {"TRAIN_ITERS": "777", "EXTRA_ARGS": "--seed 7", "NPROC_PER_NODE": "3", "PEER_MASTER_PORT": "31111"}
     with desk.start(CLUSTER, **environment, **own, MASTER_PORT="9") as cluster:
-        until(lambda: "the server goes on for the others" in cluster.output.read_text(), "the peer's end")
+        until(lambda: "the server continues for the others" in cluster.output.read_text(), "the peer's end")
         # Longer than two answers take.
         time.sleep(12)
         assert cluster.process.poll() is None

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What the scripts use besides bash. Everything else, Python above all, is absent from a stand-in machine.
+# What the scripts use in addition to bash. Everything else, Python above all, is absent from a stand-in machine.
 COMMANDS = ["bash", "cat", "cksum", "dirname", "flock", "grep", "ls", "mkdir", "mv", "rm", "tail"]
 
 

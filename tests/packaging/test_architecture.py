@@ -14,10 +14,10 @@ WALKS = {
 }
 
 
-def test_there_is_a_walk_through_every_ability():
+def test_there_is_a_walk_through_every_feature():
     assert len(WALKS) >= 8
     text = " ".join(WALKS)
-    assert all(ability in text for ability in ("local SGD", "EDiT", "between jobs", "SPES", "hot switching"))
+    assert all(feature in text for feature in ("local SGD", "EDiT", "between jobs", "SPES", "hot switching"))
     assert all(len(steps) >= 4 for steps in WALKS.values())
 
 

@@ -75,7 +75,7 @@ def test_a_half_made_environment_is_made_again(machine: Machine, make_repository
     assert "reusing" in machine.bash(use(root)).stdout
 
 
-def test_a_moved_or_broken_environment_is_recognised(
+def test_a_moved_or_incomplete_environment_is_recognised(
     machine: Machine, make_repository: MakeRepository
 ) -> None:
     root = make_repository("repo")

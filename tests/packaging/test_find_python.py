@@ -114,7 +114,7 @@ def test_an_override_that_does_not_work_is_an_error_not_a_hint(machine: Machine)
     for override, problem in (
         (str(machine.folder / "missing"), "does not start"),
         (str(shim), "does not start"),
-        (str(other), "is no Python"),
+        (str(other), "is not Python"),
         (str(old), "is Python 3.11.7"),
     ):
         done = machine.bash(FIND, MEGATRON_EXT_PYTHON=override)

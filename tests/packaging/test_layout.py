@@ -82,7 +82,7 @@ def test_a_peers_side_depends_on_neither_the_server_nor_megatron():
             assert parts[0] in {"sync_service", "errors", "transport", "params", "config_options"}, parts
 
 
-def test_the_outer_round_needs_no_ability_and_no_process_groups():
+def test_the_outer_round_needs_no_feature_and_no_process_groups():
     for path in (PACKAGE / "outer").glob("*.py"):
         assert {parts[0] for parts in imported(tree(path))} <= {"outer", "errors", "config_options", "phrases"}
         assert "torch.distributed" not in path.read_text()

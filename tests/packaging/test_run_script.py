@@ -113,7 +113,7 @@ def test_a_complaint_of_a_checker_fails_the_run_after_the_tests(
     done = run(repository, "tests/run.sh")
     assert done.returncode == 1
     assert "2 passed" in done.stdout
-    assert f"failed besides the tests: {tool} (see above)" in done.stdout
+    assert f"failed in addition to the tests: {tool} (see above)" in done.stdout
 
 
 def test_a_failing_set_up_stops_before_the_checks(repository: Path) -> None:

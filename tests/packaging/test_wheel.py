@@ -86,7 +86,7 @@ def test_the_constraints_pin_every_requirement_within_its_range(metadata: Messag
     for line in (ROOT / "constraints.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             name, _, version = line.partition("==")
-            assert version, f"constraints.txt: {line!r} is no exact pin"
+            assert version, f"constraints.txt: {line!r} is not an exact pin"
             pins[canonicalize_name(name)] = version
     script = (ROOT / "scripts/lib/python_env.sh").read_text()
     match = re.search(r'^PYTHON_ENV_EXTRAS="(.*)"$', script, re.MULTILINE)

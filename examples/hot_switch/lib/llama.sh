@@ -32,7 +32,7 @@ read_options() {
     ((${#POSITIONAL[@]} <= most)) || launch_error "takes $most arguments, but ${#POSITIONAL[@]} were given; see --help"
 }
 
-# Refuses variables (by their names) that are no positive integers.
+# Refuses variables (by their names) that are not positive integers.
 require_positive() {
     local name
     for name in "$@"; do
@@ -100,7 +100,7 @@ check_strategies() {
     ((${#BUCKETS[@]} == ${#STRATEGIES[@]} + 1)) ||
         launch_error "BUCKET_SIZES has ${#BUCKETS[@]} sizes; ${#STRATEGIES[@]} strategies need one more than their number"
     for size in "${BUCKETS[@]}"; do
-        [[ $size =~ ^(0|[1-9][0-9]{0,8})$ ]] || launch_error "BUCKET_SIZES has '$size', which is no number of tokens"
+        [[ $size =~ ^(0|[1-9][0-9]{0,8})$ ]] || launch_error "BUCKET_SIZES has '$size', which is not a number of tokens"
         [[ -z $above ]] || ((size < above)) || launch_error "BUCKET_SIZES do not descend: $size comes after $above"
         above=$size
     done
@@ -113,7 +113,7 @@ check_batch() {
     local home="${STRATEGIES[0]}"
     local together=$((${home%%,*} * MICRO_BATCH))
     ((GLOBAL_BATCH % together == 0)) ||
-        launch_error "GLOBAL_BATCH is $GLOBAL_BATCH, which is no multiple of $together, the DP ${home%%,*} of home ($home) times a" \
+        launch_error "GLOBAL_BATCH is $GLOBAL_BATCH, which is not a multiple of $together, the DP ${home%%,*} of home ($home) times a" \
             "micro-batch of $MICRO_BATCH; give a multiple"
 }
 
@@ -172,7 +172,7 @@ start_llama() {
         cpu) export CUDA_VISIBLE_DEVICES= ;;
     esac
     if [[ $DRY_RUN == 1 ]] && ! (find_python) &>/dev/null; then
-        # The command line can be had without a Python that could run it.
+        # The command line is available without a Python that could run it.
         export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     else
         find_python

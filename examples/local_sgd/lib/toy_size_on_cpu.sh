@@ -3,7 +3,7 @@
 #
 # Sourced by the launch scripts with BACKEND=cpu: the same arrays for a model that trains on a laptop in seconds.
 # Every two processes are one worker with TP 2; with two processes each is a worker of its own, because a lone
-# worker would have nobody to meet. The local SGD settings are the same but for the shorter interval.
+# worker would have nobody to meet. The local SGD settings are the same except for the shorter interval.
 
 TRAIN_ITERS="${TRAIN_ITERS:-20}"
 PROCESSES=$((GPUS_PER_NODE * NUM_NODES))

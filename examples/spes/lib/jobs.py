@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that run beside each other: each with a log, which is read while it grows, and none left behind."""
+"""Processes that run in parallel: each with a log, which is read while it grows, and none left behind."""
 
 import contextlib
 import os

@@ -101,7 +101,7 @@ class Schedule:
 
     @property
     def checkpoint(self) -> int:
-        """When the victim has saved what it goes on from: in the middle of an interval."""
+        """When the victim has saved what it continues from: in the middle of an interval."""
         return max(1, self.rounds // 5) * self.interval + 2 * self.interval // 5
 
     @property
@@ -171,7 +171,7 @@ class Plan:
         """Return the command that starts the server, for the first time or again.
 
         Args:
-            address: where it shall listen.
+            address: where it should listen.
         """
         command = [sys.executable, "-m", "megatron_ext.cli.main", "server", "start", "--config", str(SERVER_CONFIG)]
         return [*command, "--dir", str(self.server_folder), "--bind", address]
@@ -182,7 +182,7 @@ class Plan:
         Args:
             peer: which one.
             address: of the server.
-            resume: go on from its checkpoint.
+            resume: whether to continue from its checkpoint.
         """
         schedule, checkpoints = self.schedule, self.output / "checkpoints" / f"node{peer}"
         options = {

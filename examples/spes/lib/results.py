@@ -177,7 +177,7 @@ def plot(summary: dict[str, Any], events: Sequence[dict[str, Any]], file: Path) 
 
     Args:
         summary: as `summarize` returned it.
-        events: what happened on the way, with `iteration` and `what`.
+        events: what happened during the run, with `iteration` and `what`.
         file: to write.
     """
     import matplotlib

@@ -6,7 +6,7 @@
 #   commoncrawl_7b_8gpus.sh [--dry-run] [HOSTFILE] [DATA_PATH]
 #
 # Defaults: examples/hot_switch/hostfile, outputs/data/commoncrawl (the prefix of a .bin/.idx pair). Environment: STEPS (100), OUTPUT
-# (outputs/hot_switch, the folder of the logs), and that of llama_hot_switch.sh but for the strategies, which are in
+# (outputs/hot_switch, the folder of the logs), and that of llama_hot_switch.sh except for the strategies, which are in
 # configs/hot_switch_strategies.txt; --dry-run prints them in the command lines. BACKEND=cpu starts it at toy size.
 
 set -euo pipefail
