@@ -35,7 +35,7 @@ _PLURALS = {
 _DESCRIPTION = """\
 Turn text, code, JSON lines, JSON arrays, Parquet or Arrow, each of them plain or compressed with gzip,
 bzip2, xz or zstd, into PREFIX.bin and PREFIX.idx, which stock Megatron reads with --data-path PREFIX, and
-PREFIX.json, which says what is in them.
+PREFIX.json, which describes their content.
 
 A text or code file is one document; so is each JSON line, each element of a JSON array, and each row.
 Every document ends with an end-of-document token. Without --tokenizer the tokens are the bytes of the
@@ -47,11 +47,11 @@ What a file holds decides how it is read:
   - compressed files, Parquet and Arrow are known by their first bytes;
   - JSON is what has a name that ends in .json, .jsonl or .ndjson, and what begins with {" or [{ whatever
     its name: one record per line, the elements of an array, or objects over several lines. It is never one
-    text: what is no record with the text's key (--jsonl-key) is an error that names it. For a folder of
+    text: what is not a record with the text's key (--jsonl-key) is an error that names it. For a folder of
     code with files such as package.json use --format text, or --exclude '*.json'. Where an object has a key
     twice, the last one counts;
   - everything else without a zero byte near its start is text: code, Markdown.
-Names that end in .jsonl, .parquet or .arrow and the like are read as what they promise.
+Names that end in .jsonl, .parquet or .arrow and similar are read as what they promise.
 
 Order: inputs as given; inside a folder, files sorted by relative path; inside a file, as found.
 Megatron's --split cuts this order into training, validation and test documents, so that the
@@ -227,7 +227,7 @@ def _config(args: argparse.Namespace) -> Any:
 
 
 def _from_anywhere(folder: str | None) -> str | None:
-    """Return a path of the same folder that holds in other folders, too: it is written down beside the corpus."""
+    """Return a path of the same folder that holds in other folders, too: it is written next to the corpus."""
     return os.path.abspath(folder) if folder is not None and os.path.isdir(folder) else folder
 
 

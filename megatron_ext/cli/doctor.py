@@ -170,7 +170,7 @@ def _examine_megatron(report: DoctorReport) -> None:
         fused = importlib.import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE
     except Exception as error:  # whatever is wrong with what Megatron imports is what the report is for
         place = traceback.extract_tb(error.__traceback__)[-1].filename
-        detail = f"cannot be imported: {type(error).__name__}: {error} ({place}); mend or uninstall that package"
+        detail = f"cannot be imported: {type(error).__name__}: {error} ({place}); repair or uninstall that package"
         report.checks = [
             Check(name=check.name, works=False, detail=detail) if check.name == "Megatron" else check
             for check in report.checks
@@ -191,14 +191,14 @@ def _examine_megatron(report: DoctorReport) -> None:
         _dataset_helpers(),
     ]
     statuses = registry().explain(known_patches())
-    broken = [status for status in statuses if status.status == "broken"]
-    detail = ", ".join(status.patch.name for status in broken)
+    misfits = [status for status in statuses if status.status == "broken"]
+    detail = ", ".join(status.patch.name for status in misfits)
     report.checks.append(
         Check(
             name="patches",
-            works=not broken,
-            detail=f"{len(broken)} of {len(statuses)} do not fit: {detail}; see `megatron-ext patches`"
-            if broken
+            works=not misfits,
+            detail=f"{len(misfits)} of {len(statuses)} do not fit: {detail}; see `megatron-ext patches`"
+            if misfits
             else f"all {len(statuses)} fit",
         )
     )
@@ -270,7 +270,7 @@ def _print(report: DoctorReport) -> None:
 
 
 def _print_options(report: DoctorReport) -> None:
-    """Print the options by ability, refused ones by reason: hundreds of single lines would hide the rest."""
+    """Print the options by feature, refused ones by reason: hundreds of single lines would hide the rest."""
     from megatron_ext.support import ABILITIES
 
     for ability, where in ABILITIES.items():

@@ -37,10 +37,10 @@ class GradientWay:
     """Bytes of a gradient by those of a parameter."""
 
     bytes_if_home: int
-    """What all ranks together would receive on the way home."""
+    """What all ranks together would receive if they went home."""
 
     bytes_if_next: int | None
-    """And on the way to the next guest; None for the last one."""
+    """And if they went to the next guest; None for the last one."""
 
     seconds: float
     """Of the way taken, at least."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["add_profile", "run_profile"]
 
 _FAR_OFF = 0.25
-"""Largest error of a fit from which on it is said that the times are no sum of such terms."""
+"""Largest error of a fit above which a warning says that the times are not a sum of such terms."""
 
 _DESCRIPTION = """\
 Measure how long a row takes on one pipeline stage, forward and backward, on the installed Megatron, for

@@ -37,7 +37,7 @@ Example:
 _GIB = 2**30
 
 _MOST_GPUS = 16384
-"""Of a job: planning one switch of so many ranks takes seconds already."""
+"""Of a job: planning one switch of that many ranks already takes seconds."""
 
 
 def add_suggest(actions: Any) -> None:
@@ -170,7 +170,7 @@ def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
         if not isinstance(content, dict) or not content:
-            raise ValueError("it is no object with times")
+            raise ValueError("it is not an object with times")
         for key, numbers in content.items():
             if key.count(",") != 1 or not isinstance(numbers, list) or len(numbers) != 3:
                 raise ValueError(f"{key!r} has {numbers}, which is not three numbers by tp,pp")
@@ -194,7 +194,7 @@ def _read_times(path: Path) -> Mapping[tuple[int, int], Coefficients]:
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return what is said of each key once.
+    """Return the object of these pairs, whose keys must differ.
 
     Raises:
         ValueError: one is there twice.
@@ -260,7 +260,7 @@ def _print_report(
 
 
 def _flags(options: argparse.Namespace, best: Suggestion) -> str:
-    """Return what to add to a command line."""
+    """Return the flags to add to a command line."""
     from megatron_ext.hot_switch.config import HotSwitchConfig
 
     listed = best.strategies

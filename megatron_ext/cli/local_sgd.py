@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
     )
     report.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="the run's --save folder, or its file of rounds")
     report.add_argument("--last", type=int, default=20, metavar="N", help="rounds in the table (default 20; 0 = all)")
-    report.add_argument("--png", type=Path, metavar="FILE", help="the picture (default: beside the file of rounds)")
+    report.add_argument("--png", type=Path, metavar="FILE", help="the picture (default: next to the file of rounds)")
     report.add_argument("--json", action="store_true", help="print the rounds as a JSON list, and draw nothing")
     report.set_defaults(func=run_report)
 
@@ -126,5 +126,5 @@ def _draw(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
     except ValueError as error:
-        # As matplotlib says of a file's ending that it does not know.
+        # matplotlib's error for an unknown file ending.
         raise UserError(f"{file} cannot be drawn: {error}") from None

@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.activation import known_patches, registry
 
     statuses = registry().explain(known_patches())
-    broken = [status for status in statuses if status.status == "broken"]
+    misfits = [status for status in statuses if status.status == "broken"]
     if args.json:
         print(json.dumps([status.as_dict() for status in statuses], indent=2))
     else:
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
             print(f"           reason: {status.patch.reason}")
             if status.problem:
                 print(f"           problem: {status.problem}")
-        print(f"{len(statuses)} patches, {len(broken)} would not apply")
-    return 1 if args.check and broken else 0
+        print(f"{len(statuses)} patches, {len(misfits)} would not apply")
+    return 1 if args.check and misfits else 0

@@ -15,7 +15,7 @@ __all__ = ["add_parser", "run_drain", "run_evict", "run_recover", "run_start", "
 
 _START = """\
 Start a server at which separate jobs (peers) meet in rounds. What it is given by flags replaces what the
-file says. Its state is in --dir: started again with the same folder, it goes on where it was, however it ended.
+file says. Its state is in --dir: started again with the same folder, it resumes, however it ended.
 """
 
 
@@ -80,7 +80,7 @@ def _add_start(actions: Any) -> None:
     run.add_argument("--peers", type=int, metavar="N", help="how many peers meet")
     run.add_argument("--quorum", type=int, metavar="N", help="uploads without which no round closes (default: all)")
     run.add_argument("--grace-seconds", type=float, metavar="S", help="how long slow peers are awaited after that")
-    run.add_argument("--rounds", metavar="KIND", help="synchronous (default), or asynchronous: nobody waits")
+    run.add_argument("--rounds", metavar="KIND", help="synchronous (default), or asynchronous: no peer waits")
     run.add_argument(
         "--contributions-per-step", type=int, metavar="N", help="asynchronous: that make up an outer step (peers)"
     )
@@ -105,12 +105,12 @@ def _add_recover(actions: Any) -> None:
         "recover",
         help="rebuild a journal that is gone or has lost lines",
         description="Rebuild the journal of a run, that is gone or has lost lines, from the newest snapshot. "
-        "The server must not run. The former journal is kept beside the new one.",
+        "The server must not run. The former journal is kept next to the new one.",
     )
     recover.add_argument("dir", type=Path, metavar="DIR", help="the server's folder, or DIR/runs/RUN")
     recover.add_argument("--run", metavar="RUN", help="the run (default: all of the folder)")
     recover.add_argument("--state", metavar="URL", help="the copy of the server's state, to be recovered together")
-    recover.add_argument("--dry-run", action="store_true", help="say what would be done, and change nothing")
+    recover.add_argument("--dry-run", action="store_true", help="print the planned changes, and change nothing")
     recover.set_defaults(func=run_recover)
 
 
@@ -152,7 +152,7 @@ def run_start(args: argparse.Namespace) -> int:
         given["runs"] = {name: run_config(run, f"run {name} (--peers N ...)")}
     if "dir" not in given:
         raise UserError(
-            "dir is missing: where shall the server keep its state? Give --dir DIR, or dir in --config FILE"
+            "dir is missing: where should the server keep its state? Give --dir DIR, or dir in --config FILE"
         )
     shards, shard = given.get("shards", []), given.get("shard", 0)
     if "bind" not in given and 0 <= shard < len(shards):
@@ -181,7 +181,7 @@ def run_status(args: argparse.Namespace) -> int:
         for peer in run["peers"]:
             state, missed = "awaited" if peer["awaited"] else "absent", "missed"
             if run["asynchronous"] and run["newest_round"] is not None:
-                state, missed = "training", "not counted"  # nobody is awaited
+                state, missed = "training", "not counted"  # no peer is awaited
             if peer["uploaded"]:
                 state = "uploaded"
             sent = f"{peer['bytes_uploaded'] / 1e6:.1f} MB"

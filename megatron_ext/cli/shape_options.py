@@ -65,7 +65,7 @@ def add_topk_option(parser: argparse.ArgumentParser) -> None:
 
 
 def topk_problems(topk: int, shape: GptShape) -> list[str]:
-    """Return why a token of the model cannot meet so many experts."""
+    """Return why a token of the model cannot be routed to that many experts."""
     experts = shape.num_moe_experts
     if 1 <= topk <= (experts or 1):
         return []

@@ -10,7 +10,7 @@
     readers.py       a file -> its documents; json_values.py and columns.py for records and tables
     encode.py        documents -> tokens, in this process or in several
     tokenizers.py    bytes, or any Hugging Face tokenizer folder
-    output.py        locked, all-or-nothing output files and the JSON file beside them
+    output.py        locked, all-or-nothing output files and the JSON file next to them
     progress.py      one progress line on standard error
     corpus_files.py  whether a corpus is whole
     vocabulary.py    which vocabulary its ids are of: record.py (what prepare wrote), given_vocabulary.py (what the user

@@ -52,7 +52,7 @@ class DamagedData(Exception):
 
 
 def compression_of(head: bytes) -> str | None:
-    """Return how a file with these first bytes (12 or more where there are so many) is compressed, or None."""
+    """Return how a file with these first bytes (12 or more where available) is compressed, or None."""
     if head[:1] in _ZSTD_SKIPPABLE and head[1:4] == _ZSTD_SKIPPABLE_END:
         return "zstd"
     for name, magic in _MAGIC.items():
@@ -128,7 +128,7 @@ class _Streams:
         Args:
             raw: The file, at its start.
             new: Makes the decompressor of one stream.
-            padding: A multiple of so many zero bytes may follow a stream; 0 for none.
+            padding: A multiple of this many zero bytes may follow a stream; 0 for none.
         """
         self._raw = raw
         self._new = new
@@ -142,7 +142,7 @@ class _Streams:
         pass  # the file is the caller's
 
     def read1(self, most: int) -> bytes:
-        """Return at most so many bytes, and none at the end.
+        """Return at most this many bytes, and none at the end.
 
         Raises:
             EOFError: The last stream is truncated.

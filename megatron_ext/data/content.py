@@ -50,14 +50,14 @@ TOO_LONG = (
 """The end of a message about a text."""
 
 _RECORD_PROBE_BYTES = 64 << 20
-"""A first record over several lines is looked for in so many bytes."""
+"""A first record over several lines is looked for in this many bytes."""
 
 _FIRST_RECORDS = 1 << 20
-"""Of a first line that holds several records so many characters are looked at."""
+"""Characters that are inspected of a first line that holds several records."""
 
 _NO_JSON = (
-    "mend its beginning, or use --format text to take each file as one text, or --format jsonl --on-error skip to read "
-    "the lines that are JSON"
+    "repair its beginning, or use --format text to take each file as one text, or --format jsonl --on-error skip to "
+    "read the lines that are JSON"
 )
 _LONG_RECORD = "write one JSON line per document, or use --format json, or --format text to take each file as one text"
 
@@ -96,7 +96,7 @@ class Unread:
 
 
 def content_of(source: SourceFile) -> Content | Unread:
-    """Return what a file holds by the rule above, from its first bytes and lines.
+    """Return the kind of a file by the rule above, from its first bytes and lines.
 
     Raises:
         UserError: The file needs a package that is not installed.
@@ -175,7 +175,7 @@ def _next(stream: Stream) -> bytes:
 
 
 def _array(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
-    """Tell what a file is of which a `[` has been read."""
+    """Return the kind of a file after its first `[`."""
     if _next(stream) == b"{":
         return "json"
     start = stream.read(BINARY_PROBE_BYTES)
@@ -186,7 +186,7 @@ def _array(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
 
 
 def _values(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
-    """Tell what a file is that begins with a `{`, or promises JSON and begins with no `[`."""
+    """Return the kind of a file that begins with a `{`, or is named as JSON and does not begin with a `[`."""
     data = stream.readline(MAX_DOCUMENT_BYTES + 1)
     if len(data) > MAX_DOCUMENT_BYTES:
         return "jsonl"

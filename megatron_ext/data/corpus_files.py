@@ -24,12 +24,12 @@ def check_index(path: Path) -> int:
     """Return of how many sequences a corpus's index speaks, of which all is there.
 
     Raises:
-        UserError: it is no index, or incomplete.
+        UserError: it is not an index, or incomplete.
     """
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     if len(head) < HEAD_BYTES or not head.startswith(_MAGIC):
-        raise UserError(f"{path}: is no index of a Megatron corpus; make one with megatron-ext data prepare")
+        raise UserError(f"{path}: is not an index of a Megatron corpus; make one with megatron-ext data prepare")
     count, documents = (int(number) for number in np.frombuffer(head, "<u8", count=2, offset=len(_MAGIC) + 9))
     # A length and a place for each sequence, and the first sequence of each document.
     size, wanted = path.stat().st_size, HEAD_BYTES + 12 * count + 8 * documents

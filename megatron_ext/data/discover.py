@@ -60,12 +60,12 @@ class SourceFile:
     """Modification time in nanoseconds."""
 
     ctime_ns: int
-    """When it or what is known of it last changed, in nanoseconds; nobody can set it back."""
+    """When it or what is known of it last changed, in nanoseconds; it cannot be set back."""
 
 
 @dataclass(kw_only=True)
 class Inventory:
-    """All files of the corpus and what was left out on the way."""
+    """All files of the corpus and what was left out."""
 
     files: list[SourceFile] = field(default_factory=list)
     """In reading order: inputs as given, inside a folder sorted by the bytes of the relative path."""
@@ -134,7 +134,7 @@ class _Filter:
 
 
 def _is_description(path: Path) -> bool:
-    """Return whether a .json file describes the corpus beside it, and is not what the corpus was made of."""
+    """Return whether a .json file describes the corpus next to it, and is not what the corpus was made of."""
     is_beside_corpus = path.with_suffix(".bin").exists() and path.with_suffix(".idx").exists()
     return is_beside_corpus and path.is_file() and has_sidecar(path.with_suffix(""))
 
@@ -163,7 +163,7 @@ def find_sources(
         own_outputs: Resolved paths that this command writes, never read back as input.
 
     Raises:
-        UserError: An input does not exist, is no file or folder, or lies inside another input.
+        UserError: An input does not exist, is not a file or folder, or lies inside another input.
     """
     _refuse_overlap(inputs)
     inventory = Inventory()
@@ -250,7 +250,7 @@ def _walk(
 
 
 def _drop_repeats(inventory: Inventory) -> None:
-    """Leave each real file once, as in a cache that keeps files by their hashes beside links with their names."""
+    """Leave each real file once, as in a cache that keeps files by their hashes next to links with their names."""
     by_file: dict[str, list[SourceFile]] = {}
     for source in inventory.files:
         by_file.setdefault(os.path.realpath(source.path), []).append(source)

@@ -66,7 +66,7 @@ def location(path: str, position: str) -> str:
     """Return `path:7` for a line, `path (row 7)` for any other position, `path` for the whole file."""
     # A file name need not be valid UTF-8; a message has to be, or it could not be printed.
     decoded = os.fsencode(path).decode("utf-8", errors="backslashreplace")
-    # One message is one line, whatever somebody called a file.
+    # One message is one line, whatever the file's name is.
     shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in decoded)
     if not position:
         return shown

@@ -49,14 +49,14 @@ class EncodedBatch:
     """Bytes of the input files that were worked off."""
 
     problems: list[Problem] = field(default_factory=list)
-    """Bad input met on the way, in order."""
+    """Bad input that was found, in order."""
 
     skipped: list[Skipped] = field(default_factory=list)
     """What was left out on purpose, in order."""
 
 
 def text_of(document: Document, json_key: str) -> str | Problem:
-    """Return a document's text, or what is wrong with it."""
+    """Return a document's text, or its problem."""
     payload = document.payload
     if isinstance(payload, str):
         return payload
@@ -66,7 +66,7 @@ def text_of(document: Document, json_key: str) -> str | Problem:
 
     if not document.is_json:
         try:
-            # A byte order mark says how a file is written, and is no part of the text.
+            # A byte order mark says how a file is written, and is not part of the text.
             return payload.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         except UnicodeDecodeError as error:
             line = payload.count(b"\n", 0, error.start) + 1
@@ -213,7 +213,7 @@ def _result(future: Future[EncodedBatch], executor: ProcessPoolExecutor) -> Enco
         BrokenProcessPool: a process has died.
     """
     while True:
-        # Private, because the pool does not show its processes, and has no way to be broken from outside.
+        # Private, because the pool does not show its processes, and cannot be made to fail from outside.
         processes = list((executor._processes or {}).values())
         died = any(process.exitcode is not None for process in processes)
         try:

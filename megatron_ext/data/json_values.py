@@ -142,7 +142,7 @@ class _Window:
         self._bytes += len(data)
 
     def _read(self, wanted: int) -> bytes:
-        """Return so many bytes, fewer at the end or where data turn unreadable, which the next call tells."""
+        """Return that many bytes, fewer at the end or where data turn unreadable, which the next call reports."""
         if self._failure is not None:
             raise self._failure
         pieces: list[bytes] = []

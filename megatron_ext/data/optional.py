@@ -19,7 +19,7 @@ def import_optional(module: str, purpose: str) -> ModuleType:
         purpose: What it is needed for, put in front of the error message.
 
     Raises:
-        UserError: The package is missing or broken; the message says how to install it.
+        UserError: The package is missing or cannot be imported; the message says how to install it.
     """
     try:
         return importlib.import_module(module)

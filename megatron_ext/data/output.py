@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The three output files PREFIX.bin, PREFIX.idx and PREFIX.json: all of them or none.
 
-They are written in a hidden folder beside their destination, `.NAME.partial`, held by a file lock, and moved
+They are written in a hidden folder next to their destination, `.NAME.partial`, held by a file lock, and moved
 into place when complete. What a killed run leaves in that folder is overwritten or removed by the next one.
 """
 
@@ -58,7 +58,7 @@ def check_prefix(given: str) -> Path:
     """
     prefix = Path(given)
     name = os.path.basename(given)
-    # Megatron itself makes a folder PREFIX/cache for its index files: that one is no mistake.
+    # Megatron itself makes a folder PREFIX/cache for its index files: that one is not a mistake.
     is_folder = prefix.is_dir() and any(entry.name != "cache" for entry in prefix.iterdir())
     if name in ("", ".", "..") or is_folder:
         raise UserError(
@@ -75,7 +75,7 @@ def has_sidecar(prefix: Path) -> bool:
         with open(output_paths(prefix)["json"], "rb") as file:
             head = file.read(_SIDECAR_PROBE_BYTES)
             if SIDECAR_FAMILY.encode() not in head:
-                return False  # somebody's data, which may be large
+                return False  # a user's data, which may be large
             content = json.loads(head + file.read())
     except (OSError, ValueError, RecursionError):
         return False

@@ -157,7 +157,7 @@ class _Tally:
     def add_problem(self, problem: Problem, on_error: str) -> None:
         """Count a problem, or end the run with it."""
         if on_error == "fail":
-            raise UserError(f"{problem}; mend or leave out the input, or use --on-error skip")
+            raise UserError(f"{problem}; repair or leave out the input, or use --on-error skip")
         self.problem_count += 1
         if len(self.problems) < _LISTED_PROBLEMS:
             self.problems.append(str(problem))

@@ -22,10 +22,10 @@ class PrepareProgress:
         """Start the clock.
 
         Args:
-            label: What is going on, put in front of the line.
+            label: The activity, put in front of the line.
             total_bytes: Bytes that make 100 percent.
             stream: Where to write.
-            log_seconds: Seconds between two lines where `stream` is no terminal.
+            log_seconds: Seconds between two lines where `stream` is not a terminal.
         """
         self._label = label
         self._total = max(total_bytes, 1)

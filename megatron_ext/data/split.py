@@ -29,7 +29,7 @@ def parts_of(count: int, split: str) -> list[tuple[int, int] | None]:
     Raises:
         UserError: the split is none.
     """
-    # Megatron passes over what is no number, and divides by the sum.
+    # Megatron passes over what is not a number, and divides by the sum.
     try:
         numbers = [float(number) for number in re.findall(r"[.0-9]+", split)]
     except ValueError:
@@ -54,5 +54,5 @@ def parts_without_documents(count: int, split: str) -> list[str]:
 
 
 def advised_split(count: int) -> str:
-    """Return a split of so many documents that has one for validation where there are two."""
+    """Return a split of this many documents that has one for validation where there are two."""
     return f"{count - 1},1,0" if count > 1 else "1,0,0"

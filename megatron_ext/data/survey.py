@@ -29,7 +29,7 @@ _NAMES = {
     "compression": ("damaged compressed file", "damaged compressed files"),
     "length": ("text too long for one document", "texts too long for one document"),
     "strings": ("JSON array of strings", "JSON arrays of strings"),
-    "json": ("file that is no JSON", "files that are no JSON"),
+    "json": ("file that is not JSON", "files that are not JSON"),
     "record": ("JSON file with a very long record", "JSON files with very long records"),
     "twice": ("file compressed twice", "files compressed twice"),
     "unreadable": ("unreadable file or folder", "unreadable files or folders"),
@@ -133,7 +133,7 @@ def refuse_unread(seen: Survey, inventory: Inventory) -> None:
     ]
     how = _how_to_leave_out(unread, read)
     if len(unread) == 1:
-        raise UserError(f"{unread[0]}; mend or leave out the input{how}, or use --on-error skip")
+        raise UserError(f"{unread[0]}; repair or leave out the input{how}, or use --on-error skip")
     groups: dict[str, list[str]] = {}
     for file in unread:
         groups.setdefault(file.kind, []).append(location(file.path, ""))

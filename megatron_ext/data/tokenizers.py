@@ -79,7 +79,7 @@ class TokenizerSpec:
             option: What the user chooses it by, for messages.
 
         Raises:
-            UserError: The folder is no tokenizer, has no end-of-text token, or a package is missing.
+            UserError: The folder is not a tokenizer, has no end-of-text token, or a package is missing.
         """
         if self.folder is None:
             return ByteTokenizer()
@@ -126,7 +126,7 @@ class ByteTokenizer:
         return data.decode("utf-8", errors="replace")
 
     def digests(self) -> dict[str, str]:
-        """Return what tells bytes from other tokens."""
+        """Return the identity of the byte tokenizer."""
         return {"tokens": "bytes"}
 
 
@@ -147,7 +147,7 @@ class HuggingFaceTokenizer:
             option: What the user chooses it by, for messages.
 
         Raises:
-            UserError: The folder is no tokenizer, has no end-of-text token, or transformers is missing.
+            UserError: The folder is not a tokenizer, has no end-of-text token, or transformers is missing.
         """
         _folder_digest(folder, option)
         transformers: Any = import_optional("transformers", f"{option} {folder}")
@@ -155,7 +155,7 @@ class HuggingFaceTokenizer:
             tokenizer = transformers.AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trust_remote_code
             )
-        # The library raises whatever its loaders happen to raise for a broken folder.
+        # The library raises whatever its loaders happen to raise for a damaged folder.
         except Exception as error:
             reason = " ".join(str(error).split())[:500] or type(error).__name__
             raise UserError(f"{option} {folder}: cannot be loaded: {reason}") from error
@@ -193,7 +193,7 @@ class HuggingFaceTokenizer:
         return str(self._tokenizer.decode([int(token) for token in ids], skip_special_tokens=True))
 
     def digests(self) -> dict[str, str]:
-        """Return what tells it from others: its `tokens`, and the ids that it gives to a `sample` of texts.
+        """Return its identity: its `tokens`, and the ids that it gives to a `sample` of texts.
 
         Both are the same with every release of the libraries, and whatever else lies in the folder.
         """
@@ -224,7 +224,7 @@ def _folder_digest(folder: Path, option: str) -> str:
     """Return the SHA-256 over the names and contents of a tokenizer folder's files, weights left out."""
     if not folder.is_dir():
         raise UserError(
-            f"{option} {folder}: not a folder; give a local folder with tokenizer.json or the like "
+            f"{option} {folder}: not a folder; give a local folder with tokenizer.json or similar "
             "(names of a model hub are not looked up)"
         )
     digest = hashlib.sha256()

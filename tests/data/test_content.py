@@ -62,10 +62,10 @@ def test_records_are_found_behind_any_white_space_and_over_any_lines(
 @pytest.mark.parametrize(
     ("name", "data", "message", "texts"),
     [
-        ("header.json", b"# header\n" + LINES, f"{NOT_JSON}'#'; mend its beginning, or use --format text", []),
-        ("tsconfig.json", b"// by hand\n" + tabulated({"a": 1}), f"{NOT_JSON}'/'; mend its beginning, or", []),
-        ("sequence.json", b"\x1e" + LINES, f"{NOT_JSON}'\\x1e'; mend its beginning, or use --format text", []),
-        ("prose.json", b"once upon a time", f"{NOT_JSON}'o'; mend its beginning, or use --format text", []),
+        ("header.json", b"# header\n" + LINES, f"{NOT_JSON}'#'; repair its beginning, or use --format text", []),
+        ("tsconfig.json", b"// by hand\n" + tabulated({"a": 1}), f"{NOT_JSON}'/'; repair its beginning, or", []),
+        ("sequence.json", b"\x1e" + LINES, f"{NOT_JSON}'\\x1e'; repair its beginning, or use --format text", []),
+        ("prose.json", b"once upon a time", f"{NOT_JSON}'o'; repair its beginning, or use --format text", []),
         ("null first.json", b"null\n" + LINES, f":1: JSON null {EXPECTED}", TEXTS),
         ("number first.json", b"1\n" + LINES, f":1: JSON number {EXPECTED}", TEXTS),
         ("strings.json", b'"a"\n"b"\n', ":1: JSON string where an object", []),

@@ -241,7 +241,7 @@ def test_the_advice_leaves_out_no_file_that_is_read_and_gives_each_kind_its_way_
     assert main([*command, "--exclude", "utf-16.txt"]) == 2
     line = capsys.readouterr().err
     assert f"2 JSON arrays of strings ({folder}/a.json, {folder}/more/good.json): --format json takes each" in line
-    assert f"1 file that is no JSON ({folder}/sub/[1].json): --format text takes each file as one text" in line
+    assert f"1 file that is not JSON ({folder}/sub/[1].json): --format text takes each file as one text" in line
     assert main([*advised(command, line), "--exclude", "utf-16.txt"]) == 0
     assert read_texts(tmp_path / "corpus") == [*TEXTS, "good", *TEXTS]
     assert main([*command, "--overwrite", "--glob", "*.txt"]) == 2

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a corpus' tokens, its record and what a user says of its vocabulary fit each other."""
+"""Whether a corpus' tokens, its record and the vocabulary that a user gives fit each other."""

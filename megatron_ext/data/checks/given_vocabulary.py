@@ -103,7 +103,7 @@ class Vocabulary:
     def is_another(self, other: Vocabulary) -> bool:
         """Return whether both say which tokenizer they are, and it is not the same.
 
-        A folder may have changed beside its vocabulary, which then its digests tell.
+        A folder may have changed while its vocabulary did not, which its digests show.
         """
         shared = {name: self.identity[name] == other.identity[name] for name in self.identity.keys() & other.identity}
         if not shared.pop("type", True):
@@ -113,7 +113,7 @@ class Vocabulary:
 
 
 def given_vocabulary(given: VocabularyConfig) -> Vocabulary | None:
-    """Return what is known of the vocabulary that the user gives; None without one.
+    """Return the facts about the vocabulary that the user gives; None without one.
 
     Raises:
         UserError: It is not there, or none.
@@ -141,7 +141,7 @@ def given_vocabulary(given: VocabularyConfig) -> Vocabulary | None:
 
 
 def of_tokenizer(spec: TokenizerSpec, name: str, said_by: str = "") -> Vocabulary:
-    """Return what is known of a tokenizer.
+    """Return the facts about a tokenizer.
 
     Args:
         spec: The tokenizer: a folder, or a name of the hub, which may be in its cache.
@@ -149,7 +149,7 @@ def of_tokenizer(spec: TokenizerSpec, name: str, said_by: str = "") -> Vocabular
         said_by: Who says so, for messages; `name` and the folder without.
 
     Raises:
-        UserError: It is no name of a hub, and not there.
+        UserError: It is not a name of a hub, and not there.
     """
     said_by, args = said_by or f"{name} {spec.folder}", tuple(spec.megatron_args())
     here = spec
@@ -196,9 +196,9 @@ def _vocabulary_file(path: str, said_by: str) -> dict[str, int]:
     try:
         ids = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{said_by}: is no file of a GPT-2 vocabulary ({error}); give its vocab.json") from error
+        raise UserError(f"{said_by}: is not a file of a GPT-2 vocabulary ({error}); give its vocab.json") from error
     if not isinstance(ids, dict) or not ids or not all(type(number) is int and number >= 0 for number in ids.values()):
-        raise UserError(f"{said_by}: is no file of a GPT-2 vocabulary (not tokens and their ids); give its vocab.json")
+        raise UserError(f"{said_by}: is not a file of a GPT-2 vocabulary (no tokens with ids); give its vocab.json")
     return ids
 
 
@@ -209,7 +209,7 @@ def _check_merges(path: str, said_by: str, ids: Mapping[str, int], vocabulary: s
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
-        raise UserError(f"{said_by}: is no file of merges ({error}); give the merges.txt of {vocabulary}") from error
+        raise UserError(f"{said_by}: is not a file of merges ({error}); give the merges.txt of {vocabulary}") from error
     if not any(lines):
         raise UserError(f"{said_by}: is empty; give the merges.txt of {vocabulary}")
     for number, line in enumerate(lines, start=1):
@@ -218,7 +218,7 @@ def _check_merges(path: str, said_by: str, ids: Mapping[str, int], vocabulary: s
         parts = line.rstrip("\r").split(" ")
         if len(parts) != 2:
             raise UserError(
-                f"{said_by}: line {number} is not two tokens, so that it is no file of merges; give the merges.txt of "
+                f"{said_by}: line {number} is not two tokens, so it is not a file of merges; give the merges.txt of "
                 f"{vocabulary}"
             )
         if not {parts[0], parts[1], "".join(parts)} <= ids.keys():

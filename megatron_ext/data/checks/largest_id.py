@@ -37,7 +37,7 @@ class Contents:
 
 
 def note_path(prefix: str) -> Path:
-    """Return where the answer is kept for the next start; a hidden file, which is no input of a corpus."""
+    """Return where the answer is kept for the next start; a hidden file, which is not an input of a corpus."""
     path = Path(prefix)
     return path.with_name(f".{path.name}.largest_id.json")
 
@@ -50,9 +50,9 @@ def has_no_larger_id(prefix: str, *, below: int) -> int | None:
 
 
 def read_contents(prefix: str, *, tell: Callable[[str], None]) -> Contents:
-    """Return what a corpus holds.
+    """Return the facts about a corpus' ids.
 
-    All tokens are read, once: the answer is written beside the corpus, and holds for these very files until one of
+    All tokens are read, once: the answer is written next to the corpus, and holds for these very files until one of
     them changes. A copy is read again, and so is one whose times were set back.
 
     Args:
@@ -60,7 +60,7 @@ def read_contents(prefix: str, *, tell: Callable[[str], None]) -> Contents:
         tell: Prints a line: what takes long, and when the answer cannot be kept.
 
     Raises:
-        UserError: Tokens are no integers, or an id is below 0.
+        UserError: Tokens are not integers, or an id is below 0.
     """
     tokens = Path(f"{prefix}.bin")
     _let_times_differ(prefix)
@@ -86,7 +86,7 @@ def scan(prefix: str) -> Contents:
     """Read all of a corpus.
 
     Raises:
-        UserError: Tokens are no integers, or an id is below 0.
+        UserError: Tokens are not integers, or an id is below 0.
     """
     path, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     kind = token_type(index)
@@ -109,7 +109,7 @@ def scan(prefix: str) -> Contents:
 
 
 def _identity(prefix: str) -> dict[str, list[int]]:
-    """Return what changes when a file is written, replaced, or copied.
+    """Return a signature that changes when a file is written, replaced, or copied.
 
     The time of the last change of its inode is the one that no `cp -p`, `touch` or rsync sets; a device's number is
     not looked at, which differs between the hosts of a network file system.
@@ -129,7 +129,7 @@ def _let_times_differ(prefix: str) -> None:
 
 
 def _read(note: Path, files: dict[str, list[int]]) -> Contents | None:
-    """Return what was written down of these files; None where nothing was, or where it is damaged."""
+    """Return the stored answer for these files; None where there is none, or where it is damaged."""
     try:
         content = json.loads(note.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record PREFIX.json of a corpus, as far as it says of which vocabulary the ids are, checked field by field."""
+"""The record PREFIX.json of a corpus, as far as it names the vocabulary of the ids, checked field by field."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class _Fields:
         return self._take(name, is_right, "a text")
 
     def identity(self, folder: str | None) -> dict[str, str]:
-        """Return what tells the tokenizer from others."""
+        """Return the identity of the tokenizer."""
         found = {"type": "bytes" if folder is None else "folder", "folder": self.text("tokenizer.fingerprint")}
         if "tokenizer_digests" in self._content:
             for name in self._take("tokenizer_digests", lambda value: isinstance(value, dict), "an object"):

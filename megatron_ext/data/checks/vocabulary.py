@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vocabulary a corpus' ids are of: its own record decides, and what is given beside it has to agree.
+"""Which vocabulary a corpus' ids are of: its own record decides, and whatever the user gives has to agree.
 
 The record is PREFIX.json, which `data prepare` writes. Corpora of other makers (Megatron's preprocess_data.py) have
 none; for them the vocabulary has to be given. What the files hold is read, once, with a record and without.
@@ -57,7 +57,7 @@ def check_corpora(prefixes: Sequence[str], given: VocabularyConfig, *, tell: Cal
 
     Args:
         prefixes: Of the corpora; without any, the vocabulary that is given is looked at alone.
-        given: What the user says of the vocabulary.
+        given: The vocabulary that the user gives.
         tell: Prints a line: what is not checked, and what takes long.
 
     Raises:

@@ -203,7 +203,7 @@ def test_the_files_of_a_gpt2_vocabulary_say_how_many_ids_there_are(
     vocab.write_text(json.dumps({f"t{number}": number for number in range(301)}))
     assert check(capsys, prefix, *files)[0] == 0
     vocab.write_text("[]")
-    assert "is no file of a GPT-2 vocabulary" in refusal(capsys, prefix, *files)
+    assert "is not a file of a GPT-2 vocabulary" in refusal(capsys, prefix, *files)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_the_merges_of_a_gpt2_vocabulary_are_looked_at(tmp_path: Path, capsys: p
     merges.write_text("#version: 0.2\na b\nb a\n")
     assert "line 3 has tokens that --vocab-file" in refusal(capsys, prefix, *files)
     assert "line 1 is not two tokens" in refusal(capsys, prefix, "--vocab-file", str(vocab), "--merge-file", str(vocab))
-    assert "is no file of a GPT-2 vocabulary" in refusal(
+    assert "is not a file of a GPT-2 vocabulary" in refusal(
         capsys, prefix, "--vocab-file", str(merges), "--merge-file", str(vocab)
     )
     merges.write_text("#version: 0.2\na b\n")
