@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's arguments in a run with hot switching: what is wrong with them, and what they become."""
+"""Megatron's arguments in a run with hot switching: their problems, and the values that they get."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SUITS_ALL = math.lcm(*range(1, 1025))
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
-    """Return what is wrong, one sentence each.
+    """Return the problems, one sentence each.
 
     Args:
         args: Megatron's arguments as parsed.
@@ -67,7 +67,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 
 
 def _corpus_problems(args: Any) -> list[str]:
-    """Return what is wrong with the files of the data, which Megatron opens before this run's own reader does."""
+    """Return the problems of the data files, which Megatron opens before this run's own reader does."""
     if args.mock_data or not args.data_path or len(args.data_path) != 1:
         return []  # a blend is refused elsewhere
     try:
@@ -209,7 +209,7 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
 
 
 def _connection_problems(strategies: Sequence[Strategy]) -> list[str]:
-    """Return what Megatron's own check, which looks at home alone, would say of guests."""
+    """Return the problems of guests that Megatron's own check, which looks at home alone, would report."""
     import torch
     from megatron.training.utils import common_utils
 
@@ -233,13 +233,13 @@ def _batch_problems(args: Any, home: Strategy) -> list[str]:
     factors = f"home's dp {home.dp} times its micro-batch size {home.micro_batch_size}"
     workers = f" times {_workers(args)} workers" if _workers(args) > 1 else ""
     return [
-        f"--global-batch-size is {batch}, which is no multiple of {factors}{workers}: Megatron counts home's "
+        f"--global-batch-size is {batch}, which is not a multiple of {factors}{workers}: Megatron counts home's "
         f"micro-batches by it; give {near} or {near + whole}"
     ]
 
 
 def _recomputes(args: Any) -> Literal["selective", "full"] | None:
-    """Return what is recomputed; Megatron makes the one option of the other only later."""
+    """Return the kind of recomputation; Megatron makes the one option of the other only later."""
     granularity: Literal["selective", "full"] | None = args.recompute_granularity
     return "selective" if args.recompute_activations else granularity
 

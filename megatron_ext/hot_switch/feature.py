@@ -161,7 +161,7 @@ class HotSwitchFeature(Feature):
             )
             self._guests.append(guest)
         if torch.cuda.is_available():
-            # Megatron built guests on a stream of their own, whose memory nobody else would find.
+            # Megatron built guests on a stream of their own, whose memory no other stream could reuse.
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         for guest, after in pairwise([*self._guests, None]):

@@ -150,7 +150,7 @@ def counted_bytes(sizes_name: str) -> list[tuple[int, int]]:
 
 
 def shared_memory() -> dict[str, Any]:
-    """Switch without moving anything; return what is wrong with the results' memory, and what was sent."""
+    """Switch without moving anything; return the problems of the results' memory, and what was sent."""
     from megatron_ext.patching import PatchRegistry
     from megatron_ext.transport.traffic import TrafficMeter
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints are home's: a run goes on from them with the same guests, other ones or none, or with another home."""
+"""Checkpoints are home's: a run resumes from them with the same guests, other ones or none, or with another home."""
 
 import os
 

@@ -21,7 +21,7 @@ from tests.support.pretrain import run_pretrain
 RANKS = 4
 FEW, MANY = 3, 40
 BOUNDS = (32, 24, 16, 8, 4)
-"""Of buckets. Rows of all of them can be cut in every way that is drawn, but for the last."""
+"""Of buckets. Rows of all of them can be cut in every way that is drawn, except for the last."""
 CUTS = [(tp, pp, cp) for tp in (1, 2, 4) for pp in (1, 2, 4) for cp in (1, 2) if tp * pp * cp <= RANKS]
 
 

@@ -186,7 +186,10 @@ CASES = {
     ),
     "batch": (
         arguments(["2,1,1", "1,2,1"], [32, 8, 0], global_batch_size=7),
-        ["--global-batch-size is 7, which is no multiple of home's dp 2 times its micro-batch size 1", "give 6 or 8"],
+        [
+            "--global-batch-size is 7, which is not a multiple of home's dp 2 times its micro-batch size 1",
+            "give 6 or 8",
+        ],
     ),
     "no micro-batch": (
         arguments(["2,1,1", "1,2,1"], [32, 8, 0], micro_batch_size=0),

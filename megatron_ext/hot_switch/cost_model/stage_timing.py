@@ -136,7 +136,7 @@ def _build(shape: GptShape, longest: int, recompute: str, active_experts: int) -
 
 
 def _experts(shape: GptShape, active: int) -> dict[str, Any]:
-    """Return what a `TransformerConfig` says about experts, all of which a rank has its part of."""
+    """Return the fields of a `TransformerConfig` about experts, all of which a rank has its part of."""
     if not shape.num_moe_experts:
         return {}
     return {

@@ -40,8 +40,8 @@ _GUEST_BYTES = 6
 
 _HOME_BYTES = 6
 _SUM_BYTES = 4
-"""Of an fp32 sum of other strategies' gradients: for home's parameters beside guests, for a guest's where the guest
-before it sends its gradients there."""
+"""Of an fp32 sum of other strategies' gradients: for home's parameters when there are guests, for a guest's where the
+guest before it sends its gradients there."""
 
 _OPTIMIZER_BYTES = 12
 """Of home's parameter: those, and fp32 values and two Adam moments, which the distributed optimizer spreads over DP."""
@@ -222,7 +222,7 @@ class StepTimes:
 
 @functools.cache
 def _elements(shape: GptShape) -> tuple[int, int]:
-    """Return the elements of layers' parameters that are no routed experts', and of those that are."""
+    """Return the elements of layers' parameters that are not routed experts', and of those that are."""
     tensors = gpt_parameters(shape)
     experts = sum(tensor.numel for tensor in tensors if tensor.is_expert)
     layers = sum(tensor.numel for tensor in tensors if tensor.layer is not None)

@@ -57,7 +57,7 @@ class Suggestion:
 
 
 def candidates(times: StepTimes, gpus: int) -> list[Strategy]:
-    """Return the strategies that the model allows on so many GPUs: TP a power of two, any PP that divides the layers.
+    """Return the strategies that the model allows on that many GPUs: TP a power of two, any PP that divides the layers.
 
     Where there are measured times, those alone that have some: what is modelled for an ideal machine would win against
     what a real one takes.
@@ -112,14 +112,14 @@ class Suggester:
             least = min(strategy.dp for strategy in self._strategies)
             near = max(len(lengths) // least, 1) * least
             raise UserError(
-                f"--global-batch-size {len(lengths)} is no multiple of the data parallel size of any strategy for this "
-                f"model on {gpus} GPUs, and home's has to divide it; give {near} or {near + least}"
+                f"--global-batch-size {len(lengths)} is not a multiple of the data parallel size of any strategy for "
+                f"this model on {gpus} GPUs, and home's has to divide it; give {near} or {near + least}"
             )
         self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
 
     @property
     def unused(self) -> list[tuple[int, int]]:
-        """The (TP, PP) that were measured and are not possible for this model on so many GPUs."""
+        """The (TP, PP) that were measured and are not possible for this model on that many GPUs."""
         return sorted({*self.times.times.measured} - {(strategy.tp, strategy.pp) for strategy in self._strategies})
 
     def static(self) -> list[Suggestion]:
@@ -162,7 +162,7 @@ class Suggester:
         return min(lists, key=lambda suggestion: suggestion.seconds)
 
     def estimate(self, strategies: Sequence[Strategy], bounds: Sequence[int]) -> Suggestion:
-        """Return what a step should take.
+        """Return the estimated time of a step.
 
         Args:
             strategies: home first, in the order of `StrategyList`.

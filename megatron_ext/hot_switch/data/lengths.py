@@ -40,7 +40,7 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64]:
             # int() would take other scripts' digits, and numpy no larger number.
             text = line.strip()
             if not (text.isascii() and text.isdecimal() and len(text) <= 10):
-                raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is no number of tokens")
+                raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a number of tokens")
             found.append(int(line))
     return np.array(found, dtype=np.int64)
 

@@ -32,8 +32,8 @@ class SequenceOrder:
     """All sequences of a corpus, epoch after epoch, each epoch in an order of its own.
 
     Every token of a document but the first is predicted exactly once per epoch. What a run has read is one number, so
-    that a run can go on anywhere. Jobs that train together without knowing each other read parts: sequence k of part i
-    of n is sequence k * n + i of the whole, whatever a job's strategies and batch size are.
+    that a run can continue anywhere. Jobs that train together without knowing each other read parts: sequence k of part
+    i of n is sequence k * n + i of the whole, whatever a job's strategies and batch size are.
 
     Attributes:
         per_epoch: sequences in one epoch of the whole.

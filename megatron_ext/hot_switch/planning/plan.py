@@ -27,7 +27,7 @@ __all__ = ["Move", "PlannedTensor", "Stay", "SwitchPlan", "plan_switch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """One slice of one tensor on its way from one rank to another."""
+    """One slice of one tensor in flight from one rank to another."""
 
     tensor: GlobalTensor
     """The tensor."""
@@ -139,15 +139,15 @@ class SwitchPlan:
         return sum(len(planned.senders) * planned.slice_bytes for planned in self.tensors)
 
     def sends(self, rank: int) -> dict[int, tuple[Move, ...]]:
-        """Return what `rank` sends, by receiver; the receiver's `receives` has the same moves in the same order."""
+        """Return the moves that `rank` sends, by receiver, whose `receives` has the same moves in the same order."""
         return self._moves(rank, of_sender=True)
 
     def receives(self, rank: int) -> dict[int, tuple[Move, ...]]:
-        """Return what `rank` receives, by sender, in the order in which that one sends it."""
+        """Return the moves that `rank` receives, by sender, in the order of sending."""
         return self._moves(rank, of_sender=False)
 
     def stays(self, rank: int) -> tuple[Stay, ...]:
-        """Return what `rank` reuses of its own tensors.
+        """Return the parts of its own tensors that `rank` reuses.
 
         Together with `receives` this is every element that the rank holds after the switch, exactly once.
         """

@@ -48,7 +48,7 @@ def attend_within_documents(
         query: (positions, rows, heads, channels), of the positions in `parts`.
         key: (positions, rows, groups, channels), of whole rows; every group serves as many consecutive heads as any
             other.
-        value: the same, but for the number of channels.
+        value: the same, except for the number of channels.
         lengths: `document_lengths` of the rows, on the CPU.
         scale: multiplies the scores.
         dropout: probability with which a weight is dropped.
@@ -74,7 +74,7 @@ def attend_within_documents(
                 attended.append(_attend(own, keys[document][:last], values[document][:last], scale, dropout))
         if all(document is None for document, _, _ in stretches):
             # It attends nevertheless, at its first position: without gradients of all parameters, and of keys and
-            # values, Megatron's gradient reduction and other ranks would wait for ever.
+            # values, Megatron's gradient reduction and other ranks would wait forever.
             alone = _attend(tensors[0][:1], tensors[1][:1], tensors[2][:1], scale, dropout)
             rest = tensors[0].shape[0] - 1
             attended = [alone, tensors[0].new_zeros((rest, *alone.shape[1:]))]
@@ -124,7 +124,7 @@ def _attend(
 def attend_by_document(model: torch.nn.Module) -> None:
     """Let a GPT take the lengths of documents in place of an attention mask.
 
-    With a mask, as in evaluation, it does what it did, but for context parallelism, which Megatron's local attention
+    With a mask, as in evaluation, it does what it did, except for context parallelism, which Megatron's local attention
     does not know. There a row is a document where there is no mask.
 
     Args:
@@ -132,7 +132,7 @@ def attend_by_document(model: torch.nn.Module) -> None:
             `TEDotProductAttention`.
 
     Raises:
-        UserError: it has others, which know nothing of documents, or compute what this would not.
+        UserError: it has others, which ignore documents, or compute what this would not.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE, TEDotProductAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention

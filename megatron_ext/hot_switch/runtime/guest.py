@@ -29,7 +29,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SwitchOptions:
-    """How switches are planned, and among whom; and what guests have in common besides."""
+    """How switches are planned, and among which ranks; and what else guests share."""
 
     group: Any
     """The process group of the ranks that switch: the worker's."""
@@ -50,7 +50,7 @@ class SwitchOptions:
     """Names of the tensors that are not trained: their parameters move, but they have no gradients."""
 
     def executor(self, plan: SwitchPlan, *, gradients: bool = False) -> SwitchExecutor:
-        """Return what carries a plan out."""
+        """Return the executor of a plan."""
         return SwitchExecutor(plan, self.group, sizes=self.sizes, gradients=gradients)
 
     def plan(self, source: ParameterView, target: ParameterView, *, gradients: bool = False) -> SwitchPlan:

@@ -78,7 +78,7 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.overlap_p2p_comm = strategy.vpp > 1
     transformer.batch_p2p_comm = not transformer.overlap_p2p_comm
     # Megatron waits for all of the device after every exchange of pipeline stages, and so for parameters that are still
-    # on their way, because of an error in a torch that is older than any that Megatron 0.19 runs with.
+    # in flight, because of an error in a torch that is older than any that Megatron 0.19 runs with.
     transformer.batch_p2p_sync = False
     transformer.recompute_granularity = None if strategy.recompute == "none" else strategy.recompute
     if strategy.recompute == "full":

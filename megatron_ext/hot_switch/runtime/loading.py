@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run must have in common with the one whose checkpoint it loads, so that it goes on as that would have."""
+"""What a run must have in common with the one whose checkpoint it loads, so that it resumes as that would have."""
 
 from __future__ import annotations
 

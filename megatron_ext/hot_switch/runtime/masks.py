@@ -2,7 +2,7 @@
 """Tells every forward pass where its micro-batch has documents, whatever the user's `get_batch` does about masks.
 
 Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline. Routers with auxiliary
-losses, or biases that follow the tokens of experts, are told besides which positions are padding.
+losses, or biases that follow the tokens of experts, also receive which positions are padding.
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class PlacedModel:
             row_length: positions of a row.
             batches: this rank's micro-batches.
             seed: for dropout. It belongs to the step and the strategy: what replicas draw depends on their documents,
-                so that generators which went on from step to step would drift apart, and checkpoints have one's.
+                so that generators that kept their state from step to step would drift apart, and checkpoints have
+                one's.
         """
         with ExitStack() as stack:
             stack.enter_context(keeping_random_state())

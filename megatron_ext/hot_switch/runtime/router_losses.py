@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Auxiliary losses of MoE routers in a run with several strategies: which there are, and what the log says of them.
+"""Auxiliary losses of MoE routers in a run with several strategies: which there are, and how the log shows them.
 
 Megatron adds their gradients to the model's, each micro-batch's mean times its predicted tokens, and divides by the
 tokens of the step: so the loss of a step is the mean over its tokens, whichever strategy computed what.

@@ -26,7 +26,7 @@ def sizes_are_usable(strategy: Strategy) -> bool:
 
 
 def size_problems(strategy: Strategy) -> list[str]:
-    """Return what is wrong with a strategy whatever the model is."""
+    """Return the problems of a strategy that do not depend on the model."""
     name = f"strategy {strategy.label}"
     problems = [
         f"{name}: {field} is {size}; use 1 or more"
@@ -49,7 +49,7 @@ def size_problems(strategy: Strategy) -> list[str]:
 
 
 def bucket_problems(sizes: Sequence[int], strategies: Sequence[Strategy | None], seq_length: int | None) -> list[str]:
-    """Return what is wrong with bucket sizes, of which there must be one more than strategies."""
+    """Return the problems of bucket sizes, of which there must be one more than strategies."""
     problems = []
     text = " ".join(map(str, sizes))
     if len(sizes) != len(strategies) + 1:
@@ -124,7 +124,7 @@ def _row_problems(strategy: Strategy, length: int) -> list[str]:
 
 
 def _widths(shape: GptShape) -> list[tuple[str, int]]:
-    """What tensor parallelism cuts beside heads and vocabulary, under the names of the shape's fields."""
+    """What tensor parallelism cuts in addition to heads and vocabulary, under the names of the shape's fields."""
     widths = []
     if not all(shape.is_moe_layer(layer) for layer in range(shape.num_layers)):
         widths.append(("ffn_hidden_size", shape.ffn_hidden_size))

@@ -147,7 +147,7 @@ def check_strategies(
 
 
 def parse_strategies(texts: Sequence[str]) -> tuple[list[Strategy | None], list[str]]:
-    """Return strategies of the form "dp,tp,pp", None for those that cannot be read, and what is wrong with them."""
+    """Return strategies of the form "dp,tp,pp", None for those that cannot be read, and their problems."""
     problems: list[str] = []
     return [_parse(text, problems) for text in texts], problems
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A switch on its way: its rounds travel while what has arrived is used."""
+"""A switch in flight: its rounds travel while what has arrived is used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Put = Callable[[list[torch.Tensor], list[torch.Tensor]], None]
 
 
 class Arriving:
-    """Sends and receives the rounds of a switch, of which two are on the way at a time.
+    """Sends and receives the rounds of a switch, of which two are in flight at a time.
 
     A rank sends no later round before it has been asked for an earlier one's, so ranks that wait for each other in
     between (in a layer's all-reduce, say) must have asked for the same units before. Then whatever one of them still

@@ -90,7 +90,7 @@ def bind(
         itinerary: what the rank does.
         tensors: what it holds before, by name.
         targets: where to write, by name; the executor's lack the aliased ones.
-        staging: one piece of memory for each round on the way.
+        staging: one piece of memory for each round in flight.
         group: process group of the messages.
         has_own_targets: whether the targets are the executor's.
         adds: whether values are added to what is there.

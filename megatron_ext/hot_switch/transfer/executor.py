@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The executor: carries the plan of a switch out over torch.distributed.
 
-One code path for gloo and NCCL: rounds of `batch_isend_irecv`, of which two are on the way at a time. Large parts go
+One code path for gloo and NCCL: rounds of `batch_isend_irecv`, of which two are in flight at a time. Large parts go
 straight from the sender's tensors to the receiver's; small ones, and those with gaps, through staging memory.
 """
 
@@ -66,7 +66,7 @@ class SwitchExecutor:
         self._rounds_until: dict[str, int] | None = None
 
     def switch(self, tensors: Tensors, out: Tensors | None = None) -> dict[str, torch.Tensor]:
-        """Return what this rank holds after the switch. All ranks of the group must call it.
+        """Return this rank's tensors after the switch. All ranks of the group must call it.
 
         Args:
             tensors: what the rank holds before, contiguous, by local name; unchanged. Others than the itinerary's
@@ -156,7 +156,7 @@ class SwitchExecutor:
         return self._flat.views
 
     def _meet(self, device: torch.device) -> None:
-        """Compare the ranks' settings once. NCCL wants the first operation of a group to have all ranks besides."""
+        """Compare the ranks' settings once. NCCL also wants the first operation of a group to have all ranks."""
         if self._rounds_until is not None:
             return
         sizes = [self._sizes.direct_bytes, self._sizes.chunk_bytes, self._sizes.round_bytes]

@@ -19,7 +19,7 @@ from megatron_ext.hot_switch.transfer.windows import Window, row_major, window_o
 __all__ = ["ROUNDS_IN_FLIGHT", "Copy", "Itinerary", "LocalTensor", "Parcel", "SwitchRound", "make_itinerary"]
 
 ROUNDS_IN_FLIGHT = 2
-"""Rounds on the way at a time: while one travels, the next is packed and the last one is unpacked."""
+"""Rounds in flight at a time: while one travels, the next is packed and the last one is unpacked."""
 
 # Staged messages begin at multiples of this, so that they can be viewed in any type.
 _ALIGNMENT = 64
@@ -53,7 +53,7 @@ class Parcel:
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchRound:
-    """Parcels that are on the way together."""
+    """Parcels that are in flight together."""
 
     receives: tuple[Parcel, ...]
     """What arrives, in order for each peer."""

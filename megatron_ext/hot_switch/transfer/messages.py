@@ -30,11 +30,11 @@ class MessageSizes:
     copied where it is."""
 
     chunk_bytes: int
-    """Largest message that is copied at either end, and the most of such bytes on the way between two ranks in one
+    """Largest message that is copied at either end, and the most of such bytes in flight between two ranks in one
     direction and round."""
 
     round_bytes: int = 64 << 20
-    """The most bytes of any kind on the way between two ranks in one direction and round, a single message may be
+    """The most bytes of any kind in flight between two ranks in one direction and round, a single message may be
     larger. What is used first arrives while the rest travels."""
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ DEFAULT_SIZES = {
 
 @dataclass(frozen=True, kw_only=True)
 class MessagePart:
-    """One box of one tensor on its way. Both windows have the same shape."""
+    """One box of one tensor in flight. Both windows have the same shape."""
 
     source_name: str
     """The tensor's name on the sender."""
@@ -84,7 +84,7 @@ class Message:
     """Of all parts."""
 
     round: int
-    """From 0. A message is on its way in the same round at both ends."""
+    """From 0. A message is in flight in the same round at both ends."""
 
     @cached_property
     def nbytes(self) -> int:
@@ -103,7 +103,7 @@ class Message:
 
 
 def messages_between(moves: Sequence[Move], sizes: MessageSizes, *, gradients: bool = False) -> tuple[Message, ...]:
-    """Return what one rank sends to another, in order.
+    """Return the messages from one rank to another, in order.
 
     Args:
         moves: one entry of `SwitchPlan.sends`, or of the receiver's `SwitchPlan.receives`.

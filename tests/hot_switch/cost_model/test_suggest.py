@@ -96,5 +96,5 @@ def test_home_divides_the_batch() -> None:
         listed = suggester([100] * count, memory_gib=80).static()
         assert {suggestion.strategies.home.dp for suggestion in listed} == sizes
     measured = replace(suggester().times.times, measured={(1, 1): (0.0, 1e-6, 0.0)})
-    with pytest.raises(UserError, match=r"--global-batch-size 67 is no multiple .* give 64 or 72"):
+    with pytest.raises(UserError, match=r"--global-batch-size 67 is not a multiple .* give 64 or 72"):
         Suggester(StepTimes(times=measured), gpus=8, lengths=LONG_TAILED[1:], context=8192)

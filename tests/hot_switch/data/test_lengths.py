@@ -31,10 +31,10 @@ def test_a_text_file_has_a_length_per_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("lengths", b"12\nseven\n", r"line 2: 'seven' is no number"),
-        ("lengths", b"99999999999999999999999\n", r"line 1: '99999999999999999999999' is no number"),
-        ("lengths", "\u0661\u0662\n".encode(), "line 1: .* is no number"),
-        ("corpus.idx", b"nothing of the kind, but long enough", "is no index of a Megatron corpus"),
+        ("lengths", b"12\nseven\n", r"line 2: 'seven' is not a number"),
+        ("lengths", b"99999999999999999999999\n", r"line 1: '99999999999999999999999' is not a number"),
+        ("lengths", "\u0661\u0662\n".encode(), "line 1: .* is not a number"),
+        ("corpus.idx", b"nothing of the kind, but long enough", "is not an index of a Megatron corpus"),
         (
             "corpus.idx",
             b"MMIDIDX\x00\x00" + bytes(8) + b"\x01" + (9).to_bytes(8, "little") + bytes(12),

@@ -52,7 +52,7 @@ def test_a_split_without_training_data_is_an_error(corpus):
         (".bin", 100, ".bin: has 100 bytes, and its index speaks of "),
         (".bin", None, ".bin; give the prefix of a .bin/.idx corpus"),
         (".idx", 200, ".idx: has 200 bytes of "),
-        (".idx", 5, ".idx: is no index of a Megatron corpus"),
+        (".idx", 5, ".idx: is not an index of a Megatron corpus"),
         (".idx", None, ".idx; give the prefix of a .bin/.idx corpus"),
     ],
 )

@@ -43,7 +43,7 @@ def weigh():
     def train_weighed(guest, *arguments):
         # Its parameters and fp32 gradients; as many of the guest before it; and what others have sent home.
         own = (guest.chunks[0].config.params_dtype.itemsize + 4 + 4 * guest.takes_gradients) * numel(guest)
-        # Messages are on their way until its first forward pass is over.
+        # Messages are in flight until its first forward pass is over.
         messages = 0 if guest._arriving is None else 2 * guest._from_home.itinerary.staging_bytes
         turns.append((live_bytes() - begin[0], own + bounds[0] + messages))
         losses = train(guest, *arguments)

@@ -227,7 +227,7 @@ def held_memory(model, optimizer, args):
         (["2,1,1", "1,2,1", "1,1,2"], "of gradients to guest 1,1,2"),
         (["1,2,1", "2,1,1", "1,1,2"], "of parameters from guest 2,1,1"),
     ],
-    ids=["gradients go on", "parameters go on"],
+    ids=["gradients to the next guest", "parameters to the next guest"],
 )
 def test_guests_have_no_memory_outside_their_turns(strategies, says_so):
     command = arguments(strategies, [32, 16, 8, 0], train_iters=2, hot_switch_profile=True)
