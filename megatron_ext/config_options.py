@@ -115,7 +115,7 @@ def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value is what a field's annotation says; True for annotations that are not looked at."""
     for kind in _alternatives(hint):
         if get_origin(kind) is Literal:
-            # 1 == True, but it is no choice.
+            # 1 == True, but it is not a choice.
             fits = any(type(value) is type(choice) and value == choice for choice in get_args(kind))
         elif kind in _KINDS:
             fits = isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))

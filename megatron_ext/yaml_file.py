@@ -41,7 +41,7 @@ def read_yaml(path: Path, extra: str) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not valid YAML: {error}; save it in UTF-8") from None
     except ValueError as error:
-        # PyYAML lets through what int() and datetime say of a value such as 2024-13-45.
+        # PyYAML passes on the errors of int() and datetime for a value such as 2024-13-45.
         raise UserError(f"{path}: not valid YAML: {error}; put the value into quotes if it is text") from None
     except RecursionError:
         raise UserError(f"{path}: not valid YAML for this: it has too many levels") from None
@@ -63,7 +63,8 @@ def _load(text: str) -> Any:
             self._checked: set[Any] = set()
 
         def flatten_mapping(self, node: Any) -> None:
-            # Afterwards a mapping has, beside its own keys, those that `<<` brings. It may come here again by an alias.
+            # Afterwards a mapping has, in addition to its own keys, those that `<<` brings. It may come here again by
+            # an alias.
             if node not in self._checked:
                 self._checked.add(node)
                 self._refuse_repetition(node)

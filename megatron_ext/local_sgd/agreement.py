@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all ranks must be told alike, checked once before anything depends on it.
 
-Rounds are made of collectives: ranks with other settings wait for each other for ever, or go on from different values
+Rounds are made of collectives: ranks with other settings wait for each other forever, or continue from different values
 without a word. So ranks compare what they were given, and all of them refuse what differs, with the field and every
 value. A problem of one rank alone is refused on all of them, too: the others would wait for it.
 """
@@ -39,7 +39,7 @@ __all__ = [
 
 MAY_DIFFER = {
     "local_sgd_round_log": "the first rank alone writes the file; whether ranks measure for it is agreed on apart",
-    "is_debug": "it decides what the first rank says of a round, not what is done",
+    "is_debug": "it decides what the first rank logs of a round, not what is done",
 }
 """Fields of the configs that ranks may be given differently, each with the reason. All others must agree."""
 

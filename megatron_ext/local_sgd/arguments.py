@@ -20,7 +20,7 @@ from megatron_ext.transport.codecs import build_codec
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
 
-# The schedule may stay where a run goes on with one worker.
+# The schedule may stay where a run continues with one worker.
 _WITH_ONE_WORKER = {
     "--use-local-sgd",
     "--local-sgd-workers",
@@ -32,7 +32,7 @@ _WITH_ONE_WORKER = {
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
-    """Return what is wrong, one sentence each.
+    """Return the problems, one sentence each.
 
     Args:
         args: Megatron's argument namespace.
@@ -150,8 +150,8 @@ def notices(args: Any) -> list[str]:
         lines.append(tied)
     if config.skip_anomaly and getattr(args, "check_for_nan_in_loss_and_grad", False):
         lines.append(
-            "local SGD: a gradient that is not finite still ends the run, before a round could leave the worker out; "
-            "--no-check-for-nan-in-loss-and-grad lets it go on"
+            "local SGD: a non-finite gradient still ends the run, before a round could leave the worker out; "
+            "--no-check-for-nan-in-loss-and-grad lets it continue"
         )
     return lines
 

@@ -16,7 +16,7 @@ __all__ = ["Arrivals"]
 
 
 class Arrivals:
-    """Lets parameters be used only when the round on its way has brought them."""
+    """Lets parameters be used only when the round in flight has brought them."""
 
     def __init__(self, engine: LocalSGD, values: InnerValues) -> None:
         """Prepare; nothing is awaited yet.
@@ -33,7 +33,7 @@ class Arrivals:
 
     @property
     def open(self) -> bool:
-        """Whether there is a round that nobody has concluded."""
+        """Whether there is a round that has not been concluded."""
         return self._open
 
     def expect(self) -> None:

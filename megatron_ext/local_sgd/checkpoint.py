@@ -76,7 +76,7 @@ class LoadPlan:
     """The tensors into which is read what the worker alone has; empty when there is nothing."""
 
     changed: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """By flag, the value of the run that saved and that of this run, where a run may change it on its way."""
+    """By flag, the value of the run that saved and that of this run, where a run may change it."""
 
     @property
     def saved_workers(self) -> int:
@@ -200,7 +200,7 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
         under_way = not streaming.eager and any(entry["on_its_way"] for entry in summary["fragments"])
         if under_way and summary["interval"] != config.local_sgd_sync_interval:
             raise UserError(
-                f"{where}: saved while rounds of fragments were on their way, so that --local-sgd-sync-interval has to "
+                f"{where}: saved while rounds of fragments were in flight, so that --local-sgd-sync-interval has to "
                 f"be {summary['interval']}, not {config.local_sgd_sync_interval}; load a checkpoint without any"
             )
         # A peer that a sync service has sent back is out of it for good.
@@ -229,7 +229,7 @@ def refuse_without_workers(context: LoadContext) -> None:
     raise UserError(
         f"--load {context.directory}: saved {into} after a sync point, where each of "
         f"{summary['workers']} workers has its own weights, so it needs --use-local-sgd --local-sgd-workers "
-        f"{summary['workers']}. To go on without, resume with them up to a sync point "
+        f"{summary['workers']}. To run without, resume with them up to a sync point "
         f"({_next_sync_point(summary, context.state['iteration'])}), save there, and load that"
     )
 

@@ -15,7 +15,7 @@ __all__ = ["method_problems"]
 def method_problems(
     config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
 ) -> list[str]:
-    """Return what is wrong with the options of the outer rounds, alone and together, one sentence each."""
+    """Return the problems of the options of the outer rounds, alone and together, one sentence each."""
     problems = outer_optimizer_problems(outer) + gta.problems(config) + streaming.problems(config, outer)
     if gta.reducer == "pairwise":
         problems += _pairwise_problems(config, streaming)

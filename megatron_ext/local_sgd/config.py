@@ -78,7 +78,7 @@ class LocalSGDConfig(PenaltyConfig):
     """Fraction of the values that the codec topk sends, in (0, 1]."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values by themselves, one sentence each."""
+        """Return the problems of the values by themselves, one sentence each."""
         if not self.use_local_sgd:
             changed = [
                 flag_of(entry)

@@ -142,7 +142,7 @@ class LocalSGD:
             fragment.state.begin()
 
     def move_anchor(self) -> None:
-        """Go on from the present values, which must be equal on all workers; the outer optimizer keeps its state.
+        """Continue from the present values, which must be equal on all workers; the outer optimizer keeps its state.
 
         Raises:
             RuntimeError: they are not equal.
@@ -175,37 +175,38 @@ class LocalSGD:
         if not self.streaming.active:
             return self.sync()
         schedule = self._schedule
-        ended, broken = list[Fragment](), set[int]()
+        ended, non_finite = list[Fragment](), set[int]()
         for index, fragment in enumerate(self._fragments):
             if schedule.answers(index):
                 fragment.turn_late()
             if self._is_turning(index) and fragment.phase == "sent":
                 self._reports.append(fragment.turn())
             if fragment.phase != "home" and schedule.ends(index):
-                broken |= self._end(fragment)
+                non_finite |= self._end(fragment)
                 ended.append(fragment)
         for index, fragment in enumerate(self._fragments):
             if not schedule.begins(index):
                 continue
             if not self.streaming.in_background:
-                broken |= self._sync(fragment)
+                non_finite |= self._sync(fragment)
                 ended.append(fragment)
                 continue
             self.rounds += 1
             fragment.send(self.rounds)
             schedule.launch(index)
             if schedule.ends(index):
-                broken |= self._end(fragment)
+                non_finite |= self._end(fragment)
                 ended.append(fragment)
-        if broken:
-            self._go_back(broken, ended)
+        if non_finite:
+            self._reset_to_anchor(non_finite, ended)
         schedule.end_of_step()
         return self._progress(changed=bool(ended))
 
-    def _go_back(self, workers: Set[int], ended: Sequence[Fragment]) -> None:
-        """Let workers that were left out of the rounds of some fragments go on from the anchor in the others as well.
+    def _reset_to_anchor(self, workers: Set[int], ended: Sequence[Fragment]) -> None:
+        """Let workers that were left out of the rounds of some fragments continue from the anchor in the others as
+        well.
 
-        What is broken in one of them would spoil the rest in the next step, before its own round comes.
+        Non-finite values in one of them would spoil the rest in the next step, before its own round comes.
         """
         for fragment in self._fragments:
             if fragment not in ended:
@@ -214,7 +215,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def sync(self, steps: Sequence[int] | None = None) -> WorkerProgress:
-        """End what is on its way, then run a round of the whole model at once.
+        """End what is in flight, then run a round of the whole model at once.
 
         Args:
             steps: how many every worker has made since the last round, where they differ.
@@ -259,7 +260,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def finish(self) -> WorkerProgress:
-        """Make all workers equal, as at the end of training: end what is on its way, then take the mean of all.
+        """Make all workers equal, as at the end of training: end what is in flight, then take the mean of all.
 
         There is no outer step: it would move the weights by its momentum once more, on next to no new gradient.
 
@@ -276,16 +277,16 @@ class LocalSGD:
         return self._progress(changed=True)
 
     def _sync(self, fragment: Fragment, steps: Sequence[int] | None = None) -> set[int]:
-        """Run a round of a fragment at once; return the workers whose values were not finite."""
+        """Run a round of a fragment at once; return the workers with non-finite values."""
         self.rounds += 1
         report = fragment.sync(self.rounds, steps)
         self._take(report)
         self.met = True
-        return set(report.broken)
+        return set(report.non_finite)
 
     def _take(self, report: RoundReport | None) -> None:
         if report is not None:
-            self._healed |= self._worker in report.broken
+            self._healed |= self._worker in report.non_finite
             self._reports.append(report)
 
     def _is_turning(self, index: int) -> bool:
@@ -293,16 +294,16 @@ class LocalSGD:
         return self._fragments[index].phase != "home" and self._schedule.turns(index)
 
     def _end(self, fragment: Fragment) -> set[int]:
-        """Apply the result of a round on its way; return the workers whose values were not finite."""
+        """Apply the result of a round in flight; return the workers with non-finite values."""
         self._land(fragment)
-        broken = set(fragment.broken)
-        self._healed |= self._worker in broken
+        non_finite = set(fragment.non_finite)
+        self._healed |= self._worker in non_finite
         fragment.apply(self.streaming.update_alpha)
         self.met = True
-        return broken
+        return non_finite
 
     def _land(self, fragment: Fragment) -> None:
-        """Wait for the result of a round on its way."""
+        """Wait for the result of a round in flight."""
         if fragment.phase == "sent":
             self._reports.append(fragment.turn())
         if fragment.phase == "turned":
@@ -323,7 +324,7 @@ class LocalSGD:
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Gather anchor and outer optimizer tensors from their owners; all ranks of `across` must call it.
 
-        Rounds on their way are waited for first, which changes when they end, but not what they end with.
+        Rounds in flight are waited for first, which changes when they end, but not what they end with.
 
         Returns:
             Lists by name, in the order and shapes of the values; empty in warm-up.
@@ -345,7 +346,7 @@ class LocalSGD:
         return found
 
     def worker_state(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this worker alone has beside its values, in their order and shapes, by name: with a codec what
+        """Return this worker's own state besides its values, in their order and shapes, by name: with a codec what
         its messages lost, with pairs of workers its own anchor and outer state. Empty in warm-up.
         """
         return {} if self.in_warmup else self._gathered(OuterState.worker_state)
@@ -354,7 +355,7 @@ class LocalSGD:
     def gather_anchor(self) -> list[torch.Tensor]:
         """Return the values that all workers agreed on last, like the values; all ranks of `across` must call it.
 
-        Rounds on their way are waited for first.
+        Rounds in flight are waited for first.
         """
         found = list(self.values)
         for fragment, members in zip(self._fragments, self._members, strict=True):
@@ -374,7 +375,7 @@ class LocalSGD:
                 {
                     "left": self._schedule.left[index],
                     "on_its_way": fragment.phase != "home",
-                    "broken": fragment.broken,
+                    "broken": fragment.non_finite,
                     **fragment.state.scalar_state(),
                 }
                 for index, fragment in enumerate(self._fragments)

@@ -24,7 +24,7 @@ def equal_across(tensors: Iterable[torch.Tensor], group: Any, device: torch.devi
 
 
 def require_equal(named: Sequence[tuple[str, torch.Tensor]], group: Any, device: torch.device | None = None) -> None:
-    """Check that tensors, given with their names, are equal on all ranks of `group`, which go on from them together.
+    """Check that tensors, given with their names, are equal on all ranks of `group`, which continue from them together.
 
     Raises:
         RuntimeError: they are not, with the name of the first that differs.

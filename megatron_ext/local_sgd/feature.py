@@ -121,7 +121,7 @@ class LocalSGDFeature(Feature):
     # The run.
 
     def before_groups(self, args: Any) -> None:
-        """Refuse ranks with other options than the others', which would cut other groups or wait for ever."""
+        """Refuse ranks with other options than the others', which would cut other groups or wait forever."""
         self._measures = require_same_options(args)
 
     def on_groups_built(self, groups: WorkerGroups) -> None:
@@ -160,7 +160,7 @@ class LocalSGDFeature(Feature):
         self._say_where(context.args, config, engine)
 
     def _say_where(self, args: Any, config: LocalSGDConfig, engine: LocalSGD) -> None:
-        """Say from where training goes on, and whether it will end between two rounds."""
+        """Log where training resumes, and whether it will end between two rounds."""
         if args.load and self._plan is None and not args.iteration:
             say(f"local SGD: no checkpoint was found in --load {args.load}; training starts from the beginning")
         if self._restored:
@@ -229,9 +229,9 @@ class LocalSGDFeature(Feature):
         return self._will_wait
 
     def before_weights_shared(self, iteration: int) -> None:
-        """Let workers that stand apart meet before their time: after a resume their rounds may have moved."""
+        """Let workers that differ meet early: after a resume their rounds may have moved."""
         engine = self._engine
-        if engine is None or engine.synced:  # without an engine nothing was restored that could stand apart
+        if engine is None or engine.synced:  # without an engine nothing was restored that could differ
             return
         into = plural(engine.steps_since_sync, "step")
         progress = engine.finish()
@@ -241,7 +241,7 @@ class LocalSGDFeature(Feature):
         say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
 
     def on_weights_replaced(self) -> None:
-        """Let rounds go on from the new weights."""
+        """Let rounds start from the new weights."""
         if self._engine is not None and not self._engine.in_warmup:
             self._engine.move_anchor()
 
@@ -259,8 +259,8 @@ class LocalSGDFeature(Feature):
         """Mend and report what rounds after this iteration did."""
         engine = self._require_engine()
         if progress.healed:
-            # It goes on from the synced weights; its moments would spoil them in the next step.
-            self._require_values().reset_broken_moments()
+            # It continues from the synced weights; its moments would spoil them in the next step.
+            self._require_values().reset_non_finite_moments()
         for report in progress.reports:
             self._last = report
             self._unwritten.append(report)
@@ -275,7 +275,7 @@ class LocalSGDFeature(Feature):
         return engine.synced or engine.met
 
     def on_train_end(self, context: TrainContext) -> None:
-        """Say so when the weights that go on from here are not the synced ones."""
+        """Log when the weights that training continues with are not the synced ones."""
         engine = self._require_engine()
         self._conclude()
         self._account(engine.collect(), self._iteration)
@@ -333,7 +333,7 @@ class LocalSGDFeature(Feature):
         if not context.loading:
             engine = self._require_engine()
             checkpoint.assemble(context, self._require_groups(), engine, self._require_values())
-            # A round on its way has had its outer step now; should the run end here, nobody else says so.
+            # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
             self._account(engine.collect(), self._iteration)
         elif self._plan is not None:
             if context.optimizer is not None:
@@ -341,7 +341,7 @@ class LocalSGDFeature(Feature):
             checkpoint.request(context, self._plan, self._require_groups(), self._engine, self._values)
 
     def check_load(self, context: LoadContext) -> None:
-        """Refuse a checkpoint whose workers stand apart when this run has no workers."""
+        """Refuse a checkpoint whose workers differ when this run has no workers."""
         checkpoint.refuse_without_workers(context)
 
     def on_load(self, context: LoadContext) -> None:

@@ -30,7 +30,7 @@ def catch_up(scheduler: Any, across: Any, device: torch.device) -> str | None:
         device: of what is exchanged.
 
     Returns:
-        What to say of it; None where all workers are at one place.
+        The message about it; None where all workers are at one place.
     """
     own = torch.tensor([scheduler.num_steps], dtype=torch.int64, device=device)
     everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(across))]

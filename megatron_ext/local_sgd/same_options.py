@@ -32,7 +32,7 @@ _calls = itertools.count()
 
 
 def measures_for_report(args: Any) -> bool:
-    """Return whether this rank was told of a place for what a round's report says beside its norms."""
+    """Return whether this rank has a path for the parts of a round's report that are not norms."""
     return bool(round_log_path(args) or args.tensorboard_dir or args.wandb_project)
 
 
@@ -48,7 +48,7 @@ def require_same_options(args: Any) -> bool:
     Raises:
         UserError: options differ, or a rank has not said its own; on all ranks that call it.
     """
-    number = next(_calls)  # what earlier runs of these processes have left in the store is no answer
+    number = next(_calls)  # what earlier runs of these processes have left in the store is not an answer
     store = dist.distributed_c10d._get_default_store()
     world, rank = dist.get_world_size(), dist.get_rank()
     keys = [f"{_PREFIX}/{number}/{index}" for index in range(world)]

@@ -9,7 +9,7 @@ __all__ = ["RoundSchedule"]
 
 
 class RoundSchedule:
-    """Counts the steps of an interval, and those for which rounds are still on their way."""
+    """Counts the steps of an interval, and those for which rounds are still in flight."""
 
     def __init__(self, fragments: int, *, interval: int, delay: int, eager: bool) -> None:
         """Begin an interval.
@@ -17,20 +17,20 @@ class RoundSchedule:
         Args:
             fragments: how many there are.
             interval: H, steps between two rounds of a fragment.
-            delay: tau, steps that a round is on its way, below `interval`.
+            delay: tau, steps that a round is in flight, below `interval`.
             eager: whether messages of a round have the whole interval to travel.
         """
         self.interval = interval
         self.steps = 0
         """Since the interval began."""
         self.left = [0] * fragments
-        """By fragment, steps until the round on its way ends; 0 without one."""
+        """By fragment, steps until the round in flight ends; 0 without one."""
         self._due = due_steps(fragments, interval)
         self._delay = delay
         self._eager = eager
 
     def count(self) -> None:
-        """Count a step: rounds on their way are one step nearer."""
+        """Count a step: rounds in flight are one step nearer."""
         self.steps += 1
         self.left = [max(left - 1, 0) for left in self.left]
 
@@ -39,15 +39,15 @@ class RoundSchedule:
         return self.steps == self._due[fragment]
 
     def launch(self, fragment: int) -> None:
-        """Take note that the fragment's round is on its way."""
+        """Take note that the fragment's round is in flight."""
         self.left[fragment] = self._delay
 
     def turns(self, fragment: int) -> bool:
-        """Return whether a round on its way is half-way, or at its end."""
+        """Return whether a round in flight is half-way, or at its end."""
         return self.left[fragment] in (self._delay // 2, 0)
 
     def ends(self, fragment: int) -> bool:
-        """Return whether a round on its way is at its end."""
+        """Return whether a round in flight is at its end."""
         return self.left[fragment] == 0
 
     def answers(self, fragment: int) -> bool:
@@ -55,15 +55,15 @@ class RoundSchedule:
         return self._eager and (self.steps - self._due[fragment]) % self.interval == self.interval // 2
 
     def end_of_step(self) -> None:
-        """Begin the next interval when this one is over; rounds may be on their way."""
+        """Begin the next interval when this one is over; rounds may be in flight."""
         if self.steps == self.interval:
             self.steps = 0
 
     def restart(self) -> None:
-        """Begin an interval now, with nothing on its way."""
+        """Begin an interval now, with nothing in flight."""
         self.steps = 0
         self.left = [0] * len(self.left)
 
     def resume(self, steps: int) -> None:
-        """Go on in mid-interval. An interval that is shorter than the one before has its round after the next step."""
+        """Resume in mid-interval. An interval shorter than the one before has its round after the next step."""
         self.steps = min(steps, self.interval - 1)

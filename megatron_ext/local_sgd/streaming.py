@@ -29,7 +29,7 @@ class StreamingConfig(FromArgs):
     layer, the final norm and the output layer with the last one."""
 
     sync_delay: int = flag("--local-sgd-fragment-sync-delay", 0)
-    """Steps tau that training goes on while a round is on its way; its result is applied after them. 0 waits."""
+    """Steps tau that training continues while a round is in flight; its result is applied after them. 0 waits."""
 
     update_alpha: float = flag("--local-sgd-fragment-update-alpha", 0.0)
     """What a worker keeps of its own weights where a round's result is applied: alpha * own + (1 - alpha) * global,
@@ -46,11 +46,11 @@ class StreamingConfig(FromArgs):
 
     @property
     def in_background(self) -> bool:
-        """Whether a round's result is anything else than what the worker goes on from at once."""
+        """Whether a round's result is anything else than what the worker continues from at once."""
         return self.sync_delay > 0 or self.update_alpha > 0
 
     def problems(self, local_sgd: LocalSGDConfig, outer: OuterOptimizerConfig) -> list[str]:
-        """Return what is wrong with the values, one sentence each."""
+        """Return the problems of the values, one sentence each."""
         found = []
         interval = local_sgd.local_sgd_sync_interval
         if self.fragments < 1:
@@ -90,7 +90,7 @@ class StreamingConfig(FromArgs):
 
 
 def fragment_problem(fragments: int, layers: int, said: str) -> str | None:
-    """Return what is wrong with a number of fragments of a model with `layers` layers, which are called `said`."""
+    """Return the problems of a number of fragments of a model with `layers` layers, which are called `said`."""
     if fragments <= layers:
         return None
     return f"--local-sgd-fragments is {fragments}; it must be at most {said} {layers}: every fragment needs a layer"
@@ -110,7 +110,7 @@ def assign_fragments(units: Sequence[str], count: int, pattern: str) -> list[tup
     """Return the units of every fragment, each in model order; together they are all units, each once.
 
     Args:
-        units: in model order. Those that are no layers go with the layer that follows, or else with the last one.
+        units: in model order. Those that are not layers go with the layer that follows, or else with the last one.
         count: fragments, at most as many as layers.
         pattern: 'strided' or 'sequential'.
 

@@ -18,7 +18,7 @@ __all__ = ["changes", "method_of", "refuse_other_method", "refuse_other_model", 
 def method_of(
     config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
 ) -> dict[str, Any]:
-    """Return by flag what a run must not change on its way."""
+    """Return by flag the settings that a run must not change."""
     is_class = outer.outer_optim_class is not None
     own: dict[str, Any] = {
         "--outer-optimizer": None if is_class else outer.outer_optimizer,
@@ -33,7 +33,7 @@ def method_of(
 
 
 def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, Any]:
-    """Return by flag what a run may change on its way, and is told about."""
+    """Return by flag the settings that a run may change, which the log names."""
     found: dict[str, Any] = {"--local-sgd-sync-interval": config.local_sgd_sync_interval}
     if config.skip_anomaly:
         found["--local-sgd-skip-anomaly"] = True

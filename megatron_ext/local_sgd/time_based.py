@@ -94,7 +94,7 @@ class AsyncSchedule:
         if not self.finished and torch.equal(counts, self._counted):
             raise UserError(
                 f"all workers wait, after {int(counts.sum())} of the {self.total_steps} steps of total_global_steps "
-                "together: nobody has data left; give a smaller total_global_steps or more data"
+                "together: no worker has data left; give a smaller total_global_steps or more data"
             )
         self._counted = counts
         since = (counts - self._synced).tolist()
@@ -108,7 +108,7 @@ class AsyncSchedule:
         return {"synced": self._synced.tolist(), "meetings": list(self.meetings), "finished": self.finished}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; the window that was open then begins anew."""
+        """Take over a saved state; the window that was open then restarts."""
         self._synced = torch.tensor(state["synced"], dtype=torch.int64)
         self.meetings = list(state["meetings"])
         self.finished = bool(state["finished"])

@@ -32,7 +32,7 @@ def _json_object(text: str) -> dict[str, Any]:
     """Return what an argument says in JSON.
 
     Raises:
-        argparse.ArgumentTypeError: it is no object.
+        argparse.ArgumentTypeError: it is not an object.
     """
     try:
         found = json.loads(text, parse_constant=_refuse_constant)
@@ -44,7 +44,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _is_rate(value: Any) -> bool:
@@ -82,7 +82,7 @@ class OuterOptimizerConfig(FromArgs):
     """Arguments of --outer-optim-class, all that it gets: a JSON object."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values by themselves, one sentence each."""
+        """Return the problems of the values by themselves, one sentence each."""
         if self.outer_optim_class is not None or self.outer_optim_kwargs:
             return self._class_problems()
         found = []

@@ -2,7 +2,7 @@
 """Telling which workers' pseudo-gradients are anomalous, from how large they have been (EDiT, arXiv 2412.07210).
 
 One detector follows the norms of every worker and every unit: exponentially weighted mean and variance, and how
-widely the latest deviations have scattered. Only norms that are too large are anomalous; those that are not finite
+widely the latest deviations have scattered. Only norms that are too large are anomalous; those that are non-finite
 always are. It learns from accepted norms only, so that an anomaly cannot make the next one look normal.
 
 Norms fall with the learning rate, often faster than a moving mean forgets, which hides who strays late in a run. So it
@@ -152,7 +152,7 @@ class AnomalyDetector:
 
     def _learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
         if self.relative:
-            # What was rejected is no measure for the others, and who is alone has nothing to be compared with.
+            # What was rejected is not a measure for the others, and a single worker has nothing to be compared with.
             measure = accepted & (norms > 0)
             norms = norms / _median(norms, measure)
             accepted = accepted & (measure.sum(dim=0) > 1)
@@ -187,7 +187,7 @@ class AnomalyDetector:
         return {**found, "relative": torch.ones(1, dtype=torch.int64)} if self.relative else found
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a saved state. Worker i goes on from the experience of worker i mod the saved number of workers.
+        """Take over a saved state. Worker i continues from the experience of worker i mod the saved number of workers.
 
         Raises:
             UserError: it was saved with another length of the window, for other units, or has followed something else.
@@ -195,7 +195,7 @@ class AnomalyDetector:
         if ("relative" in state) != self.relative:
             followed, way = ("norms", "without") if self.relative else ("norms divided by their median", "with")
             raise UserError(
-                f"the saved anomaly detector has followed {followed}; go on {way} ewma_relative "
+                f"the saved anomaly detector has followed {followed}; resume {way} ewma_relative "
                 "(--local-sgd-ewma-relative), or start without its experience"
             )
         saved = {name: torch.as_tensor(state[name]) for name in _TENSORS}
@@ -213,7 +213,7 @@ class AnomalyDetector:
             self._levels.load(state, workers)
 
     def _start_again(self, new: torch.Tensor) -> list[NewLevel]:
-        """Start mean and variance anew from the latest norms, where there is a new level; nobody is warmed up again.
+        """Restart mean and variance from the latest norms, where there is a new level; no worker is warmed up again.
 
         A few norms may be close to each other by chance, so that their scatter is at least what it was, in relation to
         the level. As little weight as so few have makes the mean follow a level that is still rising.

@@ -74,7 +74,7 @@ class LastingRejections:
         return {"running": self._running.clone()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; without one, as earlier releases left none, start counting anew."""
+        """Take over a saved state; without one, as earlier releases left none, restart counting."""
         if "running" in state:
             saved = torch.as_tensor(state["running"])
             self._running = saved[torch.arange(len(self._running)) % len(saved)].clone()

@@ -23,7 +23,7 @@ __all__ = [
     "resolve_class",
 ]
 
-# What local SGD and Megatron's formats call their own tensors beside those of an outer optimizer.
+# Names that local SGD and Megatron's formats give their own tensors next to an outer optimizer's.
 _TAKEN = frozenset({"anchor", "replica", "late", "residual", "update", "param", "fp32_param", "padding"})
 _BUILT_IN: dict[str, type[torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -79,7 +79,7 @@ def outer_optimizer_problems(config: OuterOptimizerConfig) -> list[str]:
     except Exception as error:  # the user's class may raise anything; better now than at the first round
         flag = "--outer-optimizer" if config.outer_optim_class is None else "--outer-optim-class"
         return [
-            f"{flag} {config.name!r} cannot make a step: {type(error).__name__}: {error}; mend its arguments, or "
+            f"{flag} {config.name!r} cannot make a step: {type(error).__name__}: {error}; fix its arguments, or "
             "choose another optimizer"
         ]
     return []

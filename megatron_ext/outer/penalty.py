@@ -86,8 +86,8 @@ class Penalty:
             )
 
     @property
-    def tolerates_broken_workers(self) -> bool:
-        """Whether a worker whose weights are not finite is excluded instead of ending the run."""
+    def tolerates_non_finite_workers(self) -> bool:
+        """Whether a worker with non-finite weights is excluded instead of ending the run."""
         return self._detector is not None
 
     def decide(self, norms: torch.Tensor, steps: Sequence[int] | None = None) -> list[Verdict]:
@@ -117,7 +117,7 @@ class Penalty:
 
     def reason(self, worker: int, unit: int, norm: float) -> str:
         """Say why the last round has left a worker out of a unit, given the norm of its pseudo-gradient there."""
-        assert self._detector is not None, "without a detector nobody is left out"
+        assert self._detector is not None, "without a detector no worker is left out"
         return self._detector.reason(worker, unit, norm)
 
     def state(self) -> dict[str, Any]:

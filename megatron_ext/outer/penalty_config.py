@@ -17,7 +17,7 @@ class PenaltyConfig(FromArgs):
 
     skip_anomaly: bool = flag("--local-sgd-skip-anomaly", False)
     """Leave workers whose pseudo-gradient is anomalously large out of a round, unit by unit, and those that are
-    not finite. When all are, the unit goes back to the anchor. Without it, weights that are not finite end the run."""
+    non-finite. When all are, the unit goes back to the anchor. Without it, non-finite weights end the run."""
 
     ewma_alpha: float = flag("--local-sgd-ewma-alpha", 0.02)
     """Weight of the newest norm in the anomaly detector's moving mean and variance."""
@@ -33,12 +33,12 @@ class PenaltyConfig(FromArgs):
 
     ewma_relative: bool = flag("--local-sgd-ewma-relative", False)
     """Let the detector follow each worker's norm divided by the median over the workers, so that norms that fall for
-    all of them, as with the learning rate, hide nobody. Needs at least 3 workers."""
+    all of them, as with the learning rate, hide no worker. Needs at least 3 workers."""
 
     ewma_relearn_rounds: int = flag("--local-sgd-ewma-relearn-rounds", 3)
     """Rounds in which a norm that most workers share is rejected, after which it is a new level, from which the
-    detector starts again: no lasting rise, as of the learning rate, skips a unit in more rounds. 0: never, as in the
-    official implementation."""
+    detector starts again: no lasting rise, such as the learning rate's, skips a unit in more rounds. 0: never, as in
+    the official implementation."""
 
     pseudo_gradnorm_reduce: bool = flag("--local-sgd-pseudo-gradnorm-reduce", False)
     """Weight the workers by softmax(-norm / temperature) of their pseudo-gradients, unit by unit."""
@@ -66,7 +66,7 @@ class PenaltyConfig(FromArgs):
         return self.skip_anomaly or self.pseudo_gradnorm_reduce or self.clip_pseudo_grad is not None
 
     def penalty_problems(self, workers: int | None) -> list[str]:
-        """Return what is wrong with these values, one sentence each.
+        """Return the problems of these values, one sentence each.
 
         Args:
             workers: how many meet; None where that is not known.
@@ -105,7 +105,7 @@ class PenaltyConfig(FromArgs):
         return found
 
     def _not_allowed(self, *rules: tuple[str, bool, str]) -> list[str]:
-        """Return a sentence for each (field, whether its value is allowed, what it must be) that is broken."""
+        """Return a sentence for each (field, whether its value is allowed, what it must be) that is violated."""
         return [f"{self._flag(name)} is {getattr(self, name)}; {rule}" for name, allowed, rule in rules if not allowed]
 
     def _flag(self, name: str) -> str:

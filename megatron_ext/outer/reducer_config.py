@@ -50,7 +50,7 @@ class GTAConfig(FromArgs):
         return self.reducer in (None, "linear") and self.normalize
 
     def problems(self, penalty: PenaltyConfig) -> list[str]:
-        """Return what is wrong with the values, one sentence each.
+        """Return the problems of the values, one sentence each.
 
         Args:
             penalty: decides over the weights that a reducer is given.

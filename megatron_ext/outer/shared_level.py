@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Telling a new level of norms, which most workers share, from an anomaly, which one of them has alone.
 
-A detector that learns from accepted norms only would reject a lasting rise for ever: the learning rate that warms up, a
+A detector that learns from accepted norms only would reject a lasting rise forever: the learning rate that warms up, a
 loss that has changed. What most workers share in several rounds is a level, and the detector has to start from it.
 """
 
@@ -59,7 +59,7 @@ class SharedLevels:
         """
         rejected = rejected & present
         shared = _shared(norms, rejected, present, limits, means)
-        # What one has alone is no part of a level, also among rounds that are.
+        # A norm that one worker has alone is not part of a level, also among rounds that are.
         usable = present & (shared | ~rejected)
         self.recent = torch.where(usable, torch.cat([self.recent[1:], norms[None]]), self.recent)
         self.shared += shared
@@ -80,7 +80,7 @@ class SharedLevels:
         return {name: getattr(self, name).clone() for name in _TENSORS}
 
     def load(self, state: dict[str, Any], workers: torch.Tensor) -> None:
-        """Take over a saved state; without one, as earlier releases left none, start counting anew.
+        """Take over a saved state; without one, as earlier releases left none, restart counting.
 
         Args:
             state: as `state` returned it, perhaps with another number of rounds.

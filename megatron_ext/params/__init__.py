@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The global parameter view: every tensor of a model by global name, and what each rank holds of it.
 
-``GptShape`` and ``Layout`` say what the model is and how it is cut; ``Placement`` works out who holds what;
+``GptShape`` and ``Layout`` say what the model is and how it is cut; ``Placement`` computes which rank holds which part;
 ``scatter`` and ``gather`` move values between full tensors and ranks. None of that needs Megatron.
 ``ParameterView.from_model`` describes the parameters of a running rank and checks the description against
 Megatron's own; ``megatron_ext.params.optimizer_shards.dp_shards`` adds what the rank's optimizer owns.

@@ -41,7 +41,7 @@ class QkvRows:
     """The group's value head."""
 
 
-# Whoever compares layouts asks for the same model again and again.
+# A comparison of layouts asks for the same model again and again.
 @functools.lru_cache(maxsize=16)
 def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
     """Every parameter and persistent buffer of a GPT.

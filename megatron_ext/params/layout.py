@@ -13,7 +13,7 @@ _AXES = frozenset({"tp", "cp", "ep", "dp", "pp"})
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinates:
-    """Where one rank stands in a layout. Every field counts from 0."""
+    """The place of one rank in a layout. Every field counts from 0."""
 
     tp: int = 0
     """Tensor parallel rank of the dense parameters."""

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an optimizer remembers of gradients that were not finite."""
+"""An optimizer's moments after non-finite gradients."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["reset_broken_moments"]
+__all__ = ["reset_non_finite_moments"]
 
 
 @torch.no_grad()
-def reset_broken_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Set to zero what is not finite in an optimizer's state."""
+def reset_non_finite_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Set the non-finite elements of an optimizer's state to zero."""
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point():

@@ -102,7 +102,7 @@ def repad_rows(value: torch.Tensor, tensor: GlobalTensor, rows: int) -> torch.Te
         ``value`` itself when nothing changes, else a new tensor of ``rows`` rows whose added rows are zero.
 
     Raises:
-        ParamsError: when rows that are no padding would be cut off.
+        ParamsError: when rows that are not padding would be cut off.
     """
     valid = value.shape[0] if tensor.valid_rows is None else tensor.valid_rows
     if rows < valid:

@@ -33,7 +33,7 @@ def installed_version(distribution: str) -> Version | None:
 
 
 def _version_of_megatron() -> Version | None:
-    """Return what megatron.core says, without importing it: that takes seconds, and another release may fail there."""
+    """Return megatron.core's version, without importing it: that takes seconds, and another release may fail there."""
     info = sys.modules.get("megatron.core.package_info")
     if info is not None:
         return Version(str(info.__version__))

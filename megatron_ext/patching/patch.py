@@ -28,7 +28,7 @@ class Patch:
     """One wrapper around one named attribute of another package.
 
     A patch never contains a copy of the attribute's code: `wrap` receives the original and returns what
-    stands in its place.
+    replaces it.
     """
 
     name: str

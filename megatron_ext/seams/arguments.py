@@ -56,7 +56,7 @@ def patches(
             target="megatron.training.yaml_arguments:load_yaml",
             wrap=lambda original: _wrap_yaml(original, options),
             parameters=("yaml_path",),
-            reason="refuse features beside --yaml-cfg, with which Megatron drops the command line and its validation",
+            reason="refuse features with --yaml-cfg, with which Megatron drops the command line and its validation",
         ),
         Patch(
             name="arguments/load",

@@ -206,7 +206,7 @@ def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _damaged(directory: str | None, args: Any) -> str | None:
-    """Return in words what is wrong with the files of the checkpoint that was to be loaded, as far as that shows."""
+    """Return in words the visible problems of the files of the checkpoint that was to be loaded."""
     if directory is None or directory != args.load:
         return None
     folder = _folder(Path(directory), args)

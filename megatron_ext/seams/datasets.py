@@ -21,7 +21,7 @@ def patches() -> list[Patch]:
             target="megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
             wrap=_wrap_epochs,
             parameters=("self", "num_tokens_per_epoch"),
-            reason="refuse a part of --split without documents, in which Megatron would look for samples for ever",
+            reason="refuse a part of --split without documents, in which Megatron would look for samples forever",
         )
     ]
 

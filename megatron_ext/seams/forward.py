@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam: the forward pass, which has to wait for parameters that are still on their way. Nothing here is a patch."""
+"""Seam: the forward pass, which has to wait for parameters that are still in flight. Nothing here is a patch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_ext.params import LocalParameter, ParameterView
-from megatron_ext.params.moments import reset_broken_moments
+from megatron_ext.params.moments import reset_non_finite_moments
 
 __all__ = ["InnerValues", "Value", "fill_empty_states", "fill_momentum", "is_distributed", "name_step_zero"]
 
@@ -72,10 +72,10 @@ class InnerValues:
         """Return whether the distributed optimizer has cut this value from those of other ranks."""
         return is_distributed(self.members[value.member])
 
-    def reset_broken_moments(self) -> None:
-        """Set to zero what is not finite in the optimizers' states."""
+    def reset_non_finite_moments(self) -> None:
+        """Set the non-finite elements of the optimizers' states to zero."""
         for member in self.members:
-            reset_broken_moments(member.optimizer)
+            reset_non_finite_moments(member.optimizer)
 
     @torch.no_grad()
     def refresh(self, now: bool = False) -> None:

@@ -43,7 +43,7 @@ def refuse_bound_format(context: LoadContext) -> None:
         raise UserError(
             f"--load {context.directory}: saved with --expert-model-parallel-size {saved.expert_model_parallel_size}, "
             f"this run has {args.expert_model_parallel_size}, and with 1 experts share the optimizer of the rest, so "
-            "that its state has another form. Resume with 1 on both sides or on neither, or start the optimizers anew "
+            "that its state has another form. Resume with 1 on both sides or on neither, or start the optimizers fresh "
             "with --no-load-optim"
         )
     if _form_of(context) != "dp_reshardable":
@@ -54,7 +54,7 @@ def refuse_bound_format(context: LoadContext) -> None:
             raise UserError(
                 f"--load {context.directory}: saved with {flag} {before}, this run has {now}, and the optimizer state "
                 "is in a format that is bound to that. Resume with the options it was saved with and save with "
-                "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim"
+                "--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with --no-load-optim"
             )
 
 

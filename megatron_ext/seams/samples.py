@@ -3,7 +3,7 @@
 
 Sample k of part i of n is sample k * n + i of the whole, whatever a job's layout and batch size are. So parts have
 nothing in common, and how many samples of its part a job has consumed, which Megatron counts and saves, says where it
-goes on.
+continues.
 """
 
 from __future__ import annotations

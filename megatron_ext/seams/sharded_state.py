@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seam: sharded entries of a Megatron state dict. Nothing here is a patch.
 
-Tensors that stand beside the inner optimizer's values (the anchor, the outer momentum) are written by the very
+Tensors next to the inner optimizer's values (the anchor, the outer momentum) are written by the very
 code that writes the inner optimizer's: in model space for plain optimizers, and in the distributed optimizer's
 own two formats for its shards, so they reshard wherever the inner optimizer's state does.
 """
@@ -102,7 +102,7 @@ def beside_optimizer(
     loading: bool,
     prefix: str,
 ) -> list[Any]:
-    """Return sharded entries for tensors that stand beside the inner optimizer's values.
+    """Return sharded entries for tensors next to the inner optimizer's values.
 
     Args:
         values: the inner values; `tensors` are in their order and shapes.

@@ -211,7 +211,7 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         try:
             # An evaluation that a time limit ends leaves the model in evaluation mode, as the run is about to end. Here
-            # it may go on to the next round; the vote right after the evaluation decides.
+            # it may continue to the next round; the vote right after the evaluation decides.
             with with_arguments(exit_duration_in_mins=None):
                 return original(*args, **kwargs)
         finally:

@@ -24,7 +24,7 @@ def patches() -> list[Patch]:
             wrap=_wrap_queue,
             parameters=("mp_mode",),
             reason="a signal to all processes (torchrun, SLURM) ends the queue's, too, and so the checkpoint that "
-            "--exit-signal-handler is to save; a queue that is gone is made anew",
+            "--exit-signal-handler is to save; a queue that is gone is rebuilt",
         )
     ]
 

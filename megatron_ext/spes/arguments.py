@@ -60,7 +60,7 @@ def complete_arguments(args: Any) -> None:
 
 
 def ownership_of(args: Any) -> Ownership | None:
-    """Return who trains which experts; None without SPES.
+    """Return the owners of the experts; None without SPES.
 
     Args:
         args: Megatron's argument namespace, completed.
@@ -74,7 +74,7 @@ def ownership_of(args: Any) -> Ownership | None:
 
 
 def argument_problems(args: Any) -> list[str]:
-    """Return what is wrong, one sentence each.
+    """Return the problems, one sentence each.
 
     Args:
         args: Megatron's argument namespace, completed.
@@ -121,7 +121,7 @@ def argument_problems(args: Any) -> list[str]:
 
 
 def frozen_problems(args: Any, ownership: Ownership) -> list[str]:
-    """Return what does not work for a peer that freezes experts, one sentence each.
+    """Return the options that do not work for a peer that freezes experts, one sentence each.
 
     Args:
         args: Megatron's argument namespace, completed.

@@ -87,7 +87,7 @@ class SpesConfig(FromArgs):
     """Has no effect in the paper's code either, and is refused."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values by themselves, one sentence each."""
+        """Return the problems of the values by themselves, one sentence each."""
         if not self.using_spes:
             changed = [
                 name
@@ -131,7 +131,7 @@ class SpesConfig(FromArgs):
         return found
 
     def ownership(self, peers: int, experts: int) -> Ownership:
-        """Return who trains what.
+        """Return the owners of the experts.
 
         Args:
             peers: number of peers.

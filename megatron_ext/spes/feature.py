@@ -74,7 +74,7 @@ class SpesFeature(Feature):
         return argument_problems(args)
 
     def adjust_arguments(self, args: Any) -> list[str]:
-        """Say what was chosen."""
+        """Log the chosen options."""
         ownership = ownership_of(args)
         assert ownership is not None
         # A file of strategies has said meanwhile what home's sizes are.
@@ -115,7 +115,7 @@ class SpesFeature(Feature):
             context.state[_STATE] = {"trained": list(owned)}
         if context.optimizer is not None and not has_all:
             adapt = ask_for_some_experts if context.loading and self._takes_of_all else unstack_experts
-            # What stands beside the optimizer's state has its form: that of workers inside the peer.
+            # Entries next to the optimizer's state have its form: that of workers inside the peer.
             for key, entry in context.state.items():
                 if not is_model_key(key):
                     adapt(entry)
@@ -161,8 +161,8 @@ class SpesFeature(Feature):
         if saved["trained"] != list(range(args.num_experts or 0)):
             raise UserError(
                 f"--load {context.directory}: a SPES peer saved it, whose optimizer trained the experts "
-                f"{_listed(saved['trained'])} alone; take its weights with --no-load-optim, or go on as that peer with "
-                "--using-spes and its --sync-service options"
+                f"{_listed(saved['trained'])} alone; take its weights with --no-load-optim, or resume as that peer "
+                "with --using-spes and its --sync-service options"
             )
 
     def on_train_start(self, context: TrainContext) -> None:
@@ -184,7 +184,7 @@ class SpesFeature(Feature):
                 self._expert_weights = weights if weights is None else weights.to(self._device)
 
     def after_step(self, context: StepContext) -> None:
-        """Say once what training a part of the experts takes; before the first step there are no optimizer states."""
+        """Log the memory of training these experts once; before the first step there are no optimizer states."""
         if not context.completed or self._weighed is None:
             return
         held = held_bytes(self._weighed.model, self._weighed.optimizer)

@@ -15,7 +15,7 @@ __all__ = ["held_bytes"]
 
 
 def held_bytes(model: list[Any], optimizer: Any) -> TrainingBytes:
-    """Return what this rank holds, after a step, with which optimizers make their states.
+    """Return the bytes that this rank holds, after a step, which makes the optimizers' states.
 
     Args:
         model: the model chunks, wrapped in DDP.

@@ -26,7 +26,7 @@ def decayed_factor(step: int, total_steps: int, update_steps: int = 1) -> float:
     """Return the factor of a peer's own experts at a step.
 
     0.7 + 0.3 s / (0.2 total) until a fifth of the training is over, then 1, with s the last multiple of `update_steps`.
-    It depends on nothing else, so that a resumed training goes on with it. The paper's code trains its first
+    It depends on nothing else, so that a resumed training continues with it. The paper's code trains its first
     `update_steps` steps, and those after a resume, with a factor of 1.
 
     Args:
@@ -63,7 +63,7 @@ def load_balancing_loss(
     weight: float,
     count_weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the loss, for layers that are at hand together; what a router multiplies its counts by gives the same.
+    """Return the loss of layers that are available together; multiplying a router's counts gives the same loss.
 
     Args:
         counts: by layer, the tokens that every expert got, (experts,).

@@ -29,7 +29,7 @@ class MergeConfig:
     instead of taking over from all others."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one sentence each; the fields are called as the server calls them."""
+        """Return the problems of the values, one sentence each; the fields are called as the server calls them."""
         found = []
         for name, allowed, rule in (
             ("interval", self.interval >= 1, "it must be 1 or more steps"),

@@ -6,9 +6,9 @@ largest cosine with that of i:
 
     W_i <- (1 - alpha) W_i + alpha mean_{j in N(i)} W_j
 
-All experts are merged from one state: nobody takes over what was merged already, and the order of the tensors plays no
-part. Arithmetic is in fp32, cosines in fp64. Tensors are read and written block by block, so that beside E x E cosines
-memory holds a few MiB, whatever the size of an expert.
+All experts are merged from one state: no expert takes over what was merged already, and the order of the tensors plays
+no part. Arithmetic is in fp32, cosines in fp64. Tensors are read and written block by block, so that memory
+holds E x E cosines and a few MiB, whatever the size of an expert.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def similarities(layer: ExpertLayer, read: Read) -> torch.Tensor:
 
     Returns:
         Cosines of the gates, fp64, (experts, experts). -inf for an expert with itself, and for experts of which a value
-        is not finite. 0 for a gate that is all zeros.
+        is non-finite. 0 for a gate that is all zeros.
     """
     gram = torch.zeros(layer.experts, layer.experts, dtype=torch.float64)
     is_finite = torch.ones(layer.experts, dtype=torch.bool)
@@ -53,8 +53,8 @@ def similarities(layer: ExpertLayer, read: Read) -> torch.Tensor:
             gram += part @ part.T
     norms = gram.diagonal().sqrt()
     cosines = gram / (norms[:, None] * norms).clamp(min=torch.finfo(torch.float64).tiny)
-    broken = ~is_finite[:, None] | ~is_finite
-    return cosines.masked_fill(broken, -torch.inf).fill_diagonal_(-torch.inf)
+    non_finite = ~is_finite[:, None] | ~is_finite
+    return cosines.masked_fill(non_finite, -torch.inf).fill_diagonal_(-torch.inf)
 
 
 def donors_of(cosines: torch.Tensor, topk: int, *, like_official: bool = False) -> list[tuple[int, ...]]:
@@ -66,7 +66,7 @@ def donors_of(cosines: torch.Tensor, topk: int, *, like_official: bool = False) 
         like_official: where there are no more experts than `topk`, count the expert itself as well.
 
     Returns:
-        The experts, ascending; none for an expert whose values are not finite.
+        The experts, ascending; none for an expert with non-finite values.
     """
     found: list[tuple[int, ...]] = []
     for expert, row in enumerate(cosines):
@@ -83,7 +83,7 @@ def merge_layer(
 ) -> None:
     """Merge the experts of a layer.
 
-    Experts of which a value is not finite are taken over by nobody, and stay as they are.
+    Experts with a non-finite value are taken over by no other expert, and stay unchanged.
 
     Args:
         layer: the experts.
@@ -139,7 +139,7 @@ def merge_experts(
 
 
 def _blocks(layer: ExpertLayer, numel: int) -> Iterator[tuple[int, int]]:
-    """Yield (offset, count) of the blocks in which tensors of so many elements are gone through."""
+    """Yield (offset, count) of the blocks in which tensors of this many elements are processed."""
     step = max(1, _BLOCK_BYTES // 4 // layer.experts)
     for offset in range(0, numel, step):
         yield offset, min(step, numel - offset)

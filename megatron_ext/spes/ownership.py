@@ -92,7 +92,7 @@ class Ownership:
     def of_map(
         cls, peers: int, experts: int, owners: Sequence[Sequence[int]] | Mapping[int, Sequence[int]]
     ) -> Ownership:
-        """Return what is said expert by expert; an expert may have several owners.
+        """Return an ownership that is given expert by expert; an expert may have several owners.
 
         Args:
             peers: number of peers.

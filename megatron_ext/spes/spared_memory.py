@@ -39,7 +39,7 @@ def training_bytes(
     weight_bytes: int = 2,
     gradient_bytes: int = 4,
 ) -> TrainingBytes:
-    """Return what a peer needs.
+    """Return the bytes that a peer needs.
 
     Ranks that hold copies (data parallelism without the distributed optimizer) need it once each.
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lossy codecs: tensors as fewer bytes, the same bytes and the same values wherever they are decoded.
 
-What a codec loses is for its caller to keep (error feedback). A value that is not finite decodes to something that is
-not finite, so that what is broken stays visible.
+What a codec loses is for its caller to keep (error feedback). A non-finite value decodes to a
+non-finite one, so that it stays visible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Codec(Protocol):
     """Turns fp32 values into bytes and back."""
 
     elementwise: bool
-    """Whether every value is coded by itself, whatever stands beside it; what it decodes to is coded without loss."""
+    """Whether every value is coded independently of its neighbours; a decoded value is coded without loss."""
 
     def nbytes(self, numel: int) -> int:
         """Return the number of bytes of `numel` values."""

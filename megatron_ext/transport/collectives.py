@@ -35,7 +35,7 @@ __all__ = [
 
 # Elements of one segment: enough for bandwidth, few enough that the work on one overlaps the exchange of the next.
 SEGMENT_NUMEL = 1 << 23
-# Elements on their way to their owners at a time, and as many on their way back: bounds the extra memory.
+# Elements in flight to their owners at a time, and as many in flight back: bounds the extra memory.
 IN_FLIGHT_NUMEL = SEGMENT_NUMEL
 # Elements that a processor works on at a time, so that an operation finds in the cache what the last one wrote.
 CACHED_NUMEL = 1 << 16
@@ -73,7 +73,7 @@ def through_owners(
 ) -> Iterator[Buffer]:
     """Yield every buffer, in order, once its owners' results have replaced its contents.
 
-    The next buffer is taken from the iterable only when there is room for it on the way. So preparing a buffer,
+    The next buffer is taken from the iterable only when there is room for it in flight. So preparing a buffer,
     exchanging others, and what the caller does with a finished one overlap, in bounded memory.
 
     Args:
@@ -166,14 +166,14 @@ class ExchangeMemory:
 
 
 class _Way:
-    """Exchanges on their way in one direction, in order."""
+    """Exchanges in flight in one direction, in order."""
 
     def __init__(self) -> None:
         self._exchanges: deque[Exchange] = deque()
         self._numel = 0
 
     def __bool__(self) -> bool:
-        """Return whether any is on its way."""
+        """Return whether any is in flight."""
         return bool(self._exchanges)
 
     @property
@@ -194,7 +194,7 @@ class _Way:
 
 
 class Exchange:
-    """One buffer on its way: its parts to their owners, and the owners' results back to everyone."""
+    """One buffer in flight: its parts to their owners, and the owners' results back to everyone."""
 
     def __init__(
         self, index: int, buffer: Buffer, group: Any, memory: ExchangeMemory, parts: Sequence[Buffer] | None = None

@@ -22,7 +22,7 @@ def activated():
 
 
 def global_state():
-    """Everything that the backend changes and that is no patched attribute."""
+    """Everything that the backend changes and that is not a patched attribute."""
     import torch
     from torch._dynamo import eval_frame
 

@@ -22,7 +22,7 @@ def reduce_with_a_slow_worker(tensor):
         dist.all_reduce(tensor)
         return
     reduced = dist.all_reduce(tensor, async_op=True).get_future()
-    # Runs on the worker, which goes on holding the tensor: without the interpreter's lock, for some tenths of a second.
+    # Runs on the worker, which still holds the tensor: without the interpreter's lock, for some tenths of a second.
     reduced.then(lambda _: hashlib.pbkdf2_hmac("sha256", b"", b"", 500_000))
     # Only now can the peer join, so the worker cannot have been through before it had this to do.
     dist.send(torch.ones(1), dst=1)
@@ -55,7 +55,7 @@ def test_a_worker_that_waits_for_a_peer_is_at_rest():
 
 
 def rest_while_a_peer_is_late():
-    """Return the seconds that a rank rested with a collective on its way which its peer had not joined."""
+    """Return the seconds that a rank rested with a collective in flight which its peer had not joined."""
     import torch
     import torch.distributed as dist
 

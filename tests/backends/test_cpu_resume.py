@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stock Megatron on CPU + gloo: a run that stopped in the middle and went on ends with the same bits."""
+"""Stock Megatron on CPU + gloo: a run that stopped in the middle and continued ends with the same bits."""
 
 import os
 

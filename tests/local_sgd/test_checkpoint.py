@@ -29,7 +29,7 @@ PENALTY = {
 ADAM = {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}
 EAGER = {"local_sgd_eager_updates": True, "local_sgd_evaluation": "workers"}
 PAIRS = {"local_sgd_pseudo_grad_reducer": "pairwise", "local_sgd_evaluation": "workers"}
-# At iteration 4 the first fragment's second round is on its way, at 6 the second one's.
+# At iteration 4 the first fragment's second round is in flight, at 6 the second one's.
 STREAMING = {
     "local_sgd_fragments": 2,
     "local_sgd_sync_interval": 4,
@@ -81,7 +81,7 @@ def test_another_interval_while_rounds_are_on_their_way_is_refused(tmp_path):
     local_run("single", "fp32", workers=2, save=str(tmp_path), save_interval=4, **options)
     other = {**options, "local_sgd_sync_interval": 6, "load": str(tmp_path), "ckpt_step": 4}
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **other), 2)
-    said = "rounds of fragments were on their way, so that --local-sgd-sync-interval has to be 4, not 6"
+    said = "rounds of fragments were in flight, so that --local-sgd-sync-interval has to be 4, not 6"
     assert said in exits[0].stderr
     assert "Traceback" not in exits[0].stderr
 

@@ -104,7 +104,7 @@ def test_the_segment_size_changes_no_bit(workers):
 
 
 def sync_with_a_bad_worker(bad):
-    """Bring a value that is not finite from worker 1; return the error."""
+    """Bring a non-finite value from worker 1; return the error."""
     values = [torch.ones(8), torch.ones(8), torch.ones(8)]
     engine = engine_of(values, units=["embedding", "layer.0", "layer.1"])
     engine.take_anchor()
@@ -122,7 +122,7 @@ def sync_with_a_bad_worker(bad):
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_worker_that_is_not_finite_ends_the_run_on_all_workers_and_is_named(workers, bad):
     for message in run_ranks(sync_with_a_bad_worker, workers, bad):
-        assert "outer round 1: worker 1 had weights that are not finite in layer.0. The run ends here" in message
+        assert "outer round 1: worker 1 had non-finite weights in layer.0. The run ends here" in message
 
 
 def anchor_of_unequal_workers():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every ability over every layout: a resume in mid-interval keeps the bits, and rounds leave workers equal.
+"""Every feature over every layout: a resume in mid-interval keeps the bits, and rounds leave workers equal.
 
-All pairs take eleven minutes on two cores (`--exhaustive`); without it each ability meets the layouts that other
+All pairs take eleven minutes on two cores (`--exhaustive`); without it each feature meets the layouts that other
 tests leave out.
 """
 
@@ -36,7 +36,7 @@ FRAGMENTS = {
 }
 APART = {"local_sgd_evaluation": "workers"}
 
-ABILITIES = {
+FEATURES = {
     "penalty": GUARDS,
     "relative norms": {**GUARDS, "local_sgd_ewma_relative": True},
     "scale-free weights": {"local_sgd_pseudo_gradnorm_reduce": True, "local_sgd_weight_scale_free": True},
@@ -68,16 +68,16 @@ CHOSEN = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ability", "layout"),
+    ("feature", "layout"),
     [
-        pytest.param(ability, layout, marks=() if (ability, layout) in CHOSEN else pytest.mark.exhaustive)
-        for ability in ABILITIES
+        pytest.param(feature, layout, marks=() if (feature, layout) in CHOSEN else pytest.mark.exhaustive)
+        for feature in FEATURES
         for layout in LAYOUTS
     ],
 )
-def test_a_resume_keeps_the_bits_and_rounds_leave_workers_equal(tmp_path, ability, layout):
+def test_a_resume_keeps_the_bits_and_rounds_leave_workers_equal(tmp_path, feature, layout):
     name, precision = LAYOUTS[layout]
-    options = {**SCHEDULE, **ABILITIES[ability]}
+    options = {**SCHEDULE, **FEATURES[feature]}
     if name.startswith("pp2"):
         options["global_batch_size"] = 8
     if "distopt" in precision and options.get("local_sgd_sync_in_forward"):

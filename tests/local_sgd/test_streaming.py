@@ -284,7 +284,7 @@ def test_a_worker_that_breaks_takes_the_common_values_and_no_one_else_notices():
 
 
 def reports_around_a_save():
-    """Return the rounds that are reported before a save that turns one on its way, by the save, and after a resume."""
+    """Return the rounds that are reported before a save that turns one in flight, by the save, and after a resume."""
     values = [torch.zeros(20), torch.zeros(20)]
     settings = {
         "units": ["layer.0", "layer.1"],

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run that goes on from a saved state must have in common with the one that saved, and is told."""
+"""What a run that continues from a saved state must have in common with the one that saved, and is told."""
 
 import pytest
 
@@ -23,9 +23,9 @@ def method(config):
 
 def test_arguments_of_a_class_stay_but_for_the_learning_rate():
     saved = method(outer(lr=0.01))
-    refuse_other_method(saved, method(outer(lr=0.5)), "there", "mend it")
+    refuse_other_method(saved, method(outer(lr=0.5)), "there", "repair it")
     with pytest.raises(UserError, match=r"there: --outer-optim-kwargs \(beside lr\) was not given .*'amsgrad'"):
-        refuse_other_method(saved, method(outer(lr=0.01, amsgrad=True)), "there", "mend it")
+        refuse_other_method(saved, method(outer(lr=0.01, amsgrad=True)), "there", "repair it")
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_another_way_to_reduce_is_refused(fields, said):
         gta = {"reducer": "gta", "consensus_method": "sum", "sparsification_method": "random", "density": 0.5}
         return method_of(LocalSGDConfig(), OuterOptimizerConfig(), GTAConfig(**{**gta, **changed}), StreamingConfig())
 
-    refuse_other_method(reducing(), reducing(), "there", "mend it")
+    refuse_other_method(reducing(), reducing(), "there", "repair it")
     with pytest.raises(UserError, match=said):
-        refuse_other_method(reducing(), reducing(**fields), "there", "mend it")
+        refuse_other_method(reducing(), reducing(**fields), "there", "repair it")
 
 
 def test_what_only_one_side_has_is_a_change_too():

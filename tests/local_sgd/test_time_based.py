@@ -155,7 +155,7 @@ def without_data_anywhere():
 
 def test_waiting_workers_do_not_wait_for_each_other_for_ever():
     for said in run_ranks(without_data_anywhere, 2):
-        assert "all workers wait, after 7 of the 1000 steps of total_global_steps together: nobody has data" in said
+        assert "all workers wait, after 7 of the 1000 steps of total_global_steps together: no worker has data" in said
 
 
 def residuals_of_an_idle_worker():

@@ -81,7 +81,7 @@ def test_a_step_that_all_workers_share_skips_a_unit_in_no_more_than_the_stated_r
     norms = noisy([[1.0] * SERIES] * before + [rises] * 150, workers, noise)
     found = rejections(detector(workers, warmup), norms)[before:]
     assert skipped(found).double().mean() <= ROUNDS + (0.5 if workers == 1 else 0)
-    # Rounds of false alarms, of which one worker that is alone has some without any step, are no part of it.
+    # Rounds of false alarms, of which one worker that is alone has some without any step, are not part of it.
     assert skipped(found[: ROUNDS + 3]).max() <= ROUNDS + (workers == 1)
     assert workers == 1 or (skipped(found) > ROUNDS).sum() <= 1
     assert share(found[20:]) < 0.005
@@ -263,7 +263,7 @@ def test_a_detector_that_was_saved_in_the_middle_of_a_rise_goes_on_bit_for_bit(r
     assert all(torch.equal(value.nan_to_num(), saved[name].nan_to_num()) for name, value in straight.state().items())
 
 
-def test_the_state_of_an_earlier_release_is_taken_over_and_counting_starts_anew():
+def test_the_state_of_an_earlier_release_is_accepted_and_counting_restarts():
     norms = noisy([1.0] * 40 + [2.0] * 40, 3, 0.05)
     earlier = never()
     rejections(earlier, norms[:42])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs whose norms rise for good, by the values that the README proposes: training goes on."""
+"""Runs whose norms rise for good, by the values that the README proposes: training continues."""
 
 from pathlib import Path
 

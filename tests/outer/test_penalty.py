@@ -182,9 +182,9 @@ def test_who_is_alone_is_not_compared_and_teaches_nothing():
 def test_experience_with_other_norms_is_refused():
     options = {"alpha": 0.1, "warmup": 3, "threshold": 3.0}
     plain, relative = AnomalyDetector(1, 1, **options), AnomalyDetector(1, 1, **options, relative=True)
-    with pytest.raises(UserError, match="has followed norms; go on without ewma_relative"):
+    with pytest.raises(UserError, match="has followed norms; resume without ewma_relative"):
         relative.load(plain.state())
-    with pytest.raises(UserError, match="divided by their median; go on with ewma_relative"):
+    with pytest.raises(UserError, match="divided by their median; resume with ewma_relative"):
         plain.load(relative.state())
     relative.load(relative.state())
 
@@ -287,7 +287,7 @@ def test_who_has_made_no_step_neither_shares_a_level_nor_keeps_it_from_being_lea
 
 
 @pytest.mark.parametrize("away", [None, 1])
-def test_a_saved_penalty_goes_on_alike_and_one_of_an_earlier_release_starts_counting_anew(away):
+def test_a_saved_penalty_resumes_equally_and_one_of_an_earlier_release_restarts_counting(away):
     options = {"skip_anomaly": True, "ewma_warmup_steps": 5}
     straight, parts, state = penalty(3, units=2, **options), [], {}
     column = torch.ones(3, 2, dtype=torch.float64)

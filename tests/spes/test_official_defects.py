@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Defects of SPES's official implementation that ours does not have, where no other test shows it.
 
-7    an upload without content succeeds and is never counted, so that everybody waits for ever
+7    an upload without content succeeds and is never counted, so that everybody waits forever
 23   pickle from an open port, both ways
 
 Shown elsewhere (tests of the sync service are in tests/sync_service):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SPES peers go on from the checkpoint of a job that trained all experts, each with the moments of its own."""
+"""SPES peers resume from the checkpoint of a job that trained all experts, each with the moments of its own."""
 
 from collections.abc import Callable
 from pathlib import Path

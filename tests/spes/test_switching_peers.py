@@ -92,7 +92,7 @@ class Runs:
     """What the runs have computed, by peer."""
 
     switched: dict[str, list[RankOutcome]]
-    """With guests; peer a was killed after its seventh step and went on from a checkpoint after its sixth."""
+    """With guests; peer a was killed after its seventh step and resumed from a checkpoint after its sixth."""
 
     killed: str
     """What the last rank of a has said before it was killed."""

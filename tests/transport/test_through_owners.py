@@ -84,7 +84,7 @@ def test_every_part_arrives_from_its_owner(workers):
 
 
 def taken_ahead(buffers):
-    """Return how many elements were on their way at most."""
+    """Return how many elements were in flight at most."""
     from megatron_ext.transport import collectives
 
     collectives.IN_FLIGHT_NUMEL = 100

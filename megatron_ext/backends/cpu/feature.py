@@ -28,5 +28,5 @@ class CpuFeature(Feature):
         return problems(args)
 
     def patches(self) -> Sequence[Patch]:
-        """Return what runs on CPU need to go on from their checkpoints, of which most are in fp32."""
+        """Return the patches that runs on CPU need to resume from their checkpoints, of which most are in fp32."""
         return checkpoint.repairs()

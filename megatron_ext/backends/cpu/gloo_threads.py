@@ -32,7 +32,7 @@ def disarm() -> None:
 
 
 def rest() -> None:
-    """Return when every worker sleeps, whether it has nothing to do or waits for a peer: that may take for ever."""
+    """Return when every worker sleeps, whether it has nothing to do or waits for a peer: that may take forever."""
     workers = _workers()
     deadline = time.monotonic() + _LONGEST_SECONDS
     quiet = 0

@@ -53,7 +53,7 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _devices() -> list[Any]:
-    """Return what torch would use on its own."""
+    """Return the devices that torch would choose."""
     names = os.environ.get(_INTERFACES, "")
     if not names:
         return [_GLOO.create_default_device()]

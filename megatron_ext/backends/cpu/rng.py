@@ -4,7 +4,7 @@
 On a GPU, Megatron has two generators per process: the device's, which dropout draws from and which the RNG
 tracker forks, and the host's, which data loaders draw from. On the CPU dropout draws from the default
 generator, so that one takes the device's part. Data loaders exist on tensor-parallel rank 0 alone and are
-built anew after a resume: were they to draw from the same generator, dropout masks of replicated activations
+rebuilt after a resume: were they to draw from the same generator, dropout masks of replicated activations
 would differ between the tensor-parallel ranks, and a resumed run would leave the trajectory. They draw from a
 host stream instead.
 """

@@ -4,10 +4,10 @@
 Outward, a worker sends its pseudo-gradient plus what earlier messages lost (its residual). Homeward, an owner sends by
 how much its anchor has moved away from the replica of it that all workers hold. The owner's anchor is exact: what a
 message loses stays in the difference, and is part of the next one. All workers, the owner too, add what the message
-says to their replicas, which so stay equal bit for bit, and go on from there.
+says to their replicas, which so stay equal bit for bit, and continue from there.
 
 Messages are coded tensor by tensor: one that tensor parallel ranks of a worker hold twice decodes to the same values
-on all of them, whatever it is packed with. Copies on two pipeline stages need a codec of their own besides, since their
+on all of them, whatever it is packed with. Copies on two pipeline stages also need a codec of their own, since their
 tensors may be cut elsewhere.
 """
 
@@ -78,7 +78,7 @@ class CompressedRound:
         """Make a round.
 
         Raises:
-            RuntimeError: a worker was broken, and is not to be left out.
+            RuntimeError: a worker is non-finite, and is not to be left out.
         """
         self.start(state)
         decisions = self.turn(state)
@@ -127,7 +127,7 @@ class CompressedRound:
             values: this worker's.
             replicas: what all workers have in common.
             residuals: what earlier messages have lost.
-            keeps_residuals: leave those as they are, because nobody will take what is sent.
+            keeps_residuals: leave those as they are, because no rank will take what is sent.
         """
         memory = ExchangeMemory()
         for index, segment in enumerate(self._owned.segments):
@@ -141,7 +141,7 @@ class CompressedRound:
                     message = codec.encode(wanted)
                     lost = wanted.sub_(codec.decode(message, piece.numel))
                     if not keeps_residuals:
-                        # A broken worker must not be broken for ever.
+                        # A non-finite worker must not stay non-finite forever.
                         residuals[piece.index][at] = lost.nan_to_num_(0.0, 0.0, 0.0)
                     messages.append(message)
                 parts.append(_joined(messages, replicas))

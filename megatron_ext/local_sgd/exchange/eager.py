@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds that nobody waits for: a worker steps by its own share at once, by the others' a round later.
+"""Rounds that no worker waits for: a worker steps by its own share at once, by the others' a round later.
 
 Eager updates (arXiv 2502.12996): in round t worker i's pseudo-gradient is
 
@@ -39,7 +39,7 @@ class EagerRound:
         self._owned = owned
         self._judge = judge
         self._late: list[torch.Tensor] = []
-        """Per segment, what the others still have to give; where messages are on their way, minus the own share."""
+        """Per segment, what the others still have to give; where messages are in flight, minus the own share."""
         self._exchanges: list[Exchange] = []
         self._device = device
         self._turned = False
@@ -59,7 +59,7 @@ class EagerRound:
         """Make a round, once the messages of the one before are there.
 
         Raises:
-            RuntimeError: a worker was broken; the run must end without saving.
+            RuntimeError: a worker is non-finite; the run must end without saving.
         """
         owned, shard = self._owned, state.shard
         with state.clock.measure("waiting"):
@@ -87,7 +87,7 @@ class EagerRound:
         self._turned = False
         state.squares[-1] /= owned.workers  # every worker's step is another one: their root mean square
         self._judge.add_up(state.squares)
-        self._judge.refuse_broken(state.squares[:-1], state.number)
+        self._judge.refuse_non_finite(state.squares[:-1], state.number)
         # Not before the norms, which would wait behind them.
         for exchange in self._exchanges:
             exchange.start()
@@ -100,7 +100,7 @@ class EagerRound:
         self._turned = True
 
     def land(self) -> None:
-        """Wait for what is on its way."""
+        """Wait for what is in flight."""
         self.turn()
         for late, exchange in zip(self._late, self._exchanges, strict=False):
             late += exchange.finish()[0]

@@ -2,7 +2,7 @@
 """What a round moves: some of a rank's values, their anchor and outer state, and how they are exchanged.
 
 One round, as in DiLoCo (arXiv 2311.08105, Algorithm 1): the pseudo-gradient of worker i is anchor - theta_i; its
-mean over the workers is the gradient of the outer optimizer, which moves the anchor; every worker goes on from
+mean over the workers is the gradient of the outer optimizer, which moves the anchor; every worker continues from
 the new anchor.
 
 The outer step is sharded over the workers. Every element has an owner among them: the others send it their theta_i,
@@ -54,7 +54,7 @@ SMALL_NUMEL = 1 << 14
 
 @dataclass(kw_only=True)
 class _Flight:
-    """A round on its way."""
+    """A round in flight."""
 
     state: RoundState | None = None
     """What it works on, until the result is there."""
@@ -65,8 +65,8 @@ class _Flight:
     result: list[torch.Tensor] | None = None
     """The values that all workers agreed on, 1-D, once they are there."""
 
-    broken: list[int] = field(default_factory=list)
-    """The workers whose values were not finite."""
+    non_finite: list[int] = field(default_factory=list)
+    """The workers with non-finite values."""
 
     def require_state(self) -> RoundState:
         """Return the state."""
@@ -75,7 +75,7 @@ class _Flight:
 
 
 class Fragment:
-    """Some of a rank's values on their way through rounds."""
+    """Some of a rank's values in flight through rounds."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Fragment:
             device: where norms are added up.
             index: which fragment it is.
             guarded: whether rounds must not reduce before all messages are there, because they travel while training
-                goes on, or because workers do not count alike.
+                continues, or because workers have different weights.
             eager: whether a worker steps by its own share at once, and by the others' a round later.
             observe: compare every pseudo-gradient with the outer momentum, for the report.
         """
@@ -162,7 +162,7 @@ class Fragment:
             steps: how many every worker has made since the last round, where they differ.
 
         Raises:
-            RuntimeError: a worker brought weights that are not finite, and nothing was asked for that could leave it
+            RuntimeError: a worker brought non-finite weights, and nothing was asked for that could leave it
                 out. They have spread by then; the run must end without saving.
         """
         clock = RoundClock()
@@ -228,12 +228,12 @@ class Fragment:
     # A round in the background.
 
     def send(self, number: int) -> None:
-        """Begin a round with the present values; training goes on with them.
+        """Begin a round with the present values; training continues with them.
 
         Args:
             number: of the round, from 1.
         """
-        assert self._flight is None, "the last round of this fragment is still on its way"
+        assert self._flight is None, "the last round of this fragment is still in flight"
         clock = RoundClock()
         with clock.measure("seconds"):
             state = self._state(number, [flat.clone() for flat in flattened(self.values)], clock)
@@ -241,7 +241,7 @@ class Fragment:
         self._flight = _Flight(state=state)
 
     def turn(self) -> RoundReport:
-        """Make the outer step of the round on its way with what the workers sent, and start to send the result back.
+        """Make the outer step of the round in flight with what the workers sent, and start to send the result back.
 
         Raises:
             RuntimeError: as `sync`.
@@ -253,7 +253,7 @@ class Fragment:
             decisions = self._background.turn(state)
         flight.turned = True
         report = self._report(state, decisions)
-        flight.broken = report.broken
+        flight.non_finite = report.non_finite
         return report
 
     def turn_late(self) -> None:
@@ -262,19 +262,19 @@ class Fragment:
             self._eager.turn()
 
     def receive(self) -> None:
-        """Wait for the result of the round on its way."""
+        """Wait for the result of the round in flight."""
         flight = self._require_flight()
         state = flight.require_state()
         self._background.finish(state)
         flight.result, flight.state = state.flats, None
 
     def apply(self, alpha: float) -> None:
-        """End the round on its way: go on from alpha * own values + (1 - alpha) * result.
+        """End the round in flight: continue from alpha * own values + (1 - alpha) * result.
 
-        A worker that was broken when it sent takes the result alone.
+        A worker that sent non-finite values takes the result alone.
         """
         flight = self._require_flight()
-        own = 0.0 if self._owned.worker in flight.broken else alpha
+        own = 0.0 if self._owned.worker in flight.non_finite else alpha
         assert flight.result is not None, "the result has not been received"
         for value, result in zip(self.values, flight.result, strict=True):
             if own == 0:
@@ -285,7 +285,7 @@ class Fragment:
 
     @property
     def phase(self) -> Literal["home", "sent", "turned", "received"]:
-        """Where the round on its way is."""
+        """Where the round in flight is."""
         if self._flight is None:
             return "home"
         if self._flight.result is not None:
@@ -293,20 +293,20 @@ class Fragment:
         return "turned" if self._flight.turned else "sent"
 
     @property
-    def broken(self) -> list[int]:
-        """The workers whose values were not finite in the round on its way, once it has turned."""
-        return [] if self._flight is None else self._flight.broken
+    def non_finite(self) -> list[int]:
+        """The workers with non-finite values in the round in flight, once it has turned."""
+        return [] if self._flight is None else self._flight.non_finite
 
-    def resume(self, broken: list[int]) -> None:
-        """Take the anchor for the result of a round on its way, as it is when the outer step was made before a save.
+    def resume(self, non_finite: list[int]) -> None:
+        """Take the anchor for the result of a round in flight, as it is when the outer step was made before a save.
 
         Args:
-            broken: the property of that name, at the time of the save.
+            non_finite: the property of that name, at the time of the save.
         """
-        self._flight = _Flight(turned=True, result=flattened(self.state.gather_anchor()), broken=broken)
+        self._flight = _Flight(turned=True, result=flattened(self.state.gather_anchor()), non_finite=non_finite)
 
     def _require_flight(self) -> _Flight:
-        assert self._flight is not None, "no round of this fragment is on its way"
+        assert self._flight is not None, "no round of this fragment is in flight"
         return self._flight
 
     def _state(
@@ -340,17 +340,17 @@ class Fragment:
     # The end of training.
 
     def unite(self) -> bool:
-        """Make the workers equal without an outer step: all go on from the mean of their values, as a new anchor.
+        """Make the workers equal without an outer step: all continue from the mean of their values, as a new anchor.
 
         What the others still have to give in eager rounds is subtracted first, as it is.
 
-        Workers whose values are not finite do not count; when none are finite, all go back to the anchor.
+        Workers with non-finite values do not count; when none are finite, all go back to the anchor.
 
         Returns:
             Whether this worker's values were finite.
 
         Raises:
-            RuntimeError: a worker's values are not finite, and nothing was asked for that could leave it out.
+            RuntimeError: a worker's values are non-finite, and no option asks to leave it out.
         """
         for value, late in zip(self.values, self.state.take_late(), strict=False):
             value.sub_(late)
@@ -360,9 +360,9 @@ class Fragment:
         squares[self._owned.worker] = torch.where(torch.isfinite(sums).all(), 0.0, math.nan)
         self._judge.add_up(squares)
         finite = torch.isfinite(squares).view(-1).tolist()
-        if not all(finite) and not self._penalty.tolerates_broken_workers:
-            broken = finite.index(False)
-            raise RuntimeError(f"worker {broken} has weights that are not finite at the end of training")
+        if not all(finite) and not self._penalty.tolerates_non_finite_workers:
+            worker = finite.index(False)
+            raise RuntimeError(f"worker {worker} has non-finite weights at the end of training")
         own = finite[self._owned.worker]
         flats = flattened(self.values) if any(finite) else flattened(self.state.gather_anchor())
         for flat in flats if any(finite) else []:
@@ -374,7 +374,7 @@ class Fragment:
         return bool(own)
 
     def go_back(self, workers: Container[int]) -> None:
-        """Let these workers go on from the anchor; all ranks of `across` must call it, with the same workers."""
+        """Let these workers continue from the anchor; all ranks of `across` must call it, with the same workers."""
         for value, anchor in zip(self.values, self.state.gather_anchor(), strict=True):
             if self._owned.worker in workers:
                 value.copy_(anchor.view(value.shape))
@@ -383,7 +383,7 @@ class Fragment:
 def _compressed(
     codec: str, config: LocalSGDConfig, synced: Sequence[SyncedTensor], owned: OwnedRuns, judge: Judge
 ) -> CompressedRound:
-    # What topk chose on the way out differs from worker to worker; on the way home all of it should fit.
+    # What topk chose to send differs from worker to worker; in the result all of it should fit.
     union = min(1.0, config.codec_density * owned.workers)
     outward, homeward = build_codec(codec, config.codec_density), build_codec(codec, union)
     return CompressedRound(

@@ -34,7 +34,7 @@ class HostMemory:
         # torch leaves streams unannotated.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._coming: dict[int, torch.Tensor] = {}
-        """Copies on their way to the device, by the identity of what they are a copy of."""
+        """Copies in flight to the device, by the identity of what they are a copy of."""
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor in the host's memory."""
@@ -45,7 +45,7 @@ class HostMemory:
         """Let tensors set out for the device: they are to visit next."""
         if self._stream is None:
             return
-        # After what was brought home on this stream, and beside what the device computes.
+        # After the copies back on this stream, and in parallel to the device's computations.
         with torch.cuda.stream(self._stream):
             for tensor in tensors:
                 if id(tensor) not in self._coming:
@@ -88,7 +88,7 @@ class HostMemory:
             self._stream.synchronize()
 
     def _arrive(self) -> None:
-        """Let the device's computations wait for what is on its way."""
+        """Let the device's computations wait for what is in flight."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 

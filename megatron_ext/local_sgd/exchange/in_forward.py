@@ -37,7 +37,7 @@ class ForwardRound:
         self._guarded = GuardedRound(owned, judge) if guarded else None
         self._state: RoundState | None = None
         self._exchanges: dict[int, Exchange] = {}
-        """By segment, what is on its way."""
+        """By segment, what is in flight."""
         self._homeward: set[int] = set()
 
     @property
@@ -52,7 +52,7 @@ class ForwardRound:
             What was decided over each unit, where norms decide: the outer steps have been made then. Else None.
 
         Raises:
-            RuntimeError: a worker was broken, and is not to be left out; where norms decide.
+            RuntimeError: a worker is non-finite, and is not to be left out; where norms decide.
         """
         owned, memory = self._owned, ExchangeMemory()
         self._state, self._homeward = state, set()
@@ -69,7 +69,7 @@ class ForwardRound:
         return decisions
 
     def land(self, units: Sequence[int]) -> list[torch.Tensor]:
-        """Wait for the results of these units; those of the next one start on their way.
+        """Wait for the results of these units; those of the next one are sent.
 
         Returns:
             The values, 1-D: with the results of all units that were asked for until now.
@@ -90,19 +90,19 @@ class ForwardRound:
             What it worked on; None when `start` has said everything already.
 
         Raises:
-            RuntimeError: a worker was broken; the run must end without saving.
+            RuntimeError: a worker is non-finite; the run must end without saving.
         """
         state = self._require_state()
-        assert not self._exchanges, "units are still on their way"
+        assert not self._exchanges, "units are still in flight"
         self._state = None
         if self._guarded is not None:
             return None
         self._judge.add_up(state.squares)
-        self._judge.refuse_broken(state.squares[:-1], state.number)
+        self._judge.refuse_non_finite(state.squares[:-1], state.number)
         return state
 
     def _following(self, indices: Sequence[int]) -> list[int]:
-        """Return the segments of the first unit on its way that comes after the units of these."""
+        """Return the segments of the first unit in flight that comes after the units of these."""
         unit = {index: self._owned.segments[index].unit for index in self._exchanges}
         later = [other for other in unit.values() if indices and other > max(unit[index] for index in indices)]
         return [index for index, other in unit.items() if later and other == min(later)]

@@ -58,17 +58,17 @@ class Judge:
             steps: as `Penalty.decide` takes them.
 
         Raises:
-            RuntimeError: see `refuse_broken`.
+            RuntimeError: see `refuse_non_finite`.
         """
-        self.refuse_broken(squares, number)
+        self.refuse_non_finite(squares, number)
         return self.penalty.decide(squares.sqrt().cpu(), steps)
 
     def coefficients(self, squares: torch.Tensor) -> list[float]:
         """Return by what to multiply each unit's common pseudo-gradient, given its squared norms, (units,)."""
         return [clip_coefficient(norm, self._clip) for norm in squares.sqrt().tolist()]
 
-    def refuse_broken(self, squares: torch.Tensor, number: int) -> None:
-        """Refuse workers whose weights are not finite, unless they are left out.
+    def refuse_non_finite(self, squares: torch.Tensor, number: int) -> None:
+        """Refuse workers with non-finite weights, unless they are left out.
 
         Args:
             squares: their squared norms, (workers, units).
@@ -77,16 +77,16 @@ class Judge:
         Raises:
             RuntimeError: naming them and the units.
         """
-        if self.penalty.tolerates_broken_workers:
+        if self.penalty.tolerates_non_finite_workers:
             return
-        broken = []
+        found = []
         for worker, by_unit in enumerate(squares.tolist()):
             units = [unit for unit, square in zip(self._units, by_unit, strict=True) if not math.isfinite(square)]
             if units:
-                broken.append(f"worker {worker} had weights that are not finite in {listed(units)}")
-        if broken:
+                found.append(f"worker {worker} had non-finite weights in {listed(units)}")
+        if found:
             raise RuntimeError(
-                f"outer round {number}: {'; '.join(broken)}. The run ends here and saves nothing. Resume from "
+                f"outer round {number}: {'; '.join(found)}. The run ends here and saves nothing. Resume from "
                 "the last checkpoint, with a lower learning rate or with the cause removed, or with "
                 "--local-sgd-skip-anomaly to leave such workers out"
             )

@@ -35,14 +35,14 @@ class SyncedTensor:
     """Its global name, for messages."""
 
     unit: str
-    """The unit it belongs to: one of those that the engine was told of."""
+    """The unit it belongs to: one of the engine's units."""
 
     counted: bool = True
     """Whether it counts in norms over the worker (False for a replica of what another rank counts)."""
 
     on_two_stages: bool = False
     """Whether two pipeline stages of the worker hold it (a tied embedding). Their ranks may be given it in other parts,
-    so that no element of it may be treated by what stands beside it."""
+    so that no element of it may be treated by its neighbours."""
 
 
 class OuterState:
@@ -113,9 +113,9 @@ class OuterState:
             self._compressed.begin(self._values)
 
     def move_to_values(self) -> None:
-        """Go on from the present values, which must be equal on all workers; the outer optimizer stays.
+        """Continue from the present values, which must be equal on all workers; the outer optimizer stays.
 
-        What messages still owe stays, too: an anchor moves by as much as the replica that all workers have of it.
+        Residuals stay, too: an anchor moves by as much as the replica that all workers have of it.
         """
         now = self._owned.runs(self._values)
         if self._compressed is None:
@@ -144,7 +144,7 @@ class OuterState:
         return {} if self._owned.apart else self._outer_state()
 
     def worker_state(self) -> dict[str, list[torch.Tensor]]:
-        """Return what this worker alone has beside its values, in their order and shapes, by name; all must call it."""
+        """Return this worker's own state besides its values, in their order and shapes, by name; all must call it."""
         if self._eager is not None:
             return {**self._outer_state(), "late": self._owned.gather(self._eager.late(), self._values)}
         if self._owned.apart:

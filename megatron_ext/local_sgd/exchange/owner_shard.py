@@ -217,7 +217,7 @@ class OuterShard:
                 own[part] = anchor
 
     def _here(self, run: int, *, changed: bool) -> contextlib.AbstractContextManager[None]:
-        """Have anchor and outer state of a run on the device, and those of the next run on their way."""
+        """Have anchor and outer state of a run on the device, and those of the next run on the way there."""
         if self._host is None:
             return contextlib.nullcontext()
         visitors = self._stateful(run)
@@ -232,7 +232,7 @@ class OuterShard:
         return [self.anchors[run], *self.optimizer.states(run)]
 
     def _anchor_here(self, run: int) -> contextlib.AbstractContextManager[None]:
-        """Have the anchor of a run on the device, to look at, and that of the next run on its way."""
+        """Have the anchor of a run on the device, to look at, and that of the next run on the way there."""
         if self._host is None or self._terms_are_gradients:
             return contextlib.nullcontext()
         return self._host.visit([self.anchors[run]], changed=False, following=self.anchors[run + 1 : run + 2])

@@ -45,7 +45,7 @@ class PairwiseRound:
         """Make a round.
 
         Raises:
-            RuntimeError: this worker or its partner was broken; the run must end without saving.
+            RuntimeError: this worker or its partner is non-finite; the run must end without saving.
         """
         owned = self._owned
         partner = partners(state.number, owned.workers)[owned.worker]
@@ -64,7 +64,7 @@ class PairwiseRound:
             unpack(segment, buffer, state.flats)
         state.squares[partner], state.squares[owned.worker], state.squares[-1] = squares[1], squares[0], squares[2]
         self._judge.add_up_inside(state.squares)
-        self._judge.refuse_broken(state.squares[:-1], state.number)
+        self._judge.refuse_non_finite(state.squares[:-1], state.number)
         return []
 
     def _swap(self, buffer: list[torch.Tensor], partner: int) -> tuple[list[torch.Tensor], list[dist.Work]]:

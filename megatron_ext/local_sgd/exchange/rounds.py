@@ -77,7 +77,7 @@ class Round(Protocol):
 
 
 class BackgroundRound(Round, Protocol):
-    """A round whose messages can travel while training goes on; one at a time."""
+    """A round whose messages can travel while training continues; one at a time."""
 
     def start(self, state: RoundState) -> None:
         """Start to send the owners what is theirs; `state.flats` must not change until the end."""
@@ -90,7 +90,7 @@ class BackgroundRound(Round, Protocol):
 
 
 class PlainRound:
-    """Steps by the mean of all workers, segment by segment, while other segments are on their way."""
+    """Steps by the mean of all workers, segment by segment, while other segments are in flight."""
 
     def __init__(self, owned: OwnedRuns, judge: Judge) -> None:
         self._owned = owned
@@ -105,7 +105,7 @@ class PlainRound:
         """Make a round.
 
         Raises:
-            RuntimeError: a worker was broken, which has spread by then; the run must end without saving.
+            RuntimeError: a worker is non-finite, which has spread by then; the run must end without saving.
         """
         owned, segments = self._owned, self._owned.segments
         buffers = (packed(segment, state.flats) for segment in segments)
@@ -113,7 +113,7 @@ class PlainRound:
         for segment, buffer in zip(segments, arriving, strict=True):
             unpack(segment, buffer, state.flats)
         self._judge.add_up(state.squares)
-        self._judge.refuse_broken(state.squares[:-1], state.number)
+        self._judge.refuse_non_finite(state.squares[:-1], state.number)
         return []
 
 
@@ -149,7 +149,7 @@ class GuardedRound:
         """Make a round.
 
         Raises:
-            RuntimeError: a worker was broken, and is not to be left out.
+            RuntimeError: a worker is non-finite, and is not to be left out.
         """
         self.start(state)
         decisions = self.turn(state)
@@ -169,7 +169,7 @@ class GuardedRound:
         decisions, _ = decide_and_step(self._owned, self._judge, state, self._begin(self._exchanges))
         for exchange in self._exchanges:
             exchange.return_own()
-        # The others' terms are not needed on the way home, which may take some training steps.
+        # The others' terms are not needed for the result's return, which may take some training steps.
         self._memory.clear()
         return decisions
 
@@ -180,12 +180,12 @@ class GuardedRound:
         self._exchanges = []
 
     def give_up(self) -> list[Exchange]:
-        """Return what is on its way home, by segment, to somebody who waits for it instead."""
+        """Return the results in flight, by segment, to a caller that waits for them instead."""
         exchanges, self._exchanges = self._exchanges, []
         return exchanges
 
     def _begin(self, exchanges: list[Exchange]) -> Callable[[], Iterator[OwnedTerms]]:
-        """Return what begins to yield every run that this rank owns; the first time while others are on their way."""
+        """Return an iterator of the runs that this rank owns; the first time while others are in flight."""
         arrived: list[Arrived] = []
 
         def each() -> Iterator[OwnedTerms]:
@@ -213,7 +213,7 @@ def decide_and_step(
         The decisions over the units, and by the run's number the new anchors, in the memory of this rank's own terms.
 
     Raises:
-        RuntimeError: a worker was broken, and is not to be left out.
+        RuntimeError: a worker is non-finite, and is not to be left out.
     """
     shard, squares = state.shard, state.squares
     for run, unit, terms in each():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of an averager: what is wrong with them, and whether all ranks have the same."""
+"""The settings of an averager: their problems, and whether all ranks have the same."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Settings:
         return writer, any(each[2] for each in ranks)
 
     def _problems(self) -> list[str]:
-        """Return what is wrong with the values by themselves, one sentence each."""
+        """Return the problems of the values by themselves, one sentence each."""
         configs = (self.config, self.outer, self.gta, self.streaming)
         wrong = [problem for each in configs for problem in each.type_problems()]
         if wrong:

@@ -40,7 +40,7 @@ __all__ = ["OuterOptimPeriodicModelAverager"]
 
 
 class OuterOptimPeriodicModelAverager:
-    """Runs outer rounds over the workers' parameters, every so many steps."""
+    """Runs outer rounds over the workers' parameters, once per interval."""
 
     @speaks_of_fields()
     def __init__(
@@ -115,7 +115,7 @@ class OuterOptimPeriodicModelAverager:
         )
         self.step = 0
         self.when_healed: Callable[[], None] | None = None
-        """Called when rounds have left out this worker, whose values were not finite: it goes on from the synced
+        """Called when rounds have left out this worker, whose values were non-finite: it continues from the synced
         weights, which the inner optimizer's moments would spoil."""
         self.when_met: Callable[[], None] | None = None
         """Called on all ranks after workers have met, at the same place of each one's training."""
@@ -269,13 +269,13 @@ class OuterOptimPeriodicModelAverager:
 
         Raises:
             UserError: the parameters were changed before the last round had brought all of them.
-            RuntimeError: a worker brought weights that are not finite, and nothing was asked for that could leave it
+            RuntimeError: a worker brought non-finite weights, and nothing was asked for that could leave it
                 out.
         """
         engine = self.engine
         if self._hooks is not None and self._hooks.open and not self._hooks.complete:
             raise UserError(
-                "parameters were changed while a round was on its way; call averager.land() before the inner "
+                "parameters were changed while a round was in flight; call averager.land() before the inner "
                 "optimizer's step, as StatefulPostLocalSGDOptimizer does"
             )
         ended = self.end_round()
@@ -447,7 +447,7 @@ class OuterOptimPeriodicModelAverager:
 
         Raises:
             UserError: it was saved with another outer optimizer, reducer, codec or fragments, for other parameters,
-                beside other values of theirs, or by another number of workers where each has something of its own; on
+                for other values of theirs, or by another number of workers where each has something of its own; on
                 all ranks.
         """
         self.end_round()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module's buffers across workers: what training changes without an optimizer, such as BatchNorm's statistics.
 
-Only persistent buffers count, those that `state_dict()` has: the others are caches that a module makes anew.
+Only persistent buffers count, those that `state_dict()` has: the others are caches that a module rebuilds.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def refuse_unfit_buffers(model: torch.nn.Module, across: Any, share: bool, apart
 
 
 def plans_for_buffers(model: torch.nn.Module, across: Any, share: bool) -> list[str]:
-    """Return what to say of a module's buffers when it is attached, a line each; see `refuse_unfit_buffers`."""
+    """Return the notices about a module's buffers when it is attached, a line each; see `refuse_unfit_buffers`."""
     names = list(persistent_buffers(model))
     if not names:
         return []
@@ -108,7 +108,8 @@ class SharedBuffers:
         """Give every worker the mean of what differs; all ranks of `across` must call it.
 
         Means are taken element by element, of the workers whose buffer is finite; elements that are equal everywhere
-        keep their bits. What is no floating-point number (BatchNorm's count of batches) is taken from the first worker.
+        keep their bits. What is not a floating-point number (BatchNorm's count of batches) is taken from the first
+        worker.
 
         Returns:
             What there is to say, a line each.
@@ -144,7 +145,7 @@ class SharedBuffers:
             buffer.copy_(common.view(buffer.shape))
             if left_out:
                 lines.append(
-                    f"buffer {name} is not finite on {workers_in_words(left_out)}, which the mean over the workers "
+                    f"buffer {name} is non-finite on {workers_in_words(left_out)}, which the mean over the workers "
                     "leaves out"
                 )
             start = stop

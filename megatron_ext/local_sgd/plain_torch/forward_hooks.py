@@ -70,10 +70,10 @@ def _is_gathered_apart(unit: str, layer: torch.nn.Module, gathering: dict[str, i
 
 
 class ForwardHooks:
-    """Lets the layers of a module run only when the round on its way has brought their parameters."""
+    """Lets the layers of a module run only when the round in flight has brought their parameters."""
 
-    _on_its_way: ClassVar[dict[int, weakref.ref[ForwardHooks]]] = {}
-    """By process group, whose round is on its way there: messages of two rounds could not be told apart."""
+    _in_flight: ClassVar[dict[int, weakref.ref[ForwardHooks]]] = {}
+    """By process group, whose round is in flight there: messages of two rounds could not be told apart."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ForwardHooks:
         """Return nothing to wait for: a copy of the module, as for a moving average of it, takes part in no rounds.
 
         Raises:
-            UserError: some parameters, which are copied along, are on their way.
+            UserError: some parameters, which are copied along, are in flight.
         """
         self.refuse_to_be_read()
         return _NoHooks()
@@ -147,7 +147,7 @@ class ForwardHooks:
         """Take note that a round has been launched: no parameter may be used as it is.
 
         Raises:
-            UserError: FSDP was told to gather layers before they are called, or another round is on its way.
+            UserError: FSDP was told to gather layers before they are called, or another round is in flight.
         """
         for module in self._model.modules():
             if isinstance(module, FSDPModule) and module._get_fsdp_state()._states_to_forward_prefetch:
@@ -155,14 +155,14 @@ class ForwardHooks:
                     "set_modules_to_forward_prefetch gathers layers before a round has brought them; leave it away, or "
                     "drop sync_in_forward"
                 )
-        known = self._on_its_way.get(id(self._group))
+        known = self._in_flight.get(id(self._group))
         other = None if known is None else known()
         if other is not None and other is not self and other.open:
             raise UserError(
-                "sync_in_forward: rounds of two averagers are on their way in one process group; give each a group of "
+                "sync_in_forward: rounds of two averagers are in flight in one process group; give each a group of "
                 "its own (dist.new_group()), or drop it"
             )
-        self._on_its_way[id(self._group)] = weakref.ref(self)
+        self._in_flight[id(self._group)] = weakref.ref(self)
         self._open, self._entered, self._landed = True, False, 0
         self._uncalled = set(self._units)
         self._versions = self._current_versions()
@@ -185,7 +185,7 @@ class ForwardHooks:
 
     def close(self) -> None:
         """Take note that the round has ended."""
-        assert self.complete, "parameters are still on their way"
+        assert self.complete, "parameters are still in flight"
         self._open = False
         self._gradients = {}
 
@@ -199,7 +199,7 @@ class ForwardHooks:
         if not self._open:
             return
         if not self._entered and not torch.is_grad_enabled():
-            raise UserError(f"a forward pass without gradients while a round is on its way: {_WAY_OUT}")
+            raise UserError(f"a forward pass without gradients while a round is in flight: {_WAY_OUT}")
         self._entered = True
         self._uncalled.difference_update(self._units[: self._first_layer])
         self._land_until(self._first_layer)
@@ -214,19 +214,19 @@ class ForwardHooks:
         """Refuse to save, load or copy parameters.
 
         Raises:
-            UserError: some are on their way.
+            UserError: some are in flight.
         """
         if self._open and not self.complete:
-            raise UserError(f"the module's state while a round is on its way: {_WAY_OUT}")
+            raise UserError(f"the module's state while a round is in flight: {_WAY_OUT}")
 
     def _refuse_changes(self) -> None:
         """Refuse parameters that were changed since the round was launched, or that FSDP has gathered."""
         versions = self._current_versions()
         for (name, _), before, now in zip(self._parameters, self._versions, versions, strict=True):
             if before != now:
-                raise UserError(f"parameter {name} was changed while a round is on its way: {_WAY_OUT}")
+                raise UserError(f"parameter {name} was changed while a round is in flight: {_WAY_OUT}")
         if self._count_sharded() != self._sharded:
-            raise UserError(f"FSDP has gathered parameters (unshard()) while a round is on its way: {_WAY_OUT}")
+            raise UserError(f"FSDP has gathered parameters (unshard()) while a round is in flight: {_WAY_OUT}")
 
     def _refuse_early_use(self) -> None:
         """Refuse gradients that came of parameters before they had arrived."""

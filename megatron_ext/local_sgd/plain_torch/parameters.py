@@ -96,7 +96,7 @@ def require_same_memory(parameters: Sequence[torch.Tensor], synced: Sequence[Syn
     """Check that parameters lie where they did when local SGD began.
 
     Raises:
-        UserError: one was replaced, so that rounds would move memory that nobody trains.
+        UserError: one was replaced, so that rounds would move memory that is not trained.
     """
     for parameter, entry in zip(parameters, synced, strict=True):
         if local_part(parameter).data_ptr() != entry.tensor.data_ptr():

@@ -18,7 +18,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
 from megatron_ext.local_sgd.plain_torch.schedulers import SchedulesInStep
 from megatron_ext.local_sgd.reporting.round_report import RoundReport
-from megatron_ext.params.moments import reset_broken_moments
+from megatron_ext.params.moments import reset_non_finite_moments
 
 __all__ = ["StatefulPostLocalSGDOptimizer", "load_local_sgd_state_dict", "save_local_sgd_state_dict"]
 
@@ -65,7 +65,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         self._schedules = SchedulesInStep(optim, averager.process_group, averager.shard_group, averager.say)
         if averager.keeps_in_step:
             averager.when_met = self._schedules.meet
-        averager.when_healed = lambda: reset_broken_moments(self.optim)
+        averager.when_healed = lambda: reset_non_finite_moments(self.optim)
         averager.attach(named, model)
 
     def align_schedulers(self, *schedulers: Any) -> None:
@@ -123,7 +123,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step_scaled(self) -> float | None:
-        """Make the inner step for GradScaler, or none where a gradient is not finite."""
+        """Make the inner step for GradScaler, or none where a gradient is non-finite."""
         if float(self.found_inf):
             return None
         if self.grad_scale is not None:  # they are not unscaled yet
@@ -161,7 +161,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         inner = {key: value for key, value in state_dict.items() if key != "local_sgd"}
         if "local_sgd" not in state_dict:
             raise UserError(
-                "the optimizer's state has none of local SGD's, as of a run without it; load it into the inner "
+                "the optimizer's state has none of local SGD's, like that of a run without it; load it into the inner "
                 "optimizer before it is wrapped, and load_local_sgd_state_dict if that was saved"
             )
         self.averager.load_state_dict(state_dict["local_sgd"])
@@ -214,7 +214,7 @@ def _refuse_torchs_checkpoint_api() -> None:
     if sys._getframe(2).f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
         raise UserError(
             "torch's distributed checkpoint API leaves local SGD's state out; give it the inner optimizer "
-            "(optimizer.optim), and use save_local_sgd_state_dict and load_local_sgd_state_dict beside it"
+            "(optimizer.optim), and use save_local_sgd_state_dict and load_local_sgd_state_dict for the rest"
         )
 
 

@@ -78,7 +78,7 @@ def require_same_model(described: ModelDescription, problems: Sequence[str], acr
 
     Args:
         described: what this rank attaches.
-        problems: what is wrong on this rank by itself; `described` does not count then.
+        problems: those of this rank by itself; `described` does not count then.
         across: process group of the ranks that hold the same values, one per worker, in worker order.
         inside: process group of all ranks of this worker; None when it is this one alone.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a saved state says of the run that saved it, and which runs may take it over."""
+"""What a saved state records about the run that saved it, and which runs may load it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StateGuard:
         )
 
     def description(self) -> dict[str, Any]:
-        """Return what a state has to say of this run."""
+        """Return this run's record for a state."""
         return {
             "method": self._method,
             "tuning": self._tuning,
@@ -78,7 +78,7 @@ class StateGuard:
         return {entry.name: list(tensor_digest([entry.tensor])) for entry in self._synced}
 
     def changed(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Return by flag what was and what is of the things that a run may change on its way."""
+        """Return by flag the saved and the present value of the options that a run may change."""
         # Earlier releases did not say.
         return changes(state.get("tuning", self._tuning), self._tuning)
 
@@ -87,7 +87,8 @@ class StateGuard:
         return len(state["schedule"]["synced"]) == self._workers
 
     def refuse_unfit(self, state: dict[str, Any]) -> None:
-        """Refuse a state that a rank cannot go on from; all ranks must call it, with the module's weights of that save.
+        """Refuse a state that a rank cannot continue from; all ranks must call it, with the module's weights of that
+        save.
 
         Raises:
             UserError: it is none, or of another model, method, place or other weights, or the ranks' states are of
@@ -115,10 +116,10 @@ class StateGuard:
         if self._config.skip_anomaly and state.get("units", self._units) != self._units:
             raise UserError(
                 f"{_WHERE}: what it knows of the norms of layers is in the order of a run "
-                f"{'without' if self._config.sync_in_forward else 'with'} sync_in_forward; go on like that, or start "
-                "without it"
+                f"{'without' if self._config.sync_in_forward else 'with'} sync_in_forward; continue like that, or "
+                "start without it"
             )
-        refuse_other_method(state["method"], self._method, _WHERE, "go on with what it was, or start without it")
+        refuse_other_method(state["method"], self._method, _WHERE, "continue with what it was, or start without it")
         self._refuse_other_interval(state)
         self._refuse_other_place(state)
         self._refuse_other_weights(state)
@@ -141,7 +142,7 @@ class StateGuard:
         )
 
     def _refuse_other_weights(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state beside other weights than it was saved with: they would go on from another one's anchor."""
+        """Refuse a state with other weights than it was saved with: they would continue from another anchor."""
         if not self.knows_its_weights(state):
             return
         now = self._digests()
@@ -154,15 +155,15 @@ class StateGuard:
             )
 
     def _refuse_other_interval(self, state: Mapping[str, Any]) -> None:
-        """Refuse to meet a round on its way in the middle of another schedule."""
-        on_its_way = any(fragment["on_its_way"] for fragment in state["scalars"]["fragments"])
+        """Refuse to meet a round in flight in the middle of another schedule."""
+        in_flight = any(fragment["on_its_way"] for fragment in state["scalars"]["fragments"])
         # An eager round has no end that could be missed.
-        if self._streaming.eager or not on_its_way:
+        if self._streaming.eager or not in_flight:
             return
         for flag, (before, now) in self.changed(state).items():
             if flag == "--local-sgd-sync-interval":
                 raise UserError(
-                    f"{_WHERE}: saved while rounds of fragments were on their way, so that {flag} has to be {before}, "
+                    f"{_WHERE}: saved while rounds of fragments were in flight, so that {flag} has to be {before}, "
                     f"not {now}; load a state without any"
                 )
 
@@ -178,6 +179,6 @@ class StateGuard:
             saved = len(state["schedule"]["synced"])
             raise UserError(
                 f"{_WHERE}: saved by {saved} workers, each with something of its own, and process_group has "
-                f"{self._workers}; go on with {saved}, "
+                f"{self._workers}; continue with {saved}, "
                 f"{'' if self._has_own_state else 'save after a round and load that, '}or start without it"
             )

@@ -40,7 +40,7 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
         path: the file, or the folder that holds it under its usual name.
 
     Raises:
-        UserError: there is no such file, or it is none of ours.
+        UserError: there is no such file, or it is not a round log.
     """
     file = path / FILE_NAME if path.is_dir() else path
     if not file.is_file():
@@ -68,12 +68,12 @@ def mean_weights(entry: dict[str, Any]) -> list[float]:
 
 
 def as_number(value: float | None) -> float:
-    """Return a number of a round: NaN for what was not finite."""
+    """Return a number of a round: NaN for a non-finite one."""
     return math.nan if value is None else float(value)
 
 
 def _standard(value: Any) -> Any:
-    """Return what JSON can hold: null for numbers that are not finite, which readers in other languages refuse."""
+    """Return what JSON can hold: null for non-finite numbers, which readers in other languages refuse."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

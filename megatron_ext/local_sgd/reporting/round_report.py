@@ -21,7 +21,7 @@ class RoundClock:
     """Where the time that a round keeps this rank from training goes."""
 
     seconds: float = 0.0
-    """Seconds of the whole round, without those in which training went on."""
+    """Seconds of the whole round, without those in which training continued."""
 
     waiting: float = 0.0
     """Seconds of them until the last of the workers that this rank meets had arrived."""
@@ -107,8 +107,8 @@ class RoundReport:
         return [unit for unit, workers in self.rejected.items() if len(workers) == self._counted]
 
     @property
-    def broken(self) -> list[int]:
-        """The workers whose values were not finite."""
+    def non_finite(self) -> list[int]:
+        """The workers with non-finite values."""
         return [worker for worker, norm in enumerate(self.worker_norms) if not math.isfinite(norm)]
 
     @property
@@ -170,7 +170,7 @@ class WorkerProgress:
     """Whether the values were changed."""
 
     healed: bool
-    """Whether this worker's values were not finite and are the common ones now."""
+    """Whether this worker's values were non-finite and have been replaced by the common ones."""
 
 
 def _workers(numbers: Sequence[int]) -> str:

@@ -53,6 +53,6 @@ def round_log_path(args: Any) -> Path | None:
     """Return where a run's rounds are written, None for nowhere."""
     wanted = args.local_sgd_round_log
     if wanted is None:
-        # --save may name a place that is no folder of this machine, such as msc://bucket.
+        # --save may name a place that is not a folder of this machine, such as msc://bucket.
         return Path(args.save) / FILE_NAME if args.save and "://" not in args.save else None
     return None if wanted == "none" else Path(wanted)

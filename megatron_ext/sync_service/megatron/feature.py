@@ -237,7 +237,7 @@ class SyncServiceFeature(Feature):
         peer.last, peer.round = replace(outcome, values={}), outcome.number
         if not outcome.contributed:
             # It goes on from the others' weights; its moments would spoil them in the next step.
-            peer.values.reset_broken_moments()
+            peer.values.reset_non_finite_moments()
             say(f"sync service: round {outcome.number} went without this peer: {outcome.message or 'it came too late'}")
         for unit, reason in outcome.excluded.items():
             say(f"sync service: round {outcome.number} left this peer out of {unit}: {reason}")

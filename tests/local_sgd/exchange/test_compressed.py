@@ -181,5 +181,5 @@ def test_a_broken_worker_is_left_out_once_and_heals(codec):
 
 
 def test_a_broken_worker_ends_the_run_by_its_number():
-    with pytest.raises(RankFailure, match="worker 1 had weights that are not finite"):
+    with pytest.raises(RankFailure, match="worker 1 had non-finite weights"):
         run_ranks(broken_once, 2, "int8", {})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Eager updates: a worker's own share counts at once, the others' one round later, and nobody waits."""
+"""Eager updates: a worker's own share counts at once, the others' one round later, and no worker waits."""
 
 import pytest
 import torch

@@ -155,7 +155,7 @@ def test_when_all_workers_are_anomalous_the_unit_goes_back_to_its_anchor(bad):
     for before, after, later, rejected in run_ranks(everybody_bad, 2, bad):
         assert rejected == {"layer.0": [0, 1]}
         assert after == before
-        # The outer momentum was neither moved nor lost: the next normal round goes on as if nothing had been.
+        # The outer momentum was neither moved nor lost: the next normal round is as if nothing had been.
         assert later[0] > after[0] + 1.0
 
 

@@ -77,7 +77,7 @@ def test_a_unit_is_waited_for_when_it_is_asked_for_and_the_next_one_is_on_its_wa
 
 
 def broken():
-    """Return what a round says whose worker 1 has values that are not finite."""
+    """Return the error of a round whose worker 1 has non-finite values."""
     values = [torch.zeros(size) for size in SIZES]
     engine = engine_of(values, units=UNITS, penalty={"sync_in_forward": True})
     engine.take_anchor()
@@ -94,7 +94,7 @@ def broken():
 
 def test_a_broken_worker_ends_the_run_when_the_round_is_concluded():
     for said in run_ranks(broken, 2):
-        assert "worker 1 had weights that are not finite in layer.0" in said
+        assert "worker 1 had non-finite weights in layer.0" in said
 
 
 SCHEDULE = {"local_sgd_sync_interval": 2, "local_sgd_warmup_steps": 1, "train_iters": 8}

@@ -12,7 +12,7 @@ from tests.support.distributed import run_ranks
 TIMEOUT = 60.0
 
 # What all workers have, what worker 1 of 3 has instead, and what all of them say. An odd worker of an earlier release
-# was waited for for ever (another interval, fragments, penalty), or trained on by itself (all others).
+# was waited for forever (another interval, fragments, penalty), or trained on by itself (all others).
 SETTINGS = {
     "interval": ({"interval": 4}, {"interval": 5}, "local_sgd_sync_interval is 4 on workers 0, 2 and 5 on worker 1"),
     "outer rate": (

@@ -106,7 +106,7 @@ def test_buffers_that_differ_from_the_start_are_refused_unless_they_are_each_wor
 
 
 def with_bad_statistics():
-    """Return the buffers after a round to which worker 1 came with a variance that is not finite, and what was said."""
+    """Return the buffers after a round to which worker 1 came with a non-finite variance, and the log."""
     dist.init_process_group("gloo")
     rank, module, said = dist.get_rank(), normed(), io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -121,7 +121,7 @@ def test_a_buffer_that_is_not_finite_is_left_out_of_the_mean_and_said():
     (first, said), *others = run_ranks(with_bad_statistics, 3, timeout=TIMEOUT)
     assert all(found == first for found, _ in others)
     assert first[2] == 2.0 and all(value == value for value in first)
-    assert said.count("local SGD: buffer 1.running_var is not finite on worker 1, which the mean over the") == 1
+    assert said.count("local SGD: buffer 1.running_var is non-finite on worker 1, which the mean over the") == 1
 
 
 def refused_buffers():
@@ -174,7 +174,7 @@ def test_workers_at_their_own_speed_share_buffers_where_they_meet():
 
 
 def resumed(folder):
-    """Return weights and buffers of a straight run, and of one that goes on from a save in mid-interval."""
+    """Return weights and buffers of a straight run, and of one that continues from a save in mid-interval."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 

@@ -193,35 +193,35 @@ def passing_by(module, optimizer):
 
 
 def second(_, optimizer):
-    """Let another averager have a round on its way in the same group."""
+    """Let another averager have a round in flight in the same group."""
     other = model()
     groups = optimizer.averager._across, None
     train(other, wrapped(torch.optim.SGD(other.parameters(), lr=0.1), other, sync_in_forward=True, groups=groups), 1, 0)
 
 
 REFUSED = {
-    "state": (lambda module, _: module.state_dict(), "the module's state while a round is on its way: call averager"),
-    "state of a layer": (lambda module, _: module[4].state_dict(), "the module's state while a round is on its way"),
+    "state": (lambda module, _: module.state_dict(), "the module's state while a round is in flight: call averager"),
+    "state of a layer": (lambda module, _: module[4].state_dict(), "the module's state while a round is in flight"),
     "loading": (lambda module, _: module.load_state_dict(model().state_dict()), "the module's state while a round"),
-    "copy": (lambda module, _: copy.deepcopy(module), "the module's state while a round is on its way"),
-    "file": (lambda module, _: torch.save(module, io.BytesIO()), "the module's state while a round is on its way"),
+    "copy": (lambda module, _: copy.deepcopy(module), "the module's state while a round is in flight"),
+    "file": (lambda module, _: torch.save(module, io.BytesIO()), "the module's state while a round is in flight"),
     "evaluation": (
         lambda module, _: torch.no_grad()(module)(torch.ones(1, 8)),
-        "a forward pass without gradients while a round is on its way: call averager.end_round() on all ranks",
+        "a forward pass without gradients while a round is in flight: call averager.end_round() on all ranks",
     ),
     "own step": (
         lambda _, optimizer: (optimizer.optim.step(), optimizer.averager.average_parameters()),
-        "parameters were changed while a round was on its way; call averager.land()",
+        "parameters were changed while a round was in flight; call averager.land()",
     ),
-    "change": (changing, "parameter 0.weight was changed while a round is on its way: call averager.end_round()"),
+    "change": (changing, "parameter 0.weight was changed while a round is in flight: call averager.end_round()"),
     "no call": (passing_by, "the backward pass has reached 0.weight, but its module was not called"),
-    "second": (second, "rounds of two averagers are on their way in one process group; give each a group"),
+    "second": (second, "rounds of two averagers are in flight in one process group; give each a group"),
 }
 READING = ("state", "state of a layer", "loading", "copy", "file", "evaluation")
 
 
 def refused():
-    """Return by kind of misuse what the error says; where nothing is lost yet, training goes on after the way out."""
+    """Return by kind of misuse what the error says; where nothing is lost yet, training continues after the way out."""
     dist.init_process_group("gloo")
     said = {}
     for how, (misuse, _) in REFUSED.items():
@@ -307,7 +307,7 @@ def switched_over():
 def test_a_guards_experience_is_not_taken_for_that_of_other_layers():
     for said in run_ranks(switched_over, 2):
         (refused,) = said
-        assert "is in the order of a run without sync_in_forward; go on like that, or start without it" in refused
+        assert "is in the order of a run without sync_in_forward; continue like that, or start without it" in refused
 
 
 def layers_before_the_rest():
@@ -352,7 +352,7 @@ def gathered_early(how):
 @pytest.mark.parametrize(
     ("how", "complaint"),
     [
-        ("unshard", "FSDP has gathered parameters (unshard()) while a round is on its way: call averager.end_round()"),
+        ("unshard", "FSDP has gathered parameters (unshard()) while a round is in flight: call averager.end_round()"),
         ("prefetch", "set_modules_to_forward_prefetch gathers layers before a round has brought them; leave it away"),
     ],
 )

@@ -167,7 +167,7 @@ OUTER = {"outer_optimizer_lr": 0.5}
 
 def test_what_changes_on_the_way_is_said_and_refused_where_it_would_cut_a_round_short():
     for number, (streamed, tuned, detector) in enumerate(run_ranks(taken_over_with_other_tuning, 2)):
-        refused = "local SGD's saved state: saved while rounds of fragments were on their way, so that "
+        refused = "local SGD's saved state: saved while rounds of fragments were in flight, so that "
         assert streamed == ("", refused + "local_sgd_sync_interval has to be 4, not 6; load a state without any")
         lines = [line.partition("local SGD: ")[2] for line in tuned[0].splitlines()]
         expected = [
@@ -203,7 +203,7 @@ def test_the_state_of_another_worker_is_refused():
 
 
 def through_torchs_checkpoint_api():
-    """Return what is said to the wrapped optimizer there, steps counted, and whether the inner one's state goes on."""
+    """Return the refusal of the wrapped optimizer there, steps counted, and whether the inner one's state stays."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     from megatron_ext.errors import UserError
@@ -291,9 +291,9 @@ def taken_over_by_fewer():
 def test_another_number_of_workers_goes_on_where_all_are_equal_and_is_refused_elsewhere():
     begin = "local SGD's saved state: saved by 4 workers, each with something of its own, and process_group has 2; "
     for between, after, with_detector in run_ranks(taken_over_by_fewer, 4):
-        assert between == begin + "go on with 4, save after a round and load that, or start without it"
+        assert between == begin + "continue with 4, save after a round and load that, or start without it"
         assert after == 2
-        assert with_detector == begin + "go on with 4, or start without it"
+        assert with_detector == begin + "continue with 4, or start without it"
 
 
 def test_the_state_of_another_method_or_model_is_refused_by_name():

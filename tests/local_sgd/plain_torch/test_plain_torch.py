@@ -139,7 +139,7 @@ def test_what_the_ranks_of_a_worker_hold_alike_counts_once_in_norms(how):
 
 
 def broken_once(file):
-    """Return what a run says and ends with whose worker 1 has a gradient that is not finite in the fourth step."""
+    """Return the log and end of a run whose worker 1 has a non-finite gradient in the fourth step."""
     dist.init_process_group("gloo")
     module, rank = model(), dist.get_rank()
     inner = torch.optim.Adam(module.parameters(), lr=0.01)

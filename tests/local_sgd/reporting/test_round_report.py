@@ -44,11 +44,11 @@ def test_units_that_lost_the_same_workers_share_a_sentence():
 def test_the_first_unit_of_a_sentence_tells_why():
     found = dataclasses.replace(
         report({"layer.1": [0, 2], "layer.4": [0, 2]}),
-        reasons={"layer.1": ["too long", "not finite"], "layer.4": ["much too long", "not finite"]},
+        reasons={"layer.1": ["too long", "non-finite"], "layer.4": ["much too long", "non-finite"]},
     )
     assert found.remarks() == [
         "outer round 7: left out workers 0, 2, anomalous in layer.1, layer.4 "
-        "(worker 0, layer.1: too long; worker 2, layer.1: not finite)",
+        "(worker 0, layer.1: too long; worker 2, layer.1: non-finite)",
     ]
 
 
