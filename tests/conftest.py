@@ -23,8 +23,8 @@ _empty_collectors: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests that throw dice go on for longer."""
-    parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long each test marked fuzz goes on (1)")
+    """Let tests that throw dice run for longer."""
+    parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long each test marked fuzz runs (1)")
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
 
 

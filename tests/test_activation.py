@@ -48,7 +48,7 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
     }
 
 
-def test_without_flags_a_run_on_cpu_goes_on_from_its_checkpoint_in_fp32(tmp_path):
+def test_without_flags_a_run_on_cpu_resumes_from_its_checkpoint_in_fp32(tmp_path):
     saves = {"train_iters": 4, "save": str(tmp_path), "save_interval": 2}
     through = run_pretrain(arguments("dp2", "fp32-distopt", workers=None, **saves), 2)
     loads = {"train_iters": 4, "load": str(tmp_path), "ckpt_step": 2}

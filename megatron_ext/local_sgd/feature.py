@@ -256,7 +256,7 @@ class LocalSGDFeature(Feature):
         self._account(progress, self._iteration)
 
     def _account(self, progress: WorkerProgress, iteration: int) -> None:
-        """Mend and report what rounds after this iteration did."""
+        """Repair and report what rounds after this iteration did."""
         engine = self._require_engine()
         if progress.healed:
             # It continues from the synced weights; its moments would spoil them in the next step.

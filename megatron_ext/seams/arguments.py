@@ -126,7 +126,7 @@ def _wrap_add(
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         parser = original(parser, *args, **kwargs)
-        _mend_help(parser)
+        _escape_help(parser)
         before = set(parser._option_string_actions)
         for feature in hooks.features:
             feature.add_arguments(parser)
@@ -138,7 +138,7 @@ def _wrap_add(
     return add_megatron_arguments
 
 
-def _mend_help(parser: argparse.ArgumentParser) -> None:
+def _escape_help(parser: argparse.ArgumentParser) -> None:
     """Escape the percent signs of help texts that argparse cannot expand.
 
     Megatron 0.19 has one ("1.10 = 10%"), and with it `--help` ends in a ValueError.

@@ -73,7 +73,7 @@ CHECKPOINTS = (
         "--dist-ckpt-optim-fully-reshardable",
         cpu=RESUME,
         local_sgd=tested(f"{WORKERS}test_checkpoint.py::test_another_layout_loads_what_was_saved_reshardable"),
-        hot_switch=tested(f"{STRATEGIES}test_checkpoints.py::test_another_home_goes_on_from_a_reshardable_checkpoint"),
+        hot_switch=tested(f"{STRATEGIES}test_checkpoints.py::test_another_home_resumes_from_a_reshardable_checkpoint"),
     ),
     option(
         "--distrib-optim-fully-reshardable-mem-efficient", cpu=UNTRIED_ON_CPU, local_sgd=UNTRIED, hot_switch=UNTRIED_HOT

@@ -38,7 +38,7 @@ def dense(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
-    """The same for a mixture of experts, whose optimizer starts anew: Megatron cannot reshard it over EP."""
+    """The same for a mixture of experts, whose optimizer starts fresh: Megatron cannot reshard it over EP."""
     folder = os.fspath(tmp_path_factory.mktemp("experts"))
     stock(toy_gpt(EXPERTS, train_iters=1, save=folder, save_interval=1), 1)
     alone = stock(toy_gpt(EXPERTS, load=folder), 1)

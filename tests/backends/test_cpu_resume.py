@@ -104,7 +104,7 @@ def test_weights_alone_can_be_saved_and_loaded(tmp_path, reading):
     assert loaded[0].parameters == trained[0].parameters
 
 
-def test_fp16_skips_steps_that_overflow_and_goes_on():
+def test_fp16_skips_steps_that_overflow_and_continues():
     options = {"fp16": True, "initial_loss_scale": 2.0**24, "hysteresis": 1, "train_iters": 8}
     (rank,) = stock(toy_gpt(options), 1)
     skipped = [step.skipped for step in rank.record.steps]

@@ -79,7 +79,7 @@ def test_an_exception_stops_the_clock_too(spend):
     assert clock.seconds == 3.0
 
 
-def test_what_is_no_function_is_patched_as_it_is():
+def test_what_is_not_a_function_is_patched_as_it_is():
     module, replacement = object(), object()
     wrapped = HookClock().wrapper(lambda original: replacement if original is module else None)(module)
     assert wrapped is replacement

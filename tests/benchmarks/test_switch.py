@@ -36,7 +36,7 @@ def test_the_default_is_more_than_fifty_million_parameters():
     assert switch.numel(switch.setting_of(options)) >= 50e6
 
 
-def test_a_switch_with_wrong_results_is_no_measurement():
+def test_a_switch_with_wrong_results_is_not_a_measurement():
     import torch
 
     right = {"weight": torch.ones(3)}

@@ -64,7 +64,7 @@ def test_another_megatron_is_an_error_that_names_both_versions(tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_broken_package_that_megatron_imports_is_named_instead_of_a_traceback(tmp_path):
+def test_a_damaged_package_that_megatron_imports_is_named_instead_of_a_traceback(tmp_path):
     package = tmp_path / "apex"
     package.mkdir()
     (package / "__init__.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")

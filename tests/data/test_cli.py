@@ -49,7 +49,7 @@ def test_the_summary_ends_with_the_flags_for_megatron(
     assert again[1:] == lines[1:]
 
 
-def test_a_file_name_that_is_no_utf8_can_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_name_that_is_not_utf8_can_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.txt").write_text("fine")
     (tmp_path / os.fsdecode(b"in/caf\xe9.txt")).write_bytes(b"\xff")

@@ -94,7 +94,7 @@ def test_records_are_found_behind_any_white_space_and_over_any_lines(
     ],
     ids=name_of,
 )  # fmt: skip
-def test_json_that_is_no_record_is_named_with_the_way_out_and_the_records_beside_it_are_read(
+def test_json_that_is_not_a_record_is_named_with_the_way_out_and_the_records_beside_it_are_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes, message: str, texts: list[str]
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -111,7 +111,7 @@ def test_json_that_is_no_record_is_named_with_the_way_out_and_the_records_beside
 
 
 @pytest.mark.parametrize("data", [BLANK, b"[]", b"\xef\xbb\xbf", b" [\n]"], ids=["blank", "array", "mark", "lines"])
-def test_json_without_a_record_is_counted_as_an_empty_file_and_is_no_text(tmp_path: Path, data: bytes) -> None:
+def test_json_without_a_record_is_counted_as_an_empty_file_and_is_not_text(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in/a.json").write_bytes(data)
     (tmp_path / "in/b.txt").write_text("good")

@@ -27,7 +27,7 @@ def names(*inputs: Path, **settings: object) -> list[str]:
     return [source.name for source in find_sources(inputs, **settings).files]  # type: ignore[arg-type] # any flag
 
 
-def test_the_description_of_a_corpus_is_no_text(tmp_path: Path) -> None:
+def test_the_description_of_a_corpus_is_not_text(tmp_path: Path) -> None:
     for name in ("corpus.bin", "corpus.idx", "other.json"):
         (tmp_path / name).write_text("{}")
     write_sidecar(tmp_path / "corpus.json", {"inputs": ["x" * 10_000]})

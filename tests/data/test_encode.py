@@ -54,7 +54,7 @@ def test_an_unusable_json_line_is_told_with_its_place_and_reason(payload: bytes,
     assert str(problem).startswith(message)
 
 
-def test_broken_utf8_in_a_text_names_line_byte_and_offset() -> None:
+def test_invalid_utf8_in_a_text_names_line_byte_and_offset() -> None:
     problem = text_of(text_document(b"one\ntwo\ncaf\xe9 four\n"), "text")
     assert str(problem) == "f:3: not valid UTF-8: byte 0xe9 at offset 11 of the file"
 

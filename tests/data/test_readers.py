@@ -175,10 +175,10 @@ def test_bad_parquet_files_name_the_column_or_the_row(tmp_path: Path) -> None:
         f"{path}: 2 columns are named 'text'; rename one (--parquet-column)"
     ]
 
-    broken = pa.Array.from_buffers(
+    invalid = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")]
     )
-    pq.write_table(pa.table({"text": broken}), path)
+    pq.write_table(pa.table({"text": invalid}), path)
     document, problem = read(path)
     assert isinstance(document, Document)
     assert str(problem) == f"{path} (row 2): not valid UTF-8 at byte 0"
@@ -187,7 +187,7 @@ def test_bad_parquet_files_name_the_column_or_the_row(tmp_path: Path) -> None:
     assert read(path) == [Skipped(reason="empty file", path=str(path))]
 
 
-def test_a_file_that_is_no_parquet_or_is_cut_off_is_a_problem(tmp_path: Path) -> None:
+def test_a_file_that_is_not_parquet_or_is_cut_off_is_a_problem(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="the extra `data` is not installed")
     import pyarrow.parquet as pq
 

@@ -31,7 +31,7 @@ def test_every_part_begins_and_ends_where_megatrons_does(count: int, numbers: li
 
 
 @pytest.mark.parametrize("split", ["", "most,some", "1,1,1,1", "0", "1.2.3", "9" * 400])
-def test_what_is_no_split_is_refused(split: str) -> None:
+def test_what_is_not_a_split_is_refused(split: str) -> None:
     with pytest.raises(UserError, match="give up to three numbers"):
         parts_of(100, split)
 

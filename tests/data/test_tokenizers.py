@@ -108,7 +108,7 @@ class TestHuggingFace:
         with pytest.raises(UserError, match=r"yields id 5\d+ although its vocabulary has \d+ entries"):
             tokenizer.encode(["h\u00e9llo def main return \U0001f600"])
 
-    def test_a_folder_that_is_no_tokenizer_is_refused_in_one_line(self, tmp_path: Path) -> None:
+    def test_a_folder_that_is_not_a_tokenizer_is_refused_in_one_line(self, tmp_path: Path) -> None:
         (tmp_path / "tok").mkdir()
         (tmp_path / "tok/tokenizer.json").write_text("{")
         with pytest.raises(UserError, match=r"tok: cannot be loaded: .+") as error:
@@ -151,7 +151,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(
         TokenizerSpec(folder=str(tmp_path)).load()
 
 
-def test_a_name_that_is_no_local_folder_is_not_looked_up_anywhere(tmp_path: Path) -> None:
+def test_a_name_that_is_not_a_local_folder_is_not_looked_up_anywhere(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a folder; give a local folder"):
         TokenizerSpec(folder="gpt2").load()
     with pytest.raises(UserError, match="not a folder; give a local folder"):

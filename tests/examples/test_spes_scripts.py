@@ -323,7 +323,7 @@ def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None
     assert code == 3 and "this peer has failed (exit code 3)" in output
 
 
-def test_the_server_of_a_cluster_does_not_wait_for_ever_for_a_peer_that_is_gone(desk: Desk) -> None:
+def test_the_server_of_a_cluster_does_not_wait_forever_for_a_peer_that_is_gone(desk: Desk) -> None:
     desk.command("torchrun", f"{LISTENING}; sleep 3")
     environment, port = first_node(desk)
     with desk.start(CLUSTER, **environment, WAIT_SECONDS="6") as cluster:

@@ -183,7 +183,7 @@ def shared_memory() -> dict[str, Any]:
 
 
 def released() -> list[str]:
-    """Switch, give all memory up, switch again with other values; return what is wrong."""
+    """Switch, give all memory up, switch again with other values; return the problems."""
     group = start()
     source, target = Layout(tp=4), Layout(dp=4)
     executor = SwitchExecutor(plan_switch(DENSE, source, target), group)
@@ -232,7 +232,7 @@ def units_in_their_order() -> list[str]:
 
 
 def into_given_tensors() -> list[str]:
-    """Switch from a guest whose tensors are partly home's own memory back into home's; return what is wrong."""
+    """Switch from a guest whose tensors are partly home's own memory back into home's; return the problems."""
     group = start()
     wrong = []
     for home_layout, guest_layout in [(Layout(dp=4), Layout(tp=4)), (Layout(dp=2, pp=2), Layout(tp=4))]:

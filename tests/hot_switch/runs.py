@@ -19,8 +19,8 @@ __all__ = [
     "LLAMA",
     "PARTS_OF_ROWS",
     "arguments",
-    "assert_equal_but_for_rounding",
-    "assert_went_on",
+    "assert_equal_except_for_rounding",
+    "assert_resumed",
     "forbid_attention_by_document",
     "full_parameters",
     "hot_run",
@@ -124,7 +124,7 @@ def losses(ranks: list[RankOutcome]) -> list[float]:
     return ranks[-1].losses
 
 
-def assert_equal_but_for_rounding(ours: list[RankOutcome], theirs: list[RankOutcome]) -> None:
+def assert_equal_except_for_rounding(ours: list[RankOutcome], theirs: list[RankOutcome]) -> None:
     """Compare two runs in fp32: losses, gradient norms (which tell what clipping and Adam hide) and parameters."""
     assert len(losses(ours)) == len(losses(theirs)) > 0
     assert losses(ours) == pytest.approx(losses(theirs), rel=0, abs=1e-5)
@@ -135,7 +135,7 @@ def assert_equal_but_for_rounding(ours: list[RankOutcome], theirs: list[RankOutc
     assert apart[0] <= 1e-4, apart
 
 
-def assert_went_on(resumed: list[RankOutcome], through: list[RankOutcome], *, after: int) -> None:
+def assert_resumed(resumed: list[RankOutcome], through: list[RankOutcome], *, after: int) -> None:
     """Compare the bits of a run from a checkpoint with those of the run that saved it, from an iteration on."""
     for rank, whole in zip(resumed, through, strict=True):
         assert rank.losses == whole.losses[after:]

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from tests.hot_switch.runs import COMMON, arguments, assert_went_on, hot_run, losses
+from tests.hot_switch.runs import COMMON, arguments, assert_resumed, hot_run, losses
 from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
@@ -35,7 +35,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot, options):
     options |= {"bf16": True, "hidden_dropout": 0.1, "attention_dropout": 0.1, "eval_iters": 1, "eval_interval": 3}
     through = saved(tmp_path, hot, **options)
     resumed = hot_run(*hot, train_iters=4, load=os.fspath(tmp_path), **options)
-    assert_went_on(resumed, through, after=2)
+    assert_resumed(resumed, through, after=2)
     assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))
 
 
@@ -46,7 +46,7 @@ def test_a_save_before_the_first_step_that_fp16_does_not_skip_can_be_resumed(tmp
     skipped = [step.skipped for step in through[0].record.steps]
     assert skipped[0] and not skipped[-1]
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("1")
-    assert_went_on(hot_run(*HOT, **options, load=os.fspath(tmp_path)), through, after=1)
+    assert_resumed(hot_run(*HOT, **options, load=os.fspath(tmp_path)), through, after=1)
 
 
 def test_a_home_with_parts_of_rows_resumes_with_the_same_bits_and_as_one_without(tmp_path):
@@ -57,20 +57,20 @@ def test_a_home_with_parts_of_rows_resumes_with_the_same_bits_and_as_one_without
     through = run_pretrain(command, 2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = run_pretrain(arguments(*hot, **options, load=os.fspath(tmp_path)), 2)
-    assert_went_on(resumed, through, after=2)
+    assert_resumed(resumed, through, after=2)
     options["context_parallel_size"] = 1
     whole = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options, load=os.fspath(tmp_path))
     assert losses(whole) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize(("first", "then"), [(HOT, STATIC), (STATIC, HOT)], ids=["hot to static", "static to hot"])
-def test_a_run_goes_on_with_other_guests_or_none(tmp_path, first, then):
+def test_a_run_resumes_with_other_guests_or_none(tmp_path, first, then):
     through = saved(tmp_path, first)
     resumed = hot_run(*then, train_iters=4, load=os.fspath(tmp_path))
     assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
 
 
-def test_another_home_goes_on_from_a_reshardable_checkpoint(tmp_path):
+def test_another_home_resumes_from_a_reshardable_checkpoint(tmp_path):
     options = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
     through = saved(tmp_path, HOT, **options)
     resumed = hot_run(["2,1,1", "1,2,1"], [32, 8, 0], train_iters=4, load=os.fspath(tmp_path), **options)
@@ -118,7 +118,7 @@ EXPERTS = {**MOE, "moe_aux_loss_coeff": 0.0, "disable_bias_linear": True}
     ],
     ids=["interleaved", "uneven", "experts"],
 )
-def test_homes_with_other_stages_or_experts_go_on_from_one_too(tmp_path, first, then, options):
+def test_homes_with_other_stages_or_experts_resume_from_one_too(tmp_path, first, then, options):
     file = tmp_path / "strategies.yaml"
     options = {**COMMON, **options, "num_layers": 4, "train_iters": 4, "hot_switch_strategy_file": os.fspath(file)}
     options |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
@@ -142,7 +142,7 @@ def test_the_weights_alone_begin_with_a_fresh_optimizer(tmp_path, home):
     resumed = hot_run(*HOT, load=os.fspath(tmp_path), **options)
     fresh = hot_run([home, "1,1,2"], [32, 8, 0], load=os.fspath(tmp_path), no_load_optim=True, **options)
     assert losses(fresh)[0] == pytest.approx(losses(resumed)[0], abs=TOLERANCE)
-    assert abs(losses(fresh)[1] - losses(resumed)[1]) > 10 * TOLERANCE  # Adam's moments begin anew
+    assert abs(losses(fresh)[1] - losses(resumed)[1]) > 10 * TOLERANCE  # Adam's moments begin fresh
 
 
 @pytest.mark.parametrize("before", [["1,2,1"], None], ids=["hot switching before", "stock Megatron before"])
@@ -172,7 +172,7 @@ def test_another_home_is_refused_by_name_without_one(tmp_path):
         exits = run_failing_pretrain(run, 2)
         said = exits[0].stderr
         assert "saved with --tensor-model-parallel-size 2, this run has 1" in said
-        assert "--dist-ckpt-optim-fully-reshardable, or start the optimizers anew with --no-load-optim" in said
+        assert "--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with --no-load-optim" in said
         assert "Traceback" not in said and all(rank.exit_code != 0 for rank in exits)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.hot_switch.runs import (
     COMMON,
-    assert_equal_but_for_rounding,
+    assert_equal_except_for_rounding,
     full_parameters,
     many_rounds,
     same_weights,
@@ -82,4 +82,4 @@ def test_a_drawn_list_trains_as_home_does_alone(tmp_path, seed):
         options |= {"expert_model_parallel_size": home["ep"], "expert_tensor_parallel_size": 1}
     options["sequence_parallel"] = home.get("sequence_parallel", False)
     before = (same_weights, tell_padding) if "moe_z_loss_coeff" in options else (same_weights,)
-    assert_equal_but_for_rounding(hot, stock_run(layout, *before, **options))
+    assert_equal_except_for_rounding(hot, stock_run(layout, *before, **options))

@@ -12,7 +12,7 @@ from tests.hot_switch.runs import (
     GUESTS_OF_PARTS,
     LLAMA,
     PARTS_OF_ROWS,
-    assert_equal_but_for_rounding,
+    assert_equal_except_for_rounding,
     full_parameters,
     hot_run,
     losses,
@@ -38,7 +38,7 @@ from tests.support.pretrain import run_pretrain
 def test_hot_equals_static(strategies, passes_on, options):
     hot = hot_run(strategies, [32, 16, 8, 0], **options)
     stock = stock_run(strategies[0], **options)
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
     assert says(hot, "of gradients to guest 1,2,2") == passes_on
 
 
@@ -59,7 +59,7 @@ def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_c
     hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     stages = {"num_virtual_stages_per_pipeline_rank": 2, "decoder_first_pipeline_num_layers": 4}
     stock = stock_run("1,2,2", **stages, sequence_parallel=True, **options)
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options
     file.write_text(strategies)
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
-    assert_equal_but_for_rounding(hot, stock_run(home, **options))
+    assert_equal_except_for_rounding(hot, stock_run(home, **options))
 
 
 def test_a_part_of_a_row_may_be_without_the_padding_of_the_row(tmp_path):
@@ -88,7 +88,7 @@ def test_a_part_of_a_row_may_be_without_the_padding_of_the_row(tmp_path):
     parts = run_pretrain(command, 2, probe=full_parameters, before=same_weights)
     command = toy_gpt(COMMON, few, hot_switch_strategies=["1,1,1"], hot_switch_bucket_sizes=[32, 0])
     whole = run_pretrain(command, 1, probe=full_parameters, before=same_weights)
-    assert_equal_but_for_rounding(parts, whole)
+    assert_equal_except_for_rounding(parts, whole)
 
 
 def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
@@ -102,7 +102,7 @@ def test_experts_on_other_ranks_for_each_strategy_change_nothing(tmp_path):
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters, before=many_rounds)
     stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
     assert says(hot, "of gradients to guest 2,2,1")
 
 
@@ -122,7 +122,7 @@ def test_biases_of_routers_follow_the_tokens_of_all_strategies(tmp_path):
     }
     hot = run_pretrain(toy_gpt(COMMON, options, hot_switch_strategy_file=str(file)), 4, probe=full_parameters)
     stock = stock_run("4,1,1", tell_padding, expert_model_parallel_size=2, **options)
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
     biases = [hot[0].probe[f"decoder.layers.{layer}.mlp.router.expert_bias"] for layer in range(2)]
     assert all(np.abs(bias).max() > 0.015 for bias in biases)
 
@@ -150,7 +150,7 @@ def test_losses_of_routers_are_those_of_the_same_micro_batches(tmp_path, home):
     hot = run_pretrain(command, 4, probe=full_parameters, before=(one_document_per_row, same_weights))
     options["expert_model_parallel_size"] = 2
     stock = stock_run("4,1,1", tell_padding, one_document_per_row, same_weights, **options)
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
     balancing = reported(hot, "load_balancing_loss")
     assert len(balancing) == 5 and all(balancing)
     assert balancing == pytest.approx(reported(stock, "load_balancing_loss"), rel=1e-4)
@@ -170,7 +170,7 @@ def test_strategies_without_data_in_a_step_change_nothing(strategies, buckets, s
     options = {"train_iters": 6, "global_batch_size": 2, "optimizer": "sgd", "lr": 0.1}
     hot = hot_run(strategies, buckets, **options)
     stock = stock_run(strategies[0], **options)
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
     assert says(hot, says_so)
 
 

@@ -13,8 +13,8 @@ from tests.hot_switch.runs import (
     LLAMA,
     PARTS_OF_ROWS,
     arguments,
-    assert_equal_but_for_rounding,
-    assert_went_on,
+    assert_equal_except_for_rounding,
+    assert_resumed,
     forbid_attention_by_document,
     full_parameters,
     losses,
@@ -104,7 +104,7 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
     )
     told = (tell_padding,) if strategies is EXPERTS_APART else ()
     stock = stock_run(home, accept_transformer_engine, *told, **{**TE, **layout, **options})
-    assert_equal_but_for_rounding(hot, stock)
+    assert_equal_except_for_rounding(hot, stock)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_products_that_add_their_gradients_themselves_change_nothing(tmp_path, s
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, probe=full_parameters, before=(*before, many_rounds))
     told = (tell_padding,) if strategies is EXPERTS_APART else ()
-    assert_equal_but_for_rounding(hot, stock_run(home, *before, *told, **{**layout, **options}))
+    assert_equal_except_for_rounding(hot, stock_run(home, *before, *told, **{**layout, **options}))
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
@@ -135,5 +135,5 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = run_pretrain(arguments(*hot, **options, load=str(tmp_path)), 2, before=accept_transformer_engine)
     assert len(set(losses(through))) == 4
-    assert_went_on(resumed, through, after=2)
+    assert_resumed(resumed, through, after=2)
     assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))

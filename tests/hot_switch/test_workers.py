@@ -8,8 +8,8 @@ import pytest
 from tests.hot_switch.runs import (
     COMMON,
     arguments,
-    assert_equal_but_for_rounding,
-    assert_went_on,
+    assert_equal_except_for_rounding,
+    assert_resumed,
     full_parameters,
     same_weights,
 )
@@ -72,7 +72,7 @@ def _read_share(worker):
     ids=["from the start", "after a synchronous warm-up"],
 )
 def test_strategies_change_no_round(options):
-    assert_equal_but_for_rounding(run_workers(*HOT, **options), run_workers(*STATIC, **options))
+    assert_equal_except_for_rounding(run_workers(*HOT, **options), run_workers(*STATIC, **options))
 
 
 HOME = "{dp: 2, tp: 1, pp: 1, ep: 2}"
@@ -89,7 +89,7 @@ def test_experts_switch_inside_workers(tmp_path):
         file.write_text(f"bucket_sizes: {buckets}\nstrategies: [{', '.join(strategies)}]\n")
         command = toy_gpt(COMMON, options, hot_switch_strategy_file=os.fspath(file))
         runs.append(run_pretrain(command, 4, probe=full_parameters))
-    assert_equal_but_for_rounding(*runs)
+    assert_equal_except_for_rounding(*runs)
 
 
 def test_parts_of_rows_stay_inside_workers(tmp_path):
@@ -103,7 +103,7 @@ def test_parts_of_rows_stay_inside_workers(tmp_path):
         file.write_text(f"bucket_sizes: {buckets}\nstrategies: [{strategies}]\n")
         command = toy_gpt(COMMON, options, hot_switch_strategy_file=os.fspath(file))
         runs.append(run_pretrain(command, 4, probe=full_parameters, before=same_weights))
-    assert_equal_but_for_rounding(*runs)
+    assert_equal_except_for_rounding(*runs)
 
 
 def test_workers_resume_in_mid_interval_with_the_same_bits(tmp_path):
@@ -111,7 +111,7 @@ def test_workers_resume_in_mid_interval_with_the_same_bits(tmp_path):
     through = run_workers(*HOT, probe=None, save=os.fspath(tmp_path), save_interval=2, **options)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = run_workers(*HOT, probe=None, load=os.fspath(tmp_path), **options)
-    assert_went_on(resumed, through, after=2)
+    assert_resumed(resumed, through, after=2)
 
 
 def test_only_rounds_cross_workers():

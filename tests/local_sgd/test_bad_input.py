@@ -168,7 +168,7 @@ def test_a_tracker_file_that_says_nothing_is_an_error_and_no_success(tmp_path):
     assert all(rank.exit_code != 0 for rank in exits)
 
 
-def test_a_run_that_ends_without_its_checkpoint_as_asked_is_no_failure(tmp_path):
+def test_a_run_that_ends_without_its_checkpoint_as_asked_is_not_a_failure(tmp_path):
     options = {"load": str(tmp_path), "exit_on_missing_checkpoint": True}
     said = run_pretrain(arguments("single", "fp32", workers=2, **options), 2)[0]
     assert "'--exit-on-missing-checkpoint' set" in said.stdout + said.stderr

@@ -76,7 +76,7 @@ def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(
         assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
 
 
-def test_another_interval_while_rounds_are_on_their_way_is_refused(tmp_path):
+def test_another_interval_while_rounds_are_in_flight_is_refused(tmp_path):
     options = {**SCHEDULE, **STREAMING, "train_iters": 6}
     local_run("single", "fp32", workers=2, save=str(tmp_path), save_interval=4, **options)
     other = {**options, "local_sgd_sync_interval": 6, "load": str(tmp_path), "ckpt_step": 4}
@@ -151,7 +151,7 @@ def test_stock_megatron_reads_weights_and_optimizer_of_worker_zero_at_a_sync_poi
     assert [rank.probe for rank in stock] == [rank.probe for rank in loaded[:2]]
 
 
-def test_stock_megatron_goes_on_from_a_sync_point(saved):
+def test_stock_megatron_resumes_from_a_sync_point(saved):
     options = {"load": str(saved), "ckpt_step": 5, "train_iters": 7, "use_checkpoint_opt_param_scheduler": True}
     stock = run_pretrain(arguments("dp2", "bf16-distopt", workers=None, **options), 2, patch="backend-only")
     assert [step.iteration for step in stock[0].record.steps] == [6, 7]
@@ -379,12 +379,12 @@ def test_another_method_is_refused_by_the_name_of_its_flag(saved, other, message
 
 
 def test_a_truncated_checkpoint_is_refused_with_the_way_out(saved, tmp_path):
-    broken = tmp_path / "broken"
-    shutil.copytree(saved, broken)
-    victim = max((broken / "iter_0000005").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(saved, damaged)
+    victim = max((damaged / "iter_0000005").glob("*.distcp"), key=lambda path: path.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:100])
     exits = run_failing_pretrain(
-        arguments("dp2", "bf16-distopt", workers=2, load=str(broken), ckpt_step=5, **SCHEDULE), 4
+        arguments("dp2", "bf16-distopt", workers=2, load=str(damaged), ckpt_step=5, **SCHEDULE), 4
     )
     said = f"the checkpoint cannot be read: {victim} has 100 bytes instead of "
     assert any(said in rank.stderr and "--ckpt-step" in rank.stderr for rank in exits)

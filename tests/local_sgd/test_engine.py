@@ -120,7 +120,7 @@ def sync_with_a_bad_worker(bad):
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("workers", [2, 3])
-def test_a_worker_that_is_not_finite_ends_the_run_on_all_workers_and_is_named(workers, bad):
+def test_a_worker_that_is_non_finite_ends_the_run_on_all_workers_and_is_named(workers, bad):
     for message in run_ranks(sync_with_a_bad_worker, workers, bad):
         assert "outer round 1: worker 1 had non-finite weights in layer.0. The run ends here" in message
 

@@ -142,7 +142,7 @@ def test_w14_parameters_without_a_gradient_keep_their_anchors():
 
 
 def calls_of_a_guarded_round(units, tensors):
-    """Return how often a round of so many units, of so many tensors each, sends and reduces."""
+    """Return how often a round of this many units and tensors sends and reduces."""
     from megatron_ext.patching import PatchRegistry
     from megatron_ext.transport.traffic import TrafficMeter
 

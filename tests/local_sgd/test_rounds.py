@@ -54,9 +54,9 @@ GUARD = {
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_worker_that_goes_astray_is_left_out_on_all_its_ranks(layout, precision, extra):
+def test_a_worker_that_diverges_is_left_out_on_all_its_ranks(layout, precision, extra):
     run = arguments(layout, precision, workers=2, local_sgd_sync_interval=1, **extra)
-    ranks = run_pretrain(run, LAYOUTS[layout].world_size(2), before=worker_one_goes_astray)
+    ranks = run_pretrain(run, LAYOUTS[layout].world_size(2), before=worker_one_diverges)
     first, other = (model_digests(part) for part in worker_slices(ranks, layout, 2))
     assert other == first
     said = [line for line in ranks[0].stdout.splitlines() if "anomalous" in line]
@@ -98,7 +98,7 @@ def test_every_unit_is_streamed_once_per_interval_under_any_layout(tmp_path, lay
     assert all(norm > 0 for entry in rounds for norm in entry["unit_norms"].values())
 
 
-def worker_one_goes_astray():
+def worker_one_diverges():
     """Make the fifth step of worker 1 a hundred times as long."""
     import functools
 
@@ -118,7 +118,7 @@ def worker_one_goes_astray():
     training.train_step = train_step
 
 
-def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_and_comes_back():
+def test_a_worker_with_a_non_finite_gradient_is_left_out_of_one_round_and_comes_back():
     run = arguments(
         "single",
         "bf16-distopt",
@@ -137,7 +137,7 @@ def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_and_comes_back
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_a_worker_with_a_broken_gradient_comes_back_where_fragments_meet_one_by_one(delay):
+def test_a_worker_with_a_non_finite_gradient_comes_back_where_fragments_meet_one_by_one(delay):
     run = arguments(
         "single",
         "bf16-distopt",
@@ -391,7 +391,7 @@ def test_initial_weights_are_made_equal_and_checked():
 
 
 def different_initial_weights():
-    """Seed every rank differently, as a broken launch script would."""
+    """Seed every rank differently, as a faulty launch script would."""
     import os
 
     import megatron.training.initialize as initialize

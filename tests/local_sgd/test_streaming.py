@@ -167,10 +167,10 @@ def test_every_unit_has_one_round_per_interval():
             assert sorted(unit for _, _, units in rounds[start : start + 3] for unit in units) == UNITS
 
 
-def finished(streaming, broken):
+def finished(streaming, non_finite):
     """Return the values before and after the end, the anchors and the momentum there, and the reports."""
     values = [torch.zeros(4), torch.zeros(4)]
-    penalty = {"skip_anomaly": True} if broken else None
+    penalty = {"skip_anomaly": True} if non_finite else None
     engine = engine_of(values, units=["layer.0", "layer.1"], interval=4, streaming=streaming, penalty=penalty)
     engine.take_anchor()
     for _ in range(9):
@@ -178,7 +178,7 @@ def finished(streaming, broken):
             value += dist.get_rank() + 1.0
         if engine.count_step():
             engine.advance()
-    if broken and dist.get_rank() == 1:
+    if non_finite and dist.get_rank() == 1:
         values[0][2] = float("nan")
     before = [value.tolist() for value in values]
     momentum = [value.tolist() for value in engine.tensor_state()["momentum_buffer"]]
@@ -188,14 +188,14 @@ def finished(streaming, broken):
     return before, [value.tolist() for value in values], anchors, momentum == kept, len(reports), engine.synced
 
 
-@pytest.mark.parametrize("broken", [False, True])
-def test_the_end_makes_workers_equal_without_an_outer_step(broken):
-    results = run_ranks(finished, 2, {"fragments": 2}, broken)
+@pytest.mark.parametrize("non_finite", [False, True])
+def test_the_end_makes_workers_equal_without_an_outer_step(non_finite):
+    results = run_ranks(finished, 2, {"fragments": 2}, non_finite)
     (first, *ended), (second, *same) = results
     assert ended == same
     values, anchors, momentum_is_kept, reports, synced = ended
     mean = [[(left + right) / 2 for left, right in zip(*pair, strict=True)] for pair in zip(first, second, strict=True)]
-    if broken:  # in its first fragment, in which the other counts alone
+    if non_finite:  # in its first fragment, in which the other counts alone
         mean[0] = first[0]
     assert values == anchors == mean
     assert (momentum_is_kept, reports, synced) == (True, 0, True)
@@ -247,7 +247,7 @@ def continued(streaming, penalty):
     ],
     ids=["plain", "guarded", "codec"],
 )
-def test_a_state_saved_at_any_step_continues_bit_for_bit_with_rounds_on_their_way(streaming, penalty):
+def test_a_state_saved_at_any_step_continues_bit_for_bit_with_rounds_in_flight(streaming, penalty):
     results = run_ranks(continued, 2, streaming, penalty)
     for straight, resumed in results:
         assert straight[1:] == (False, True)
@@ -255,7 +255,7 @@ def test_a_state_saved_at_any_step_continues_bit_for_bit_with_rounds_on_their_wa
     assert results[0][0] == results[1][0]  # the last round has made the workers equal
 
 
-def broken_once():
+def non_finite_once():
     """Return whether values are finite at every step when worker 1 breaks while it keeps half of its own values."""
     values = [torch.zeros(500), torch.zeros(500)]
     streaming = {"fragments": 2, "sync_delay": 2, "update_alpha": 0.5}
@@ -275,7 +275,7 @@ def broken_once():
 
 
 def test_a_worker_that_breaks_takes_the_common_values_and_no_one_else_notices():
-    (first, nothing), (second, healed) = run_ranks(broken_once, 2)
+    (first, nothing), (second, healed) = run_ranks(non_finite_once, 2)
     assert all(first)
     assert not nothing
     assert not second[12]

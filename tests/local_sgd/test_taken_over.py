@@ -21,7 +21,7 @@ def method(config):
     return method_of(LocalSGDConfig(), config, GTAConfig(), StreamingConfig())
 
 
-def test_arguments_of_a_class_stay_but_for_the_learning_rate():
+def test_arguments_of_a_class_stay_except_for_the_learning_rate():
     saved = method(outer(lr=0.01))
     refuse_other_method(saved, method(outer(lr=0.5)), "there", "repair it")
     with pytest.raises(UserError, match=r"there: --outer-optim-kwargs \(beside lr\) was not given .*'amsgrad'"):

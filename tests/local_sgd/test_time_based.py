@@ -153,7 +153,7 @@ def without_data_anywhere():
     return "nothing"
 
 
-def test_waiting_workers_do_not_wait_for_each_other_for_ever():
+def test_waiting_workers_do_not_wait_for_each_other_forever():
     for said in run_ranks(without_data_anywhere, 2):
         assert "all workers wait, after 7 of the 1000 steps of total_global_steps together: no worker has data" in said
 
@@ -289,7 +289,7 @@ def saved_after_meetings():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
 
-    def go_on(averager, value, saves):
+    def steps_from(averager, value, saves):
         while not averager.finished:
             time.sleep(0.03 if rank and saves is not None else 0.003)
             value += torch.rand(3, generator=torch.Generator().manual_seed(100 * rank + averager.step))
@@ -301,14 +301,14 @@ def saved_after_meetings():
 
     value, saves = torch.zeros(3), []
     averager = averager_over(value, total=200, local_sgd_sync_time=0.05, outer={})
-    through = go_on(averager, value, saves)
+    through = steps_from(averager, value, saves)
     state, at_save = saves[0]
     value = torch.zeros(3)
     resumed = averager_over(value, total=200, local_sgd_sync_time=0.05, outer={})
     value.copy_(at_save)
     resumed.load_state_dict(state)
     resumed.replay(averager.meetings)
-    return len(saves), through, go_on(resumed, value, None)
+    return len(saves), through, steps_from(resumed, value, None)
 
 
 def test_workers_at_their_own_speed_save_together_after_a_meeting():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hot_switch.runs import LLAMA, assert_equal_but_for_rounding, full_parameters
+from tests.hot_switch.runs import LLAMA, assert_equal_except_for_rounding, full_parameters
 from tests.local_sgd.runs import arguments, same_state
 from tests.support.presets import GROUPED
 from tests.support.pretrain import run_pretrain
@@ -35,7 +35,7 @@ def test_rounds_over_these_layers_equal_rounds_over_local_ones():
 
     ours = run("transformer_engine")
     assert len(set(ours[-1].losses)) == 10
-    assert_equal_but_for_rounding(ours, run("local"))
+    assert_equal_except_for_rounding(ours, run("local"))
 
 
 @pytest.mark.parametrize(("layout", "options"), [("tp2", LLAMA), ("moe-ep2", GROUPED)], ids=["dense", "grouped"])

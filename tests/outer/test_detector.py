@@ -133,7 +133,7 @@ def test_one_bad_worker_is_caught_before_a_step_while_it_is_learned_and_right_af
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("workers", [2, 3, 4, 8])
-def test_what_one_worker_alone_has_for_ever_is_never_a_level(workers, relative):
+def test_what_one_worker_alone_has_forever_is_never_a_level(workers, relative):
     if relative and workers < 3:
         return  # of two, neither is the measure
     norms = noisy([1.0] * 250, workers, 0.05)
@@ -192,7 +192,7 @@ def test_who_is_new_neither_keeps_a_level_from_being_learned_nor_vouches_for_a_b
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_fall_is_no_anomaly_and_the_way_back_is_learned(relative):
+def test_a_fall_is_not_an_anomaly_and_the_way_back_is_learned(relative):
     norms = noisy([2.0] * 60 + [1.0] * 60 + [2.0] * 60, 4, 0.05)
     found = rejections(detector(4, 10, relative=relative), norms)
     assert share(found[60:120]) < 0.01
@@ -232,7 +232,7 @@ def never() -> AnomalyDetector:
     return detector(3, 10, relearn=0)
 
 
-def test_without_learning_levels_a_rise_is_rejected_for_ever_as_in_the_official_implementation():
+def test_without_learning_levels_a_rise_is_rejected_forever_as_in_the_official_implementation():
     norms = noisy([1.0] * 60 + [2.0] * 300, 3, 0.05)
     assert rejections(never(), norms)[60:].all()
 
@@ -247,7 +247,7 @@ def test_where_nothing_is_rejected_learning_levels_changes_no_bit():
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_a_detector_that_was_saved_in_the_middle_of_a_rise_goes_on_bit_for_bit(relative):
+def test_a_detector_that_was_saved_in_the_middle_of_a_rise_resumes_bit_for_bit(relative):
     norms = noisy([1.0] * 40 + [1.5] * 20, 4, 0.1)
     norms[38:, 0] *= 10
     straight = detector(4, 10, relative=relative)
@@ -274,7 +274,7 @@ def test_the_state_of_an_earlier_release_is_accepted_and_counting_restarts():
 
 
 @pytest.mark.parametrize("stated", [2, 5])
-def test_a_saved_detector_goes_on_with_another_number_of_rounds_and_more_workers(stated):
+def test_a_saved_detector_resumes_with_another_number_of_rounds_and_more_workers(stated):
     norms = noisy([1.0] * 40 + [2.0] * 40, 6, 0.05)
     first = detector(3, 10)
     rejections(first, norms[:42, :3])

@@ -71,7 +71,7 @@ def test_a_state_continues_in_another_optimizer_without_sharing_memory(config, s
 
 @pytest.mark.parametrize("name", ["sgd", "adam", "torch.optim.NAdam", "torch.optim.Rprop"])
 @pytest.mark.parametrize("made", [(0, 0), (0, 2), (1, 3)])
-def test_anchors_that_made_different_numbers_of_steps_go_on_as_they_were(name, made):
+def test_anchors_that_made_different_numbers_of_steps_resume_as_they_were(name, made):
     # A unit in which no worker counts makes no step in a round.
     outer = OuterOptimizerConfig(outer_optimizer=name, outer_optimizer_lr=0.1)
     anchors = [torch.ones(5), torch.ones(3)]
@@ -144,9 +144,9 @@ def test_an_optimizer_whose_state_no_checkpoint_can_hold_is_refused(chosen, said
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch):
-    (tmp_path / "broken_outer.py").write_text("def f(:")
+    (tmp_path / "failing_outer.py").write_text("def f(:")
     monkeypatch.syspath_prepend(tmp_path)
-    for name, said in (("broken_outer.Mine", "invalid syntax"), ("..foo.Bar", "relative import")):
+    for name, said in (("failing_outer.Mine", "invalid syntax"), ("..foo.Bar", "relative import")):
         (problem,) = outer_optimizer_problems(OuterOptimizerConfig(outer_optimizer=name, outer_optimizer_lr=0.1))
         assert f"{name!r} cannot be imported" in problem and said in problem
 

@@ -82,7 +82,7 @@ def test_the_corrected_mean_is_the_weighted_mean_of_what_was_seen(values):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("experience", [0, 10])
-def test_what_is_not_finite_is_always_flagged(value, experience):
+def test_what_is_non_finite_is_always_flagged(value, experience):
     fresh = detector()
     seen(fresh, *[1.0, 1.1] * experience)
     assert bool(fresh.verdicts(norms([value])))
@@ -98,7 +98,7 @@ def test_nothing_is_learned_from_a_rejected_norm():
     assert bool(ours.verdicts(norms([500.0])))
 
 
-def test_a_saved_detector_goes_on_alike_with_as_many_workers_and_with_more():
+def test_a_saved_detector_resumes_equally_with_as_many_workers_and_with_more():
     generator = torch.Generator().manual_seed(0)
     first = AnomalyDetector(2, 3, alpha=0.1, warmup=4, threshold=3.0)
     everyone = torch.ones(2, 3, dtype=torch.bool)
@@ -154,7 +154,7 @@ def test_norms_that_differ_by_rounding_alone_are_no_anomaly(relative):
         ours.learn(column, ~verdicts)
 
 
-def test_who_brings_nothing_or_nothing_finite_is_no_measure_for_the_others():
+def test_who_brings_nothing_or_nothing_finite_is_not_a_measure_for_the_others():
     ours = AnomalyDetector(5, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True)
     verdicts = ours.verdicts(norms([0.0], [2.0], [math.inf], [4.0], [math.nan]))
     assert verdicts.flatten().tolist() == [False, False, True, False, True]
@@ -164,7 +164,7 @@ def test_who_brings_nothing_or_nothing_finite_is_no_measure_for_the_others():
     assert not ours.verdicts(nobody).any()
 
 
-def test_who_is_rejected_is_no_measure_for_what_the_others_learn():
+def test_who_is_rejected_is_not_a_measure_for_what_the_others_learn():
     ours = AnomalyDetector(4, 1, alpha=0.1, warmup=3, threshold=3.0, relative=True)
     found = norms([0.8], [1.0], [1.3], [100.0])
     ours.verdicts(found)

@@ -144,7 +144,7 @@ def test_a_machine_without_any_python_gets_the_same_message(machine: Machine) ->
     assert "Tried:" not in done.stderr
 
 
-def test_an_unset_home_is_no_problem(machine: Machine) -> None:
+def test_an_unset_home_is_not_a_problem(machine: Machine) -> None:
     python = machine.python(machine.folder / "pyenv/versions/3.12.1/bin/python3", "3.12.1")
     assert chosen(machine.bash("unset HOME\n" + FIND, PYENV_ROOT=str(machine.folder / "pyenv"))) == str(
         python

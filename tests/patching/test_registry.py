@@ -171,7 +171,7 @@ def test_a_target_that_someone_else_replaced_is_not_undone_silently():
     assert targets.double is original
 
 
-def test_explain_tells_applied_available_and_broken_apart(registry):
+def test_explain_tells_every_status(registry):
     records = [
         patch(),
         patch(name="test/free", target=f"{MODULE}:Tool.plain"),

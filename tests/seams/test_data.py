@@ -24,5 +24,5 @@ def test_a_part_of_the_split_without_documents_is_refused_by_name(tmp_path):
     assert "Traceback" not in rank.stderr
 
 
-def test_an_empty_part_that_nobody_asks_for_is_no_mistake(tmp_path):
+def test_an_empty_part_that_nobody_asks_for_is_not_a_mistake(tmp_path):
     run_pretrain([*corpus(tmp_path), "--split", "1,0,0"], 1)

@@ -245,7 +245,7 @@ def test_a_peer_uploads_what_it_trains_alone(undisturbed):
     assert trained < uploaded[1, "a"] < 1.2 * trained < everything
 
 
-def test_a_killed_peer_goes_on_in_mid_interval_with_its_frozen_experts(
+def test_a_killed_peer_resumes_in_mid_interval_with_its_frozen_experts(
     make_service: Callable[..., Service], undisturbed, tmp_path: Path
 ):
     service = make_service({"demo": RUN})
@@ -274,7 +274,7 @@ def test_a_killed_peer_goes_on_in_mid_interval_with_its_frozen_experts(
     assert same_bits(model_of(again), model_of(undisturbed[1]))
 
 
-def test_a_killed_peer_that_trains_with_sgd_goes_on_with_its_momentum(
+def test_a_killed_peer_that_trains_with_sgd_resumes_with_its_momentum(
     make_service: Callable[..., Service], tmp_path: Path
 ):
     service = make_service({name: {**RUN, "quorum": 1, "grace_seconds": 0.1} for name in ("whole", "killed")})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert merging: the formula, its golden values, any order of the tensors; what is broken stays apart."""
+"""Expert merging: the formula, its golden values, any order of the tensors; non-finite experts stay apart."""
 
 import random
 
@@ -122,7 +122,7 @@ def test_with_few_experts_all_others_are_models_or_the_expert_itself_too_as_in_t
 
 @pytest.mark.parametrize("part", [1, 2])
 @pytest.mark.parametrize("content", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_expert_is_nobodys_model_and_stays_as_it_is(part: int, content: float):
+def test_a_non_finite_expert_is_never_anothers_model_and_stays_as_it_is(part: int, content: float):
     values = model(6)
     values[NAME.format(0, 2, part)].view(-1)[-1] = content
     merged = merge_experts(values, alpha=0.1)
@@ -135,7 +135,7 @@ def test_a_broken_expert_is_nobodys_model_and_stays_as_it_is(part: int, content:
                 assert merged[name].isfinite().all() and not torch.equal(merged[name], values[name])
 
 
-def test_a_gate_of_zeros_is_no_problem():
+def test_a_gate_of_zeros_is_not_a_problem():
     values = model(6)
     values[NAME.format(0, 1, 1)].zero_()
     merged = merge_experts(values, alpha=0.1)

@@ -16,7 +16,7 @@ Shown elsewhere (tests of the sync service are in tests/sync_service):
 9    a cluster script that calls what does not exist                  tests/examples/test_spes_scripts
 10   plain JSON lines that are read as nothing                        tests/data/test_readers
 11   ids that wrap around in 16 bits                                  tests/data/test_encode
-14   a factor that jumps, and begins anew on resume                   test_load_balance, test_feature
+14   a factor that jumps, and restarts on resume                   test_load_balance, test_feature
 15   gradients of frozen experts                                      test_feature, test_memory
 17   the whole model as one object, on every rank                     test_on_disk, test_jobs
 18   a server's memory that grows with the peers                      test_reduction, benchmarks/spes_round

@@ -160,7 +160,7 @@ def test_after_a_round_peers_with_different_strategies_have_the_same_bits(runs: 
     assert same_bits(*map(model_of, runs.switched.values()))
 
 
-def test_a_killed_peer_with_guests_goes_on_in_mid_interval_with_the_same_loss(runs: Runs):
+def test_a_killed_peer_with_guests_resumes_in_mid_interval_with_the_same_loss(runs: Runs):
     again = runs.switched["a"]
     assert "part 0 of 2 of the samples, 2 steps after round 1" in again[0].stdout
     line = r" iteration +7/ +8 .* lm loss: (\S+) .* grad norm: (\S+)"

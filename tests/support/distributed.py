@@ -283,7 +283,7 @@ def _kill(processes: list[ForkServerProcess]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
     for process in processes:
         process.join()
-    # A signal is on its way for a moment, and nobody can join what is a child of a rank's.
+    # A signal is in flight for a moment, and nobody can join what is a child of a rank's.
     deadline = time.monotonic() + EXIT_SECONDS
     for process in processes:
         assert process.pid is not None

@@ -15,7 +15,7 @@ def free_ports(count: int) -> list[int]:
     """Return TCP ports on which nothing listens, and which the kernel gives to nobody who asks for any port.
 
     A port that the kernel has chosen would be free again until the server starts seconds later, while other tests open
-    hundreds of listeners: a client that is early would talk to one of them for ever.
+    hundreds of listeners: a client that is early would talk to one of them forever.
     """
     lowest, highest = (int(number) for number in _EPHEMERAL.read_text().split())
     outside = [*range(_LOWEST, lowest), *range(highest + 1, 65_536)]

@@ -162,7 +162,7 @@ def samples_of(ranks: list[RankOutcome]) -> list[int]:
 
 
 def die_in_step(iteration: int) -> Before:
-    """Return a before: the job is killed when so many iterations are done."""
+    """Return a before: the job is killed when this many iterations are done."""
     return partial(_die_in_step, iteration)
 
 

@@ -15,7 +15,7 @@ VALUES = {f"layer.{index}": torch.full((MIB // 4,), float(index)) for index in r
 
 
 class Link(ByteRelay):
-    """A relay that passes on so many bytes per second one way, and from a connection no more than a limit."""
+    """A relay that passes on this many bytes per second one way, and from a connection no more than a limit."""
 
     def __init__(
         self,

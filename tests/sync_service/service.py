@@ -88,7 +88,7 @@ class Process:
         return self.exit_code
 
     def limit_files(self, size: int) -> None:
-        """Let its files grow to no more than so many bytes; -1 for no limit."""
+        """Let its files grow to no more than this many bytes; -1 for no limit."""
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 

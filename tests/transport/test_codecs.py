@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Codecs: as few bytes as they say, the same values everywhere, small errors, and nothing broken is hidden."""
+"""Codecs: as few bytes as they say, the same values everywhere, small errors, and no non-finite value is hidden."""
 
 import math
 
@@ -62,10 +62,10 @@ def test_zeros_stay_zeros(name):
 
 
 @pytest.mark.parametrize("name", CODEC_NAMES)
-@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_so(name, broken):
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+def test_what_is_non_finite_stays_so(name, special):
     values = torch.ones(5000)
-    values[4321] = broken
+    values[4321] = special
     decoded, _ = around(name, values)
     assert not torch.isfinite(decoded).all()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The training step: the guests one after the other, then home, whose gradients end as those of all of them.
 
-Home's optimizer, clipping and everything else in Megatron's step find home's gradient buffers as they would be had
-home trained the whole global batch: summed over its tokens, and divided by their number.
+Home's optimizer, clipping and everything else in Megatron's step find home's gradient buffers as they would be if
+home had trained the whole global batch: summed over its tokens, and divided by their number.
 """
 
 from __future__ import annotations

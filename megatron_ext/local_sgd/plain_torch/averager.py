@@ -352,7 +352,7 @@ class OuterOptimPeriodicModelAverager:
     @torch.no_grad()
     @speaks_of_fields()
     def wait(self) -> None:
-        """Go on to join rounds without a weight until the run is finished: for a worker that has no more data.
+        """Still join rounds without a weight until the run is finished: for a worker that has no more data.
 
         Raises:
             UserError: the run is not asynchronous, or has no `total_global_steps`.

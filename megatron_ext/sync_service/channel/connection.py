@@ -37,7 +37,7 @@ _DAMAGE_RETRIES = 5
 _RETRIED = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
-    # The server's disk is full: somebody can make room.
+    # The server's disk is full: an operator can free space.
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     # What a dying server leaves of a call.
     grpc.StatusCode.CANCELLED,
@@ -78,7 +78,7 @@ class ConnectionConfig:
     """How long a call is tried again, from its first failure on, while the server is away or its disk is full."""
 
     call_seconds: float = 120.0
-    """Deadline of one try of a call; of uploads and downloads, how long nothing may go on, times the calls at it."""
+    """Deadline of one try of a call; of uploads and downloads, how long it may be silent, times the calls at it."""
 
 
 class Connection:
@@ -88,7 +88,7 @@ class Connection:
         """Prepare; nothing is sent yet.
 
         Raises:
-            UserError: a file cannot be read, or the server would be talked to in the open.
+            UserError: a file cannot be read, or the server would be reached unencrypted.
         """
         self.config = config
         address = split_address(config.server)
@@ -101,7 +101,7 @@ class Connection:
                 raise UserError(f"{name} is {seconds}; it must be {least} and at most {LONGEST_SECONDS:.0f} (a month)")
         if config.tls_ca is None and not is_loopback(address[0]) and not config.insecure:
             raise UserError(
-                f"server {config.server} is on another machine, and without tls_ca everything goes there in the open; "
+                f"server {config.server} is on another machine, and without tls_ca everything is sent unencrypted; "
                 "give tls_ca (--tls-ca FILE), or say insecure (--insecure)"
             )
         if (config.tls_cert is None) != (config.tls_key is None) or (config.tls_cert and config.tls_ca is None):
@@ -149,7 +149,7 @@ class Connection:
 
         Args:
             method: its name in the protocol.
-            request: the message, or a function that makes an iterator of messages anew for every try.
+            request: the message, or a function that makes a new iterator of messages for every try.
             seconds: deadline of one try instead of the configured one.
 
         Raises:
@@ -163,7 +163,7 @@ class Connection:
                 answer = line.start(
                     method, sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
                 )
-            line.heard()
+            line.progressed()
             return answer
 
         return self.again(method, once)
@@ -186,11 +186,11 @@ class Connection:
             call = line.start(method, request, metadata=self._metadata)
             with Watch(line, call, self.config.call_seconds, "come"), streams.held(call):
                 for message in call:
-                    line.heard()
+                    line.progressed()
                     if isinstance(message, Unreadable):
                         raise DamagedOnTheWay(message.problem)
                     yield message
-                    line.heard()  # what the caller took to work on it does not count
+                    line.progressed()  # what the caller took to work on it does not count
 
     def send(self, method: str, messages: Iterator[Any], streams: Streams) -> Any:
         """Return the answer to one try of a call that sends messages, as long as it takes while they are taken."""
@@ -198,9 +198,9 @@ class Connection:
 
         def watched() -> Iterator[Any]:
             for message in messages:
-                line.heard()
-                yield message  # it is asked for the next one when there is room for it on the way
-            line.heard()
+                line.progressed()
+                yield message  # it is asked for the next one when there is room for it in flight
+            line.progressed()
 
         with line.one_more():
             call = line.start(method, watched(), future=True, metadata=self._metadata)
@@ -232,8 +232,8 @@ class Connection:
         Args:
             what: the name of the call.
             once: makes it.
-            advanced: says whether calls since it was last asked have brought something for good: then patience begins
-                anew.
+            advanced: says whether calls since it was last asked have brought something for good: then patience starts
+                again.
             streams: it is one of these.
 
         Raises:
@@ -290,13 +290,13 @@ class Connection:
                 is_new, self._is_away = not self._is_away, True
             if is_new:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)
-            # Peers that lost the server at the same moment shall not come back at the same moment.
+            # Peers that lost the server at the same moment must not come back at the same moment.
             self._abandoned.wait(min(pause * random.uniform(0.5, 1.0), left))
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _advice(self, code: Any) -> str:
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return "mend that on its machine"
+            return "fix that on its machine"
         tls = ""
         if self.config.tls_ca is None:
             tls = ", that it has no TLS (else give tls_ca)"
@@ -319,9 +319,9 @@ class Connection:
             return self._line
 
     def _give_up(self, line: Line, since: float) -> None:
-        """Let further calls go through another channel, if nothing has gone on in this one for some time.
+        """Let further calls go through another channel, if this one has been silent for some time.
 
-        Something on the way may take what nobody will ever answer: then the channel itself never fails.
+        Something in between may accept messages that no server will ever answer: then the channel itself never fails.
         """
         with self._lock:
             if self._line is not line or line.last >= since:

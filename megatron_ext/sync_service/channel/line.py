@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One channel to a server: its calls, when something last went on in them, and what ends one that stalls."""
+"""One channel to a server: its calls, their last progress, and what ends one that stalls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Line:
     """A channel.
 
     Attributes:
-        last: when something last went on in any of its calls.
+        last: when any of its calls last made progress.
         calls: how many share it.
         is_closed: whether there can be no further one.
     """
@@ -55,15 +55,15 @@ class Line:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """Count a call as long as it goes on."""
+        """Count a call as long as it lasts."""
         self._count(1)
         try:
             yield
         finally:
             self._count(-1)
 
-    def heard(self) -> None:
-        """Say that there is no silence now."""
+    def progressed(self) -> None:
+        """Note that a call has just made progress."""
         self.last = time.monotonic()
 
     def give_up(self) -> None:

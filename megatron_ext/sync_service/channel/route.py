@@ -30,7 +30,7 @@ class Route:
             shard_of: which server has a tensor, in the order of the catalog.
 
         Raises:
-            UserError: one would be talked to in the open.
+            UserError: one would be reached unencrypted.
         """
         for connection in self.connections[1:]:
             connection.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Certificates by files, for both sides, and what a connection that fails says of them."""
+"""Certificates by files, for both sides, and the errors of a connection that fails over them."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def client_credentials(ca: str, cert: str | None, key: str | None) -> Any:
 
 
 def validity_problem(cert: str, key: str) -> str | None:
-    """Return what a certificate whose key fits says of the present time: None, or that it has expired."""
+    """Return the problem of a certificate whose key fits: None, or that it has expired."""
     # Python reads a certificate's dates only when it checks them: in a handshake with itself, which needs no socket.
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     server.load_cert_chain(cert, key)
@@ -88,7 +88,7 @@ def validity_problem(cert: str, key: str) -> str | None:
 
 
 def _pair(cert: str, key: str) -> tuple[bytes, bytes]:
-    """Return key and certificate, of which gRPC would only say that it cannot listen, or that nobody answers."""
+    """Return key and certificate, about which gRPC would only report that it cannot listen."""
     found = _pem(key, "tls_key"), _pem(cert, "tls_cert")
     try:
         # An encrypted key is refused instead of asking a terminal.
@@ -117,5 +117,5 @@ def _authority(path: str, field: str) -> bytes:
 def _pem(path: str, field: str) -> bytes:
     content = read_file(path, field)
     if b"-----BEGIN " not in content:
-        raise UserError(f"{field} {path}: is no PEM file (there is no line -----BEGIN ...); give the one that is")
+        raise UserError(f"{field} {path}: is not a PEM file (there is no line -----BEGIN ...); give the one that is")
     return content

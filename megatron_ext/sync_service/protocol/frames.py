@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frames: what a tensor is cut into on its way between a peer and the server, and in the server's spool.
+"""Frames: the pieces of a tensor between a peer and the server, and in the server's spool.
 
 A frame carries a range of elements of a box of a tensor, coded by itself, with everything that says where they belong
 and a checksum over both. `fp32` carries values. Every other codec loses something, and so carries pseudo-gradients (the
@@ -43,7 +43,7 @@ MAX_PAYLOAD = 4 << 20
 """Bytes; a frame with more is refused."""
 
 HEAD_BYTES = 256
-"""About as much as a frame takes in a message beside its payload."""
+"""About the size of a frame in a message without its payload."""
 
 
 class Fp32Codec:
@@ -197,12 +197,12 @@ class Frame:
         """Check that the frame is whole and makes sense in itself.
 
         Raises:
-            Refusal: its bytes have changed on the way, or it contradicts itself.
+            Refusal: its bytes have changed in transit, or it contradicts itself.
         """
         content = {key: getattr(self, key) for key in ("name", "shape", "box", "offset", "count", "codec", "payload")}
         if _checksum(**content) != self.checksum:
             raise Refusal(
-                "damaged", f"a frame's checksum is wrong ({self.place}); it changed on the way: send it again"
+                "damaged", f"a frame's checksum is wrong ({self.place}); it changed in transit: send it again"
             )
         axes = len(self.shape)
         if axes > MOST_AXES or len(self.box.start) != axes or len(self.box.shape) != axes:
@@ -273,7 +273,7 @@ class Frame:
         try:
             message = pb2.Frame.FromString(data)
         except DecodeError as error:
-            raise Refusal("damaged", f"bytes that are no frame: {error}") from error
+            raise Refusal("damaged", f"bytes that are not a frame: {error}") from error
         frame = cls.from_message(message, payload)
         frame.check()
         return frame

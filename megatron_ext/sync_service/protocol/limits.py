@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 LONGEST_ALIVE_SECONDS = 60.0
-"""For longer nobody counts as alive without a further word."""
+"""For longer no process counts as alive without a further heartbeat."""
 
 ALIVE_HEARTBEATS = 3
 """Heartbeats that may fail to come before a process no longer counts as alive."""
@@ -28,7 +28,7 @@ LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
 """Between two heartbeats."""
 
 LONGEST_SECONDS = 30 * 86400.0
-"""A month. The system's own limit is not far above what people write for "for ever", and ends the thread that waits."""
+"""A month. The system's own limit is not far above what people write for "forever", and ends the thread that waits."""
 
 
 def can_be_waited(seconds: float, *, or_zero: bool = False) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names that become parts of paths. Whoever makes a path checks them there, wherever they come from."""
+"""Names that become parts of paths. They are checked where a path is made, wherever they come from."""
 
 from __future__ import annotations
 

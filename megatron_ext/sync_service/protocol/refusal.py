@@ -9,7 +9,7 @@ __all__ = ["NameInUse", "NotWhole", "Reason", "Refusal"]
 
 Reason = Literal["invalid", "state", "denied", "not_found", "damaged", "later", "full"]
 """invalid: the request is wrong in itself. state: not now, or not by this caller. denied: the caller is out.
-not_found: there is no such thing. damaged: bytes changed on the way, send them again. later: try again.
+not_found: there is no such thing. damaged: bytes changed in transit, send them again. later: try again.
 full: the caller has as much as it may have."""
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer says of its interval when it commits a contribution."""
+"""The report of a peer about its interval, with which it commits a contribution."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Progress:
         """Return what the protocol's message says.
 
         Raises:
-            Refusal: nothing can go on from there.
+            Refusal: no peer can resume from there.
         """
         found = cls(message.iteration, message.samples, message.schedule, message.batch)
         for name, count in asdict(found).items():
@@ -56,7 +56,7 @@ class Report:
     """Steps made since the values that the interval began with."""
 
     progress: Progress | None = None
-    """How far the training was then; None where it is none that can go on from there."""
+    """How far the training was then; None where it cannot be resumed from there."""
 
     @classmethod
     def of(cls, request: Any) -> Report:
@@ -74,7 +74,7 @@ class Report:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return what is known, for the journal; a loss that is not finite as None, which JSON can hold."""
+        """Return the known fields, for the journal; a non-finite loss as None, which JSON can hold."""
         found: dict[str, Any] = {}
         if self.loss is not None:
             found["loss"] = self.loss if math.isfinite(self.loss) else None

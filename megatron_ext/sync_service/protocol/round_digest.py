@@ -31,7 +31,7 @@ class RoundDigest:
     nothing in it, which would leave half of the sums. The second adds up these bits times the element's position
     in its tensor, from 1; both times an odd number that is the SHA-256 of the tensor's name. So neither the order in
     which elements are added nor what else is added together with them matters, and what a disk or a network does to
-    values all but surely changes the sums. They are no protection from somebody who wants equal sums.
+    values all but surely changes the sums. They do not protect from an attacker who wants equal sums.
     """
 
     def __init__(self, sums: Iterable[tuple[int, int]] = ()) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON that others have sent, checked: a *kind* takes what was parsed and returns it typed, or names what is wrong.
+"""JSON from other processes, checked: a *kind* takes what was parsed and returns it typed, or names what is wrong.
 
     job = record(Job, peer=name, round=integer(0))
     job(parse('{"peer": "a", "round": 1}'), "job")
@@ -59,7 +59,7 @@ def parse(content: str | bytes) -> Any:
     """Return what JSON says.
 
     Raises:
-        Malformed: it is no JSON, or has what readers differ in: NaN, huge numbers, a key twice, too many levels.
+        Malformed: it is not JSON, or has what readers differ in: NaN, huge numbers, a key twice, too many levels.
     """
     try:
         return json.loads(
@@ -234,7 +234,7 @@ def _is_unicode(value: str) -> bool:
 
 
 def _refuse_constant(word: str) -> float:
-    raise Malformed(f"it has {word}, which is no number of JSON")
+    raise Malformed(f"it has {word}, which is not a JSON number")
 
 
 def _whole_number(digits: str) -> int:

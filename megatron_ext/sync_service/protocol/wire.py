@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages with frames as they travel: UploadRequest and FrameBatch of sync.proto, byte for byte.
 
-protobuf's own classes copy a payload four times between a tensor and the wire, and twice on the way back, in memory
-that is taken and given back for every message. Here it is copied once on the way out and not at all on the way in:
+protobuf's own classes copy a payload four times between a tensor and the wire, and twice back, in memory
+that is taken and given back for every message. Here it is copied once when sent and not at all when received:
 frames that were received look into the message that they came in. Everything but payloads goes through protobuf.
 """
 

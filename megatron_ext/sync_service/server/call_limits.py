@@ -3,8 +3,8 @@
 
 A call costs no thread while it waits, but memory. Those that have not brought a message yet are few, of an address and
 altogether, and end after some seconds. A caller that means it sends its message at once, so where there are too many,
-the longest silent one makes room for it. Whoever has said who it is has streams and bytes of its own: a peer that asks
-for too much is in nobody's way but its own.
+the longest silent one makes room for it. An identified peer has streams and bytes of its own: one that asks
+for too much delays only itself.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Places:
 
         Args:
             key: of the caller.
-            refusal: raised when there are not so many left.
+            refusal: raised when there are not that many left.
             count: how many.
 
         Raises:

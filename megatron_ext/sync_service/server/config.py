@@ -37,7 +37,7 @@ class ServerConfig:
     """Folder of the durable state; made when it is not there."""
 
     state: str | None = None
-    """URL of a copy of that state, such as s3://bucket/folder (through fsspec), from which another machine can go on;
+    """URL of a copy of that state, such as s3://bucket/folder (through fsspec), from which another machine can resume;
     none unless given. The server that started last owns it."""
 
     bind: str = "127.0.0.1:50051"
@@ -66,7 +66,7 @@ class ServerConfig:
     """Port of the status page, over plain HTTP; none unless given. Port 0 takes a free one, which is printed."""
 
     status_host: str = "127.0.0.1"
-    """Address of the status page. Whoever reaches it can read it: names, losses and reasons, but no values."""
+    """Address of the status page. Everyone who reaches it can read it: names, losses and reasons, but no values."""
 
     shards: Sequence[str] = ()
     """ADDRESS:PORT of all servers when several have parts of the values, the first one first; peers and the first one
@@ -80,14 +80,14 @@ class ServerConfig:
 
     shard_secret_file: str | None = None
     """File with the secret, at least 16 characters, by which the servers in shards know each other. All have the same,
-    and no peer has it: whoever shows it can change values. Needed with shards where peers have to show something, a
+    and no peer has it: its holder can change values. Needed with shards where peers have to show something, a
     token or a certificate; where they need not, everybody who reaches the servers may do everything anyway."""
 
     peer_streams: int = 1024
     """Uploads and downloads of a peer, all of its ranks together, that may be open at a time."""
 
     peer_bytes_in_flight: int = 256 << 20
-    """Bytes of messages of a peer that the server takes in, or sends, at a time; further ones wait for their turn. The
+    """Bytes of messages of a peer that the server receives, or sends, at a time; further ones wait for their turn. The
     memory for a peer's messages is at most twice as much, and a MiB for each of its streams."""
 
     peer_slices: int = 1 << 20
@@ -121,7 +121,7 @@ class ServerConfig:
         """
         found = []
         if not self.dir or "\0" in self.dir:
-            found.append(f"dir is {self.dir!r}; name the folder in which the server shall keep its state")
+            found.append(f"dir is {self.dir!r}; name the folder in which the server should keep its state")
         address = split_address(self.bind, any_port=True)
         if address is None:
             found.append(f"bind is {self.bind!r}; give ADDRESS:PORT, such as 127.0.0.1:50051")
@@ -188,7 +188,7 @@ class ServerConfig:
             return found
         for address in self.shards:
             if split_address(str(address)) is None:
-                found.append(f"shards: {address!r} is no address; give ADDRESS:PORT of every one")
+                found.append(f"shards: {address!r} is not an address; give ADDRESS:PORT of every one")
         if len(self.shards) < 2 or len(set(self.shards)) < len(self.shards):
             found.append(f"shards are {', '.join(map(str, self.shards))}; give 2 or more, each once, or drop shards")
         if not 0 <= self.shard < len(self.shards):

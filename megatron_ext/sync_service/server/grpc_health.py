@@ -31,7 +31,7 @@ class HealthService:
 
         Args:
             runs: their names.
-            watches: how many calls may watch at a time, which may stay for ever: `health_watches` of the configuration.
+            watches: how many calls may watch at a time, which may stay forever: `health_watches` of the configuration.
         """
         self._changes = Changes()
         self._serving = dict.fromkeys(("", *runs), True)

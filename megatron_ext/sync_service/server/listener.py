@@ -33,7 +33,7 @@ _OPTIONS = [
 
 
 class Listener:
-    """A port, at which nobody is answered before `start`."""
+    """A port, at which no call is answered before `start`."""
 
     def __init__(self, bind: str, credentials: Any) -> None:
         """Take the port.
@@ -43,7 +43,7 @@ class Listener:
             credentials: gRPC's, for TLS; None without.
 
         Raises:
-            UserError: it cannot be had.
+            UserError: it is not available.
         """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="listener", daemon=True)

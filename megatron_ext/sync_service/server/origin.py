@@ -26,7 +26,7 @@ class Origin:
     """Whose certificate it has shown, with mutual TLS: its common name, or its first alternative name without one."""
 
     metadata: Mapping[str, str | bytes] = field(default_factory=dict)
-    """What the call has brought beside its messages, such as a token."""
+    """The call's metadata, such as a token."""
 
     shown: bytes = b""
     """The certificate itself, in DER."""
@@ -46,7 +46,7 @@ class Origin:
 
 
 class Operators:
-    """Those who may do more than peers may: whoever shows the server's own certificate, or one that is listed."""
+    """Those who may do more than peers may: those that show the server's own certificate, or one that is listed."""
 
     def __init__(self, own: str, names: Collection[str]) -> None:
         """Take them.

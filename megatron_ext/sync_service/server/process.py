@@ -50,7 +50,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
 class Server:
-    """A server that listens. Its runs go on from what is in its folder."""
+    """A server that listens. Its runs resume from its folder."""
 
     def __init__(self, config: ServerConfig, failpoints: Failpoints | None = None) -> None:
         """Open the runs and listen.
@@ -78,7 +78,8 @@ class Server:
         self._failpoints = failpoints or Failpoints()
         self._runs: dict[str, Run] = {}
         self._shard_runs: dict[str, ShardRun] = {}
-        # First what may go wrong and concerns nobody else: an open run has taken its URL from whoever had it.
+        # First the steps that may fail without touching other servers: an open run has taken its URL from its former
+        # owner.
         self._listener, self.address = self._bind()
         self._status_page = None
         if config.status_port is not None and config.shard == 0:
@@ -95,7 +96,7 @@ class Server:
             raise
 
     def _open(self, folder: Path) -> None:
-        """Go on with the runs that are there, and let peers call."""
+        """Resume the runs that are there, and let peers call."""
         self._open_runs(folder / "runs")
         config, operators = self._config, None
         if config.tls_client_ca is not None and config.tls_cert is not None:
@@ -111,7 +112,7 @@ class Server:
         """Serve until `stop` is called or the server is drained.
 
         Raises:
-            RuntimeError: the rounds of a run could not go on; the others' went on as long as there were any.
+            RuntimeError: the rounds of a run could not continue; the others' continued as long as there were any.
         """
         while not self._ended.wait(_POLL_SECONDS):
             runs: list[Run | ShardRun] = [*self._runs.values(), *self._shard_runs.values()]
@@ -179,14 +180,14 @@ class Server:
         self._draining = True
 
     def _fail(self, name: str, error: BaseException) -> None:
-        """Go on for the other runs, if there are any: what ends one may be its own, such as an outer optimizer."""
+        """Continue for the other runs, if there are any: what ends one may be its own, such as an outer optimizer."""
         self._failed[name] = error
         self._health.stopped(name)
         if len(self._failed) == len(self._config.runs):
             self._ended.set()
 
     def _bind(self) -> tuple[Listener, str]:
-        """Take the port, at which nobody is answered before the server is started, and return its address as well."""
+        """Take the port, at which no call is answered before the server is started, and return its address as well."""
         config = self._config
         host, _, wanted = config.bind.rpartition(":")
         _try_out(host, int(wanted))

@@ -83,7 +83,7 @@ def _runs_in(folder: Path, run: str | None, *, has_copy: bool) -> tuple[Path, Se
     # One that has nothing yet may have it from the copy.
     is_begun = has_copy and folder.is_dir() and folder.parent.name == "runs"
     if not (is_begun or (folder / "snapshots").is_dir() or (folder / _JOURNAL).exists()):
-        raise UserError(f"{folder}: is no server's folder, nor that of a run; give DIR, or DIR/runs/RUN")
+        raise UserError(f"{folder}: is not a server's folder, nor that of a run; give DIR, or DIR/runs/RUN")
     if run not in (None, folder.name):
         raise UserError(f"--run is {run}, but {folder} is the folder of run {folder.name}; drop the flag")
     return folder.parents[1] if folder.parent.name == "runs" else folder, [folder]
@@ -125,7 +125,7 @@ def _longest(run: str, here: JournalContent, remote: RemoteState | None) -> Jour
     longest = max(here, there, key=lambda content: len(content.whole))
     if not all(longest.whole.startswith(content.whole) for content in (here, there)):
         raise UserError(
-            f"run {run}: its folder and the copy have different histories; recover without --state the one that shall "
+            f"run {run}: its folder and the copy have different histories; recover without --state the one that should "
             "count, and give the server another URL"
         )
     return longest
@@ -167,7 +167,7 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
     if newest < 0 and journal.damage:
         raise UserError(
             f"run {run}: {folder / _JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
-            "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it anew"
+            "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it over"
         )
     if newest == journal.newest and not journal.damage:
         return "the journal names all rounds that there are snapshots of"
@@ -191,8 +191,8 @@ def _after_record(run: str, folder: Path, journal: JournalContent, record: RunRe
     created = record.before["created"]
     if begun and any(begun[-1].get(key) != created[key] for key in ("config", "catalog", "sharding")):
         raise UserError(
-            f"run {run}: {folder / _JOURNAL} is of another run than {snapshot_name(record.number)} beside it; move the "
-            "one away that does not belong there"
+            f"run {run}: {folder / _JOURNAL} is of another run than {snapshot_name(record.number)} next to it; move "
+            "the one away that does not belong there"
         )
     content = journal.whole + b"".join(line_of(event)[1] for event in record.events())
     return _Rebuilt(content=content, state=_state_after(content))
@@ -211,7 +211,7 @@ def _state_after(content: bytes) -> RunState:
 
 
 def _write(folder: Path, content: bytes, remote: RemoteState | None) -> Iterator[str]:
-    """Put a journal in its place; the former one stays beside it."""
+    """Put a journal in its place; the former one stays next to it."""
     path = folder / _JOURNAL
     if path.exists():
         yield f"  the former journal is kept as {_kept(path)}"
@@ -222,7 +222,7 @@ def _write(folder: Path, content: bytes, remote: RemoteState | None) -> Iterator
 
 
 def _kept(path: Path) -> Path:
-    """Copy a file beside it, under a name that nothing has."""
+    """Copy a file into its folder, under an unused name."""
     number = 1
     while True:
         kept = path.with_name(f"{path.name}.lost-{number}")

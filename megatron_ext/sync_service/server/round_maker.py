@@ -166,7 +166,7 @@ class RoundMaker:
         return decision
 
     def _came(self, number: int) -> dict[str, float]:
-        """Return what a round of one contribution's alone says of it."""
+        """Return the verdict that a round of this contribution alone gives."""
         state = self._store.state
         if number == 0 or not isinstance(state, AsynchronousState) or not state.closing:
             return {}

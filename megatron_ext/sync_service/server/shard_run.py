@@ -110,7 +110,7 @@ class ShardRun:
             least: the open round must be so far.
 
         Raises:
-            Refusal: nothing is heard of the first server.
+            Refusal: the first server has not called.
         """
 
         def fits(word: Word) -> bool:
@@ -182,7 +182,7 @@ class ShardRun:
             arguments: with what, as JSON had it.
 
         Raises:
-            Refusal: it is no such request, or does not fit this shard.
+            Refusal: it is not such a request, or does not fit this shard.
             OSError: the disk refuses.
         """
         match call:
@@ -277,13 +277,13 @@ class ShardRun:
             Refusal: the first server has lost rounds, or the disk has no room for one.
             UserError: values are missing or damaged.
         """
-        # One round more may have been made, which the first server commits or has made anew.
+        # One round more may have been made, which the first server commits or has made again.
         self._check_newest(self._shard.newest_file, word.open_round)
         content = json.dumps(asdict(Identity(id=word.id, shard=word.shard, shards=len(word.shards)))).encode()
         if self._shard.newest_file >= 0 and not self._identity.exists():
             raise UserError(
-                f"{self._identity} is missing, which says to which run the snapshots beside it belong; restore it from "
-                f"a copy; if they are this run's, write {content.decode()} into it"
+                f"{self._identity} is missing, which says to which run the snapshots next to it belong; restore it "
+                f"from a copy; if they are this run's, write {content.decode()} into it"
             )
         self._shard.recover(word.open_round)
         assert word.catalog is not None
@@ -303,7 +303,7 @@ class ShardRun:
         if known > newest:
             raise Refusal(
                 "state",
-                f"it has values of round {known} of run {self.name!r}, of which the first server knows nothing: that "
+                f"it has values of round {known} of run {self.name!r}, which the first server does not know: that "
                 "one has lost rounds; restore its folder (megatron-ext server recover rebuilds a lost journal), or "
                 "begin a run under another name",
             )
@@ -384,7 +384,7 @@ class ShardRun:
         return not is_used and not self.config.policy.is_stale(number, open_round)
 
     def _check_caller(self, peer: str, instance: str) -> None:
-        """Check that a process speaks for a peer, as far as was heard.
+        """Check that a process speaks for a peer, as far as this shard knows.
 
         Raises:
             Refusal: it does not.
@@ -398,7 +398,7 @@ class ShardRun:
         """Wait until the first server's word fits, or certainly does not; with the lock held.
 
         Raises:
-            Refusal: nothing is heard of it.
+            Refusal: it has not called.
         """
         heard, end = self._heard, time.monotonic() + WORD_SECONDS
         while not fits(self._word) and self._heard < heard + 2:

@@ -48,7 +48,7 @@ class ShardSecret:
         """
         shown = metadata.get(SECRET_KEY)
         if self._secret is None and shown is None:
-            return  # nobody has to show anything here, see `ServerConfig`
+            return  # no caller has to show anything here, see `ServerConfig`
         if self._secret is None:
             raise Refusal(
                 "denied",

@@ -64,7 +64,7 @@ def status_of(
 def overview_of(
     name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, draining: bool
 ) -> dict[str, Any]:
-    """Return what `status_of` does, and the run's history and health besides; with its lock held.
+    """Return the result of `status_of`, with the run's history and health; with its lock held.
 
     Args:
         name: the run id.

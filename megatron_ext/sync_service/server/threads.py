@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Threads that callers share: nobody has more than half of them at a time, so that another one's turn comes soon."""
+"""Threads that callers share: no caller has more than half of them at a time, so that another one's turn comes soon."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _fulfil(job: _Job) -> None:
     """Do a job, and say how it has ended."""
     try:
         found = job.work()
-    except BaseException as error:  # whoever waits for it is told
+    except BaseException as error:  # the caller that waits for it gets it
         job.done.set_exception(error)
     else:
         job.done.set_result(found)

@@ -84,7 +84,7 @@ class Uploading(_OfCaller):
     """The call of one upload. Its methods may be called in different threads, one after the other."""
 
     def __init__(self, runs: Mapping[str, HasValues], first: bytes) -> None:
-        """Take the call's first message, in which there may be frames besides who calls.
+        """Take the call's first message, in which there may be frames in addition to the caller.
 
         Raises:
             Refusal: it cannot be read, or its run is not served here.

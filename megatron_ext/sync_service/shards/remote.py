@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of a run's durable state at a URL, through fsspec: another machine can go on from it.
+"""A copy of a run's durable state at a URL, through fsspec: another machine can resume from it.
 
     URL/RUN/owner.json                           which server writes there
-    URL/RUN/journal/part-N.jsonl                 the lines of the journal, so many in each part
+    URL/RUN/journal/part-N.jsonl                 the lines of the journal, a number of them in each part
     URL/RUN/snapshots/round-N.safetensors        the values of the newest rounds
 
 The server works in its folder. An event has happened once its line is in both places; the snapshot of a round is there
@@ -32,11 +32,11 @@ __all__ = ["LINES", "RemoteState"]
 log = logging.getLogger(__name__)
 
 LINES = 500
-"""Of the journal in a part: object stores cannot append, so that the last part is written anew with every line."""
+"""Of the journal in a part: object stores cannot append, so the last part is rewritten with every line."""
 
 
 class RemoteState(RemoteFolder):
-    """The copy of one run. Not for several threads at once, but that a snapshot may be put beside all else."""
+    """The copy of one run. Not for several threads at once, except that a snapshot may be put at any time."""
 
     def __init__(self, url: str, run: str) -> None:
         """Find what is there.
@@ -80,7 +80,7 @@ class RemoteState(RemoteFolder):
                 self._put_part(number, self._parts[number])
             self._put_missing(folder / "snapshots")
             return
-        log.info("run in %s goes on from %s", folder, self._url)
+        log.info("run in %s resumes from %s", folder, self._url)
         # What was uploaded there has been overtaken.
         shutil.rmtree(folder / "spool", ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
@@ -93,7 +93,7 @@ class RemoteState(RemoteFolder):
         if not (here.startswith(there) or there.startswith(here)):
             raise UserError(
                 f"state {self._url}: has another history than {folder}: two servers have used it, or another run of "
-                "that name; give another URL, or move that folder away to go on from the URL"
+                "that name; give another URL, or move that folder away to resume from the URL"
             )
 
     def _check_snapshots(self, here: bytes, folder: Path) -> None:
@@ -121,7 +121,7 @@ class RemoteState(RemoteFolder):
         """Own the copy, and put another journal in the place of that which is there.
 
         Returns:
-            The name of the folder beside it in which the former one is kept; empty when there was none.
+            The name of the folder next to it in which the former one is kept; empty when there was none.
 
         Raises:
             OSError: it could not be written.
@@ -173,7 +173,7 @@ def _whole_lines(journal: bytes) -> bytes:
 
 
 def _without_undone(here: bytes, there: bytes) -> bytes:
-    """Return a journal without its last line, if the copy goes on otherwise from there.
+    """Return a journal without its last line, if the copy differs from there on.
 
     Only a line that is in both has happened. Where writing the copy fails, it may have been written nevertheless; a
     line of a later try is here alone, should the server end before that is written.

@@ -31,7 +31,7 @@ __all__ = ["RemoteFolder"]
 log = logging.getLogger(__name__)
 
 _FILE_LIKE = frozenset({"file", "local", "sftp", "ssh"})
-"""fsspec's stores of files: who writes one anew empties it first, and who renames one replaces what has that name."""
+"""fsspec's stores of files: writing to one empties it first, and renaming one replaces a file of that name."""
 
 _PARTIAL = "partial-"
 
@@ -49,7 +49,7 @@ _OWNER = record(
 
 
 class RemoteFolder:
-    """A folder at a URL. Not for several threads at once, but that a snapshot may be put beside all else."""
+    """A folder at a URL. Not for several threads at once, except that a snapshot may be put at any time."""
 
     def __init__(self, url: str, *within: str, holding: tuple[str, ...] = ("snapshots",)) -> None:
         """Find it, or make it.
@@ -145,7 +145,7 @@ class RemoteFolder:
             self._put_whole(f"{self._root}/owner.json", json.dumps(mine).encode())
 
     def _owner(self) -> dict[str, Any] | None:
-        """Return what the server that writes says of itself."""
+        """Return the description of the server that writes."""
         path = f"{self._root}/owner.json"
         self._files.invalidate_cache()
         if not self._files.exists(path):

@@ -37,7 +37,7 @@ TELL_SECONDS = 1.0
 """How often a shard is told how the run stands while nothing changes."""
 
 PATIENCE_SECONDS = 0.0
-"""How long a call is tried again here: not at all, since whoever needs the answer asks again."""
+"""How long a call is tried again here: not at all, since the caller that needs the answer asks again."""
 
 _TELL_DEADLINE = 20.0
 _WORK_DEADLINE = 86400.0

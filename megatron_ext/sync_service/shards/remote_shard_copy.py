@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A copy of the values that a shard has, at a URL: the shard goes on from it on another machine.
+"""A copy of the values that a shard has, at a URL: the shard resumes from it on another machine.
 
     URL/RUN/shard-K/owner.json                           which server writes there
     URL/RUN/shard-K/shard.json                           to which run and which part of it the values belong
@@ -63,7 +63,7 @@ class ShardCopy(RemoteFolder):
         if there is not None and path.exists() and path.read_bytes() != there:
             raise UserError(
                 f"state {self._url}: has values of another run or shard than {folder}; give another URL, or move that "
-                "folder away to go on from the URL"
+                "folder away to resume from the URL"
             )
         with self._reading():
             owner = self._owner()
@@ -73,7 +73,7 @@ class ShardCopy(RemoteFolder):
         if is_elsewhere and here > copied:
             raise UserError(
                 f"state {self._url}: another server wrote there last, and has no values after {copied or 'the start'}, "
-                f"but {folder} has {here}; give another URL, or move that folder away to go on from the URL"
+                f"but {folder} has {here}; give another URL, or move that folder away to resume from the URL"
             )
         try:
             if not is_elsewhere:
@@ -109,7 +109,7 @@ class ShardCopy(RemoteFolder):
         identity = self._identity()
         if identity is None:
             return  # the run had not begun
-        log.info("the shard in %s goes on from %s", folder, self._url)
+        log.info("the shard in %s resumes from %s", folder, self._url)
         for name in ("spool", "snapshots"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True)

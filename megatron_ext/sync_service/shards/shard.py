@@ -5,7 +5,7 @@
     FOLDER/spool/round-N/PEER.SALT.frames      contributions to the open round
     FOLDER/spare                               files to write over
 
-It keeps no account of rounds: whoever uses it says which one is open, and what was decided of it. A round may be made
+It keeps no account of rounds: its user says which one is open, and what was decided about it. A round may be made
 again and again until it is committed, with the same bits: `write` makes its values, `publish` gives them their name.
 """
 
@@ -127,7 +127,8 @@ class Shard:
     def recover(self, open_round: int) -> None:
         """Find the snapshots that a former process has left, and remove those that are older than what is kept.
 
-        That of the open round stays as well, which somebody may be about to commit, and so does what is no snapshot.
+        That of the open round stays as well, which may be about to be committed, and so do files that are not
+        snapshots.
 
         Args:
             open_round: the round that is not committed yet.
@@ -140,7 +141,7 @@ class Shard:
             # Older ones may be gone: fewer were kept.
             if self.snapshot_path(number).exists() or number == open_round - 1:
                 self.snapshots[number] = Snapshot(self.snapshot_path(number))
-        # Only now: whoever names a round that is not here must not have the others removed.
+        # Only now: a request for a round that is not here must not have the others removed.
         for path in list(self._folder.iterdir()):
             found = snapshot_number(path.with_suffix(".safetensors").name)
             is_unfinished = path.suffix == ".partial"
@@ -171,7 +172,7 @@ class Shard:
 
     def contribution(self, peer: str, number: int) -> Contribution:
         """Return a peer's contribution to a round, perhaps an empty one."""
-        # The start is what everybody goes on from: nothing of it may be lost.
+        # All peers start from it: nothing of it may be lost.
         codec = "fp32" if number == 0 else self._codec
         return self.spool.contribution(peer, number, self.catalog, codec)
 
@@ -193,7 +194,7 @@ class Shard:
     def measure(self, job: RoundJob) -> list[Measured]:
         """Return what the decision about a round needs, in the order of its uploaders.
 
-        Where nothing but what is broken is left out, nearly always everybody counts: the values are made at the same
+        Where only non-finite contributions are left out, nearly always all count: the values are made at the same
         time, and `write` finds them made if that is what was decided.
 
         Raises:
@@ -241,7 +242,7 @@ class Shard:
         """Give the values that were written last their name, under which they are durable when this returns.
 
         Args:
-            record: what the snapshot says of the run besides; nothing when empty.
+            record: the snapshot's record of the run; none when empty.
 
         Raises:
             OSError: they cannot be written; nothing of them is left.

@@ -2,7 +2,7 @@
 """What the first of several servers asks of the others (`Shard` of the protocol), and what they answer.
 
 `follow`: how the run stands. `seal`: make a contribution durable. `measure`, `common_squares` and `write`: make the
-parts of a round. Each has one kind of request and one of answers, which are checked by whoever receives them.
+parts of a round. Each has one kind of request and one of answers, which the receiver checks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Word:
     """Which process speaks for a peer."""
 
     kept: Mapping[str, int]
-    """By peer, the round for which the contribution was made that counts, whoever speaks for the peer by now."""
+    """By peer, the round for which the contribution was made that counts, whichever process speaks for the peer by
+    now."""
 
     used: Mapping[str, int | None]
     """By peer, the round for which it has contributed last, where rounds are asynchronous."""

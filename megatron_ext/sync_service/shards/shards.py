@@ -40,7 +40,7 @@ class Shards:
 
     @property
     def is_refused(self) -> bool:
-        """Whether one does not because it belongs to something else, which no patience mends."""
+        """Whether one does not because it belongs to something else, which waiting does not fix."""
         return any(shard.problem and shard.is_refused for shard in self.others)
 
     @property

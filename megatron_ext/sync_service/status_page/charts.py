@@ -16,12 +16,12 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#3b9ad9", "#6
 """Which the colour-blind can tell apart; a peer's is that of its index."""
 
 _MANY_LINES = 12
-"""More than so many lines become three: the least, the middle, the greatest."""
+"""More lines than this become three: the least, the middle, the greatest."""
 
 _WIDTH, _HEIGHT = 520, 190
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 10, 24
 _MARKED_ROUNDS = 60
-"""Up to so many rounds every value has a point, which says what it is."""
+"""Up to this many rounds every value has a point, which names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def line_chart(lines: Sequence[ChartLine], said: Callable[[float], str], *, brid
     Args:
         lines: in the order in which they are drawn.
         said: puts a value into words.
-        bridged: whether lines go on over rounds in which they have no value, else they are broken there.
+        bridged: whether lines continue over rounds in which they have no value, else they are interrupted there.
     """
     lines = [
         replace(line, values={number: _drawable(value) for number, value in line.values.items()}) for line in lines

@@ -23,7 +23,7 @@ _RECENT = 10
 
 _SLOW, _SLOW_SECONDS = 3.0, 10.0
 _STUCK, _STUCK_SECONDS = 10.0, 60.0
-"""A round is late after so many times the usual length and so many seconds more."""
+"""A round is late after this many times the usual length and this many seconds more."""
 
 
 def health_of(status: dict[str, Any], now: float) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _of_peers(status: dict[str, Any]) -> list[tuple[Level, str]]:
     found: list[tuple[Level, str]] = []
     peers, newest = status["peers"], status["newest_round"]
     if not peers:
-        return [("idle", "nobody is here: all peers have left, or were evicted")]
+        return [("idle", "no peer is here: all have left, or were evicted")]
     if len(peers) < status["quorum"]:
         sentence = f"{len(peers)} of {status['places']} peers are here, and a round needs {status['quorum']}"
         found.append(("problem", sentence))

@@ -135,7 +135,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Keep the log for what is wrong here: callers come and go as they like."""
+        """Keep the log for this server's own errors: callers come and go."""
         if isinstance(sys.exception(), OSError):
             log.debug("status page: %s has gone", client_address, exc_info=True)
         else:

@@ -57,9 +57,9 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
 def _run(run: Mapping[str, Any]) -> str:
     health = run["health"]
     reasons = "".join(f"<p>{escape(reason)}</p>" for reason in health["reasons"])
-    going_on = run["waiting_for"]
-    if going_on not in health["reasons"]:
-        reasons += f"<p>{escape(going_on[:1].upper() + going_on[1:])}.</p>"
+    waiting = run["waiting_for"]
+    if waiting not in health["reasons"]:
+        reasons += f"<p>{escape(waiting[:1].upper() + waiting[1:])}.</p>"
     return f"""
 <section>
 <div class="card health {escape(health["level"])}">
@@ -105,7 +105,7 @@ def _peers(run: Mapping[str, Any]) -> str:
             peer = {"peer": name, "index": run["indices"][name], "bytes_uploaded": 0, "last_seen": None}
             rows.append(_peer(run, peer, latest, _TAGS.get(kind, ""), kind, "gone"))
     if not rows:
-        return '<p class="none">nobody is here</p>'
+        return '<p class="none">no peer is here</p>'
     return (
         '<div class="scroll"><table><tr><th>peer</th><th class="number wide">index</th><th>state</th>'
         '<th class="number">last round</th><th class="number">loss</th><th class="number wide">steps</th>'

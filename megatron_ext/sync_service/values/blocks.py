@@ -25,7 +25,7 @@ def common_blocks(numel: int, frames: Sequence[Sequence[Block] | None], multiple
 
     Args:
         numel: number of its elements.
-        frames: for every contribution the ranges of its frames, in order; None where they are no ranges.
+        frames: for every contribution the ranges of its frames, in order; None where they are not ranges.
         multiple: of what the first element of every block has to be.
     """
     borders: set[int] | None = None

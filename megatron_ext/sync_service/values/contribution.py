@@ -299,7 +299,7 @@ class Contribution:
 
     def discard(self) -> None:
         """Refuse further frames, and remove the file."""
-        self._is_unwanted = True  # nobody waits until all that a former server has left is found
+        self._is_unwanted = True  # no caller waits until everything that a former server left is found
         with self._lock, self._reading:
             self._discarded = True
             # The start in fp32 is far longer than what a lossy codec makes of the rounds after it.

@@ -3,7 +3,7 @@
 
 A new box is one of the recent ones, which are all compared at once. When there are many, they are packed: sorted such
 that neighbours lie close to each other, and put into groups, these into larger groups, and so on. What does not touch
-the hull of a group is compared with nothing in it. A pack is made anew, with the recent boxes, when these are an eighth
+the hull of a group is compared with nothing in it. A pack is rebuilt, with the recent boxes, when these are an eighth
 of it, so that n boxes cost about n log n, in whichever order they come.
 
 Hulls can be crossed without a box in them being touched: for boxes as long as the tensor among boxes of one element

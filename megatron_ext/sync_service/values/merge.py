@@ -57,7 +57,7 @@ class Merge:
     def run(self, snapshot: SnapshotWriter, failpoints: Failpoints) -> None:
         """Merge the values that a snapshot holds, in their place.
 
-        A server that dies here begins the round anew: nobody has seen the snapshot, which has not its name yet.
+        A server that dies here starts the round over: no peer has seen the snapshot, which does not have its name yet.
 
         Raises:
             OSError: the snapshot cannot be read or written.

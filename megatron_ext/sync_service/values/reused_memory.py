@@ -17,7 +17,7 @@ class ReusedMemory:
         self._of_thread = threading.local()
 
     def __call__(self, use: str, count: int) -> torch.Tensor:
-        """Return so many fp32 values for one use, as this thread's last one has left them."""
+        """Return this many fp32 values for one use, as this thread's last one has left them."""
         held: dict[str, torch.Tensor] = self._of_thread.__dict__
         if use not in held or held[use].numel() < count:
             held[use] = torch.empty(count, dtype=torch.float32)

@@ -93,7 +93,7 @@ class _Extent:
 
     @property
     def entry(self) -> dict[str, Any]:
-        """What the head says of it."""
+        """Its entry in the header."""
         return {"dtype": _NAMES[self.dtype], "shape": list(self.shape), "data_offsets": [self.begin, self.end]}
 
     @property
@@ -145,7 +145,7 @@ class SnapshotWriter:
         spares: SpareFiles | None = None,
         record_bytes: int = 0,
     ) -> None:
-        """Begin the file beside its final place.
+        """Begin the file next to its final path.
 
         Args:
             path: the final place.
@@ -187,7 +187,7 @@ class SnapshotWriter:
         self._put(0, head)
 
     def write(self, name: str, values: torch.Tensor, first: int = 0) -> None:
-        """Write the next block of a tensor; with the first one the tensor is begun, perhaps anew.
+        """Write the next block of a tensor; with the first one the tensor begins, perhaps again.
 
         Args:
             name: of the tensor or state.
@@ -225,7 +225,7 @@ class SnapshotWriter:
         self._put(self._begin + extent.at(offset), _bytes_of(values))
 
     def sync(self) -> None:
-        """Make what was written durable, still beside its final place."""
+        """Make what was written durable, still next to its final path."""
         missing = [name for name, count in self._missing.items() if count]
         if missing:
             raise ValueError(f"tensor {min(missing)!r} was not written")
@@ -239,7 +239,7 @@ class SnapshotWriter:
         """Give the file its name.
 
         Args:
-            record: what it says of the run besides; nothing when empty.
+            record: its record of the run; none when empty.
 
         Raises:
             OSError: the record could not be written; the file has not its name.
@@ -329,7 +329,7 @@ class Snapshot:
 
     @contextmanager
     def reading(self) -> Iterator[Snapshot]:
-        """Let nobody write over the file until the end of the block."""
+        """Keep the file from being written over until the end of the block."""
         with self._lock:
             self._readers += 1
         try:
@@ -339,7 +339,7 @@ class Snapshot:
                 self._readers -= 1
 
     def remove(self, spares: SpareFiles) -> None:
-        """Remove the file; whoever is reading it keeps its contents."""
+        """Remove the file; its readers keep its contents."""
         with self._lock:
             if self._readers:
                 self.path.unlink(missing_ok=True)
@@ -382,7 +382,7 @@ class Snapshot:
 
     @property
     def record(self) -> bytes:
-        """What the file says of the run besides the values; empty where it says nothing, as those of shards.
+        """The file's record of the run; empty where there is none, as in those of shards.
 
         Raises:
             OSError: it cannot be read, or is not what was written.
@@ -429,7 +429,7 @@ class CheckedRead:
         self._next = self._sum = 0
 
     def read(self, first: int, count: int, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the next block, as `Snapshot.read` does; that from 0 on begins anew.
+        """Return the next block, as `Snapshot.read` does; that from 0 starts again.
 
         Raises:
             OSError: it cannot be read, or the whole is not what was written.

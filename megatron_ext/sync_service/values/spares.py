@@ -37,7 +37,7 @@ class SpareFiles:
         self._is_begun = False
 
     def keep(self, path: Path) -> None:
-        """Take a file away, as a spare one while there is room for it and nobody else reads it."""
+        """Take a file away, as a spare one while there is room for it and no other process reads it."""
         with self._lock:
             self._begin()
             spare = self._folder / str(self._number + 1)
@@ -46,7 +46,7 @@ class SpareFiles:
                 if len(self._files) < self._most:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     os.replace(path, spare)
-                    if _is_nobody_elses(spare):
+                    if _is_unshared(spare):
                         self._number += 1
                         self._files.append(spare)
                         return
@@ -68,8 +68,8 @@ class SpareFiles:
             self._is_begun = True
 
 
-def _is_nobody_elses(path: Path) -> bool:
-    """Return whether nobody else has a file open or mapped, or calls it by another name, as copies by link do.
+def _is_unshared(path: Path) -> bool:
+    """Return whether no other process has a file open or mapped, and no link gives it another name.
 
     The kernel gives a lease for writing to the only one who has a file open. Where it does not know leases, somebody
     may have it.
@@ -78,7 +78,7 @@ def _is_nobody_elses(path: Path) -> bool:
         if os.fstat(file.fileno()).st_nlink > 1:
             return False
         try:
-            # Whoever opened the file meanwhile would be announced by this signal, which does nothing.
+            # A process that opens the file meanwhile is announced by this signal, which does nothing.
             fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)

@@ -41,7 +41,7 @@ class Spool:
         self._left = {(path.parent.name, peer_of(path)): path for path in self._folder.glob("round-*/*.frames")}
 
     def open_round(self, number: int) -> None:
-        """Go on to a round: what there is of earlier ones is removed."""
+        """Move on to a round: files of earlier ones are removed."""
         with self._lock:
             for peer in [peer for peer, (found, _) in self._found.items() if found != number]:
                 self._found.pop(peer)[1].discard()
@@ -71,7 +71,7 @@ class Spool:
     def contribution(self, peer: str, number: int, catalog: Catalog, codec: str) -> Contribution:
         """Return the contribution of a peer to a round, perhaps an empty one; one to another round is removed.
 
-        What a former server has left of it is read when it is first used, for which nobody else waits.
+        What a former server has left of it is read when it is first used, for which no other caller waits.
         """
         with self._lock:
             if peer in self._found and self._found[peer][0] != number:

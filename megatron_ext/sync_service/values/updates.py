@@ -49,7 +49,7 @@ class Published:
     """What was added to the last ones, as `kept_as` says."""
 
     residual: torch.Tensor | None = None
-    """What should have been added besides, fp32; None for nothing."""
+    """The residual: what should also have been added, fp32; None for nothing."""
 
 
 def kept_as(codec: str) -> torch.dtype:
@@ -74,7 +74,7 @@ def publish(codec: str, before: torch.Tensor, wanted: torch.Tensor) -> Published
 
 
 def publish_exactly(codec: str, before: torch.Tensor, step: torch.Tensor) -> Published:
-    """Return the values to which a step leads that was coded before, by whoever made it.
+    """Return the values after a step that was coded before, by any process.
 
     Args:
         codec: a name in `CODECS`.

@@ -49,7 +49,7 @@ def test_other_files_are_refused(tmp_path: Path, name: str, content: bytes, said
 
 
 @pytest.mark.parametrize("path", ["/no/such/file", ".", "..", "/", ""])
-def test_what_is_no_file_is_refused(path: str) -> None:
+def test_what_is_not_a_file_is_refused(path: str) -> None:
     with pytest.raises(UserError, match="cannot be read as lengths"):
         read_lengths(Path(path))
 

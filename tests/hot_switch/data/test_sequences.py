@@ -48,7 +48,7 @@ def test_positions_are_those_of_the_sequences_one_by_one(lengths, longest, place
     seed=st.integers(0, 3),
     data=st.data(),
 )
-def test_parts_are_disjoint_and_together_the_whole_wherever_a_job_goes_on(lengths, peers, seed, data):
+def test_parts_are_disjoint_and_together_the_whole_wherever_a_job_resumes(lengths, peers, seed, data):
     whole = SequenceOrder(np.array(lengths), longest=4, seed=seed)
     rounds = 3 * whole.per_epoch
     found = [None] * (rounds * peers)
@@ -79,7 +79,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_and_not_on_what_was_read_be
     assert [other.at(place) for place in range(count)] != epochs[0]
 
 
-def test_a_document_longer_than_a_row_becomes_pieces_that_go_on_where_the_last_one_ended():
+def test_a_document_longer_than_a_row_becomes_pieces_that_continue_where_the_last_one_ended():
     order = SequenceOrder(np.array([1, 10]), longest=4, seed=0)
     pieces = sorted((order.at(place) for place in range(order.per_epoch)), key=lambda piece: piece.offset)
     assert pieces == [Sequence(1, 0, 4), Sequence(1, 4, 4), Sequence(1, 8, 1)]

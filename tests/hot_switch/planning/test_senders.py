@@ -24,7 +24,7 @@ def test_fcfs_takes_the_first_owner() -> None:
     assert choices("fcfs", (ACROSS, 1), (SPREAD, 1)) == [[0] * 4, [0] * 6]
 
 
-def test_round_robin_starts_anew_with_every_slice() -> None:
+def test_round_robin_restarts_with_every_slice() -> None:
     assert choices("round-robin", (ACROSS, 1), (PAIRS, 1)) == [[0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 2, 3]]
 
 

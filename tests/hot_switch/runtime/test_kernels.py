@@ -14,7 +14,7 @@ from tests.hot_switch.runs import (
     EXPERTS_APART,
     LLAMA,
     arguments,
-    assert_went_on,
+    assert_resumed,
     forbid_attention_by_document,
     losses,
     stock_run,
@@ -45,7 +45,7 @@ def in_longer_rows(strategies: str) -> str:
     return strategies.replace("[32, 16, 8, 0]", "[128, 64, 32, 0]")
 
 
-def assert_equal_but_for_bf16(ours: list[RankOutcome], theirs: list[RankOutcome]) -> None:
+def assert_equal_except_for_bf16(ours: list[RankOutcome], theirs: list[RankOutcome]) -> None:
     """Compare losses and gradient norms of two runs that round to 8 bits at other places."""
     assert len(losses(ours)) == len(losses(theirs)) > 0
     assert losses(ours) == pytest.approx(losses(theirs), rel=0, abs=5e-3)
@@ -66,7 +66,7 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, options):
     options = {**KERNELS, **options}
     command = toy_gpt(COMMON, options, hot_switch_strategy_file=str(file))
     hot = run_pretrain(command, 4, before=forbid_attention_by_document)
-    assert_equal_but_for_bf16(hot, stock_run(home, **{**layout, **options}))
+    assert_equal_except_for_bf16(hot, stock_run(home, **{**layout, **options}))
 
 
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
@@ -77,7 +77,7 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     resumed = run_pretrain(arguments(*hot, **options, load=str(tmp_path)), 2)
     assert len(set(losses(through))) == 4
-    assert_went_on(resumed, through, after=2)
+    assert_resumed(resumed, through, after=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -9,7 +9,7 @@ from tests.hot_switch.runs import (
     COMMON,
     LLAMA,
     arguments,
-    assert_equal_but_for_rounding,
+    assert_equal_except_for_rounding,
     forbid_attention_by_document,
     full_parameters,
     hot_run,
@@ -40,7 +40,7 @@ def test_attention_over_whole_rows_changes_nothing():
             ("rows", forbid_attention_by_document),
         )
     ]
-    assert_equal_but_for_rounding(*runs)
+    assert_equal_except_for_rounding(*runs)
 
 
 def test_validation_without_masks_has_the_losses_of_validation_with_them():

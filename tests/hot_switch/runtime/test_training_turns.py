@@ -141,7 +141,7 @@ def arrived_rounds(model, optimizer, args):
 
 
 @pytest.mark.parametrize("profiles", [None, True])
-def test_layers_are_used_while_later_ones_are_on_their_way(profiles):
+def test_layers_are_used_while_later_ones_are_in_flight(profiles):
     command = arguments(["1,2,1", "2,1,1"], [32, 12, 0], num_layers=4, train_iters=2, hot_switch_profile=profiles)
     for rank in run_pretrain(command, 2, before=(many_rounds, watch_rounds), probe=arrived_rounds):
         noted, seconds = rank.probe

@@ -56,7 +56,7 @@ def test_released_memory_is_gone_and_the_same_tensors_come_back_with_the_next_sw
     assert run_ranks(released, 4) == [[]] * 4
 
 
-def test_units_are_there_when_asked_for_and_the_rest_is_on_its_way():
+def test_units_are_there_when_asked_for_and_the_rest_is_in_flight():
     assert run_ranks(units_in_their_order, 4) == [[]] * 4
 
 

@@ -97,7 +97,7 @@ def values_with_an_anchor_that_is_moved(codec, moved):
 
 
 @pytest.mark.parametrize("codec", ["int4", "topk"])
-def test_who_goes_on_from_where_all_are_still_owes_what_messages_have_lost(codec):
+def test_continuing_from_where_all_are_keeps_the_residuals(codec):
     straight = run_ranks(values_with_an_anchor_that_is_moved, 2, codec, False)
     assert run_ranks(values_with_an_anchor_that_is_moved, 2, codec, True) == straight
 
@@ -158,8 +158,8 @@ def test_a_saved_state_continues_bit_for_bit_with_its_residuals(codec):
         assert straight == other
 
 
-def broken_once(codec, penalty):
-    """Return whether values are finite after a round in which worker 1 was broken, and after the next one."""
+def non_finite_once(codec, penalty):
+    """Return whether values are finite after a round in which worker 1 was non-finite, and after the next one."""
     values = [torch.zeros(5000)]
     engine = engine_of(values, penalty={"codec": codec, **penalty})
     engine.take_anchor()
@@ -174,12 +174,12 @@ def broken_once(codec, penalty):
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int4", "topk"])
-def test_a_broken_worker_is_left_out_once_and_heals(codec):
-    for found in run_ranks(broken_once, 2, codec, {"skip_anomaly": True, "ewma_threshold": 1e6}):
+def test_a_non_finite_worker_is_left_out_once_and_heals(codec):
+    for found in run_ranks(non_finite_once, 2, codec, {"skip_anomaly": True, "ewma_threshold": 1e6}):
         assert [finite for finite, _ in found] == [True] * 5
         assert [rejected for _, rejected in found] == [{}, {}, {}, {"layer.0": [1]}, {}]
 
 
-def test_a_broken_worker_ends_the_run_by_its_number():
+def test_a_non_finite_worker_ends_the_run_by_its_number():
     with pytest.raises(RankFailure, match="worker 1 had non-finite weights"):
-        run_ranks(broken_once, 2, "int8", {})
+        run_ranks(non_finite_once, 2, "int8", {})

@@ -95,7 +95,7 @@ def continued(fragments):
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
-def test_a_saved_state_continues_bit_for_bit_with_messages_on_their_way(fragments):
+def test_a_saved_state_continues_bit_for_bit_with_messages_in_flight(fragments):
     results = run_ranks(continued, 3, fragments)
     for straight, resumed in results:
         assert all(run == straight for run in resumed)

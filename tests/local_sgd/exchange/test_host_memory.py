@@ -81,7 +81,7 @@ def test_offloading_from_a_gpu_changes_no_bit(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_state_that_was_read_on_the_host_goes_on_on_the_gpu(kind, offload):
+def test_a_state_that_was_read_on_the_host_resumes_on_the_gpu(kind, offload):
     (taken,) = run_ranks(trained, 1, offload, KINDS[kind], "cuda")
     (read,) = run_ranks(trained, 1, offload, KINDS[kind], "cuda", "cpu")
     assert read[:2] == taken[:2]

@@ -69,14 +69,14 @@ def landed():
     return unchanged, [torch.equal(value, was) for value, was in zip(values, before, strict=True)]
 
 
-def test_a_unit_is_waited_for_when_it_is_asked_for_and_the_next_one_is_on_its_way():
+def test_a_unit_is_waited_for_when_it_is_asked_for_and_the_next_one_is_in_flight():
     for unchanged, changed in run_ranks(landed, 2):
         assert not unchanged[0]
         assert unchanged[3:] == [True, True]
         assert changed == [False] * len(SIZES)
 
 
-def broken():
+def non_finite():
     """Return the error of a round whose worker 1 has non-finite values."""
     values = [torch.zeros(size) for size in SIZES]
     engine = engine_of(values, units=UNITS, penalty={"sync_in_forward": True})
@@ -92,8 +92,8 @@ def broken():
     return ""
 
 
-def test_a_broken_worker_ends_the_run_when_the_round_is_concluded():
-    for said in run_ranks(broken, 2):
+def test_a_non_finite_worker_ends_the_run_when_the_round_is_concluded():
+    for said in run_ranks(non_finite, 2):
         assert "worker 1 had non-finite weights in layer.0" in said
 
 

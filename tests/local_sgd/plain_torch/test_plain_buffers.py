@@ -117,7 +117,7 @@ def with_bad_statistics():
     return module[1].running_var.tolist(), said.getvalue()
 
 
-def test_a_buffer_that_is_not_finite_is_left_out_of_the_mean_and_said():
+def test_a_buffer_that_is_non_finite_is_left_out_of_the_mean_and_said():
     (first, said), *others = run_ranks(with_bad_statistics, 3, timeout=TIMEOUT)
     assert all(found == first for found, _ in others)
     assert first[2] == 2.0 and all(value == value for value in first)

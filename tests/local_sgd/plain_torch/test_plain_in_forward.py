@@ -117,7 +117,7 @@ def test_the_bits_are_those_of_rounds_at_the_end_of_the_step(kind, method, resul
 
 
 @pytest.mark.parametrize("kind", MISSING)
-def test_a_layer_runs_while_later_ones_are_on_their_way(kind, results):
+def test_a_layer_runs_while_later_ones_are_in_flight(kind, results):
     for rank in results:
         assert rank[kind, "plain"][1][2] == MISSING[kind]
 

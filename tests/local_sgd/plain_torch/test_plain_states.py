@@ -288,7 +288,7 @@ def taken_over_by_fewer():
     return said
 
 
-def test_another_number_of_workers_goes_on_where_all_are_equal_and_is_refused_elsewhere():
+def test_another_number_of_workers_resumes_where_all_are_equal_and_is_refused_elsewhere():
     begin = "local SGD's saved state: saved by 4 workers, each with something of its own, and process_group has 2; "
     for between, after, with_detector in run_ranks(taken_over_by_fewer, 4):
         assert between == begin + "continue with 4, save after a round and load that, or start without it"

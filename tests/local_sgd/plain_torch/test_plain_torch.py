@@ -138,7 +138,7 @@ def test_what_the_ranks_of_a_worker_hold_alike_counts_once_in_norms(how):
         assert value == pytest.approx([3**-0.5] * 3)
 
 
-def broken_once(file):
+def non_finite_once(file):
     """Return the log and end of a run whose worker 1 has a non-finite gradient in the fourth step."""
     dist.init_process_group("gloo")
     module, rank = model(), dist.get_rank()
@@ -158,9 +158,9 @@ def broken_once(file):
     return flat(module), said.getvalue()
 
 
-def test_a_worker_with_a_broken_gradient_is_left_out_of_one_round_which_is_written_and_said(tmp_path):
+def test_a_worker_with_a_non_finite_gradient_is_left_out_of_one_round_which_is_written_and_said(tmp_path):
     file = tmp_path / "new" / "rounds.jsonl"
-    (first, said), (second, nothing) = run_ranks(broken_once, 2, str(file))
+    (first, said), (second, nothing) = run_ranks(non_finite_once, 2, str(file))
     assert first == second
     assert all(value == value for value in first)
     rounds = read_rounds(file)
@@ -290,8 +290,9 @@ def test_hooks_run_around_the_round():
     assert run_ranks(hooked, 2) == [[(True, True), True, (True, True), False, True, (True, False)]] * 2
 
 
-def broken_at_the_end():
-    """Return whether weights and moments are finite after the workers have met in the end, of which one had broken."""
+def non_finite_at_the_end():
+    """Return whether weights and moments are finite after the workers have met in the end, of which one was
+    non-finite."""
     dist.init_process_group("gloo")
     module = model()
     inner = torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -309,5 +310,5 @@ def broken_at_the_end():
     return [all(bool(torch.isfinite(value).all()) for value in found) for found in (module.parameters(), moments)]
 
 
-def test_a_worker_that_is_left_out_in_the_end_keeps_no_broken_moments():
-    assert run_ranks(broken_at_the_end, 2) == [[True, True]] * 2
+def test_a_worker_that_is_left_out_in_the_end_keeps_no_non_finite_moments():
+    assert run_ranks(non_finite_at_the_end, 2) == [[True, True]] * 2

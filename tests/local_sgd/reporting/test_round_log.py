@@ -42,7 +42,7 @@ def test_half_a_line_of_a_killed_run_costs_that_line_only(tmp_path):
     assert numbers(file) == [1, 2]
 
 
-def test_what_is_not_finite_is_null_as_json_demands(tmp_path):
+def test_what_is_non_finite_is_null_as_json_demands(tmp_path):
     file = tmp_path / FILE_NAME
     append_round(file, entry(1, norms=[1.0, float("nan")], by_unit={"layer": float("inf")}))
 

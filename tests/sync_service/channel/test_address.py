@@ -24,7 +24,7 @@ def test_host_and_port_are_told_apart(text: str, address: tuple[str, int]):
     ["", "host", "host:", ":1", "host:x", "host:65536", "host:-1", "host:+1", "host: 1", "a b:1", "http://host:1",
      "::1:1", "[]:1", "[::1:1", "host:\u0661", "ho\0st:1", "host:0"],
 )  # fmt: skip
-def test_what_is_no_address_is_none(text: str):
+def test_what_is_not_an_address_is_none(text: str):
     assert split_address(text) is None
 
 

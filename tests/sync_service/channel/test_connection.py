@@ -126,7 +126,7 @@ def test_connections_that_were_given_up_are_closed(make_service: Callable[..., S
         connection.close()
 
 
-def test_a_call_whose_connection_another_thread_closes_goes_on_or_is_given_up(make_service: Callable[..., Service]):
+def test_a_call_whose_connection_another_thread_closes_continues_or_is_given_up(make_service: Callable[..., Service]):
     service = make_service(peers=1)
     service.start()
     connection = Connection(ConnectionConfig(server=service.address))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams that go on at the same time: one that fails ends the others."""
+"""Streams that run at the same time: one that fails ends the others."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +44,7 @@ def test_nothing_is_written_any_more_once_a_download_was_refused(make_service: M
         then = {name: value.clone() for name, value in memory.items()}
         time.sleep(1)
         assert all(torch.equal(memory[name], value) for name, value in then.items())
-        # The other stream was on its way, for 4 seconds.
+        # The other stream was in flight, for 4 seconds.
         assert any((then[name] == -1.0).all() for name in VALUES)
         route.close()
 

@@ -55,7 +55,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_built(tmp_path):
     for change, sentence in (
         ({"token_file": tmp_path / "none"}, f"token-file {tmp_path}/none: cannot be read: No such file or directory"),
         ({"token_file": tmp_path / "short"}, f"token-file {tmp_path}/short: must hold at least 16 printable ASCII"),
-        ({"tls_ca": tmp_path / "odd"}, f"tls-ca {tmp_path}/odd: is no PEM file"),
+        ({"tls_ca": tmp_path / "odd"}, f"tls-ca {tmp_path}/odd: is not a PEM file"),
         ({"tls_cert": tmp_path / "odd"}, "tls-cert and tls_key belong together, and need tls_ca; give all three"),
     ):
         config = SyncServiceConfig(**GOOD, **{f"sync_service_{name}": str(file) for name, file in change.items()})

@@ -48,7 +48,7 @@ def test_protobuf_reads_what_is_packed_and_packs_what_is_read(counts: tuple[int,
         frame.check()
 
 
-def test_a_payload_is_not_copied_on_its_way_in():
+def test_a_payload_is_not_copied_when_received():
     data = pack(Batch(frames=frames_of(640)))
     found = unpack_batch(data)
     assert isinstance(found, Batch)

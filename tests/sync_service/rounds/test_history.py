@@ -97,7 +97,7 @@ def overview(**more: Any) -> dict[str, Any]:
         ({}, 161, "problem", "no round for 161 s"),
         ({"problem": "round 12 cannot be written: the disk is full"}, 5, "problem", "round 12 cannot be written"),
         ({"rejected": {"b": "not finite"}}, 5, "attention", "round 11 did not count b: not finite"),
-        ({"peers": []}, 5, "idle", "nobody is here: all peers have left, or were evicted"),
+        ({"peers": []}, 5, "idle", "no peer is here: all have left, or were evicted"),
         ({"peers": [{"peer": "a", "index": 0, "missed": 0}]}, 5, "attention", "1 of 2 peers are here"),
         ({"peers": [{"peer": "a", "index": 0, "missed": 0}], "quorum": 2}, 5, "problem", "and a round needs 2"),
         ({"newest_round": None, "waiting_for": "nobody has registered yet"}, 5, "idle", "nobody has registered yet"),

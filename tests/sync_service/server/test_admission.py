@@ -255,7 +255,7 @@ def test_the_reason_of_an_eviction_is_a_short_line(make_service: MakeService):
     assert "was evicted: line  [31mred xxx" in said and len(said) < 600 and said.isprintable()
 
 
-def test_a_server_that_is_told_to_end_ends_at_once_and_goes_on_later(make_service: MakeService):
+def test_a_server_that_is_told_to_end_ends_at_once_and_resumes_later(make_service: MakeService):
     service = make_service()
     server = service.start()
     peers = [service.peer(f"p{index}", 3, pauses={"2": 1.5}) for index in range(2)]
@@ -288,7 +288,7 @@ def test_an_address_of_another_machine_is_refused_by_name(make_service: MakeServ
     assert server.wait() == 2 and "bind 203.0.113.7:0: cannot listen there: Cannot assign" in server.output
 
 
-def test_a_name_may_have_an_address_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch):
+def test_a_name_may_have_an_address_that_is_not_available(monkeypatch: pytest.MonkeyPatch):
     asked = socket.getaddrinfo
 
     def with_another_machines(*args: Any, **kwargs: Any) -> Any:

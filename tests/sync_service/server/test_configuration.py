@@ -192,8 +192,8 @@ def test_an_open_address_needs_token_and_tls_unless_told_otherwise():
         ServerConfig(dir="d", bind=bind, runs=RUN).check()
 
 
-def test_a_peer_does_not_talk_to_another_machine_in_the_open():
-    with pytest.raises(UserError, match="without tls_ca everything goes there in the open"):
+def test_a_peer_does_not_talk_to_another_machine_unencrypted():
+    with pytest.raises(UserError, match="without tls_ca everything is sent unencrypted"):
         Connection(ConnectionConfig(server="10.0.0.1:1"))
     Connection(ConnectionConfig(server="10.0.0.1:1", insecure=True)).close()
 
@@ -266,10 +266,10 @@ def test_files_that_are_no_pem_are_named_on_both_sides(tmp_path: Path, capsys: p
     notes = tmp_path / "notes.pem"
     notes.write_text("not a certificate\n")
     assert main(["server", "status", "--server", "127.0.0.1:1", "--tls-ca", str(notes)]) == 2
-    assert f"tls_ca {notes}: is no PEM file" in capsys.readouterr().err
+    assert f"tls_ca {notes}: is not a PEM file" in capsys.readouterr().err
     flags = ["--dir", str(tmp_path / "state"), "--peers", "1", "--bind", "127.0.0.1:0"]
     assert main(["server", "start", *flags, "--tls-cert", str(notes), "--tls-key", str(notes)]) == 2
-    assert f"tls_key {notes}: is no PEM file" in capsys.readouterr().err
+    assert f"tls_key {notes}: is not a PEM file" in capsys.readouterr().err
     assert main(["server", "status", "--server", "127.0.0.1:port"]) == 2
     assert "server is '127.0.0.1:port'; give ADDRESS:PORT" in capsys.readouterr().err
 

@@ -56,7 +56,7 @@ TIMES = dict(zip(PASSED, (20, 4, 4, 2, 7, 3, 3, 3, 3), strict=True))
 
 
 @pytest.mark.parametrize("failpoint", [f"{name}:{times}" for name, times in TIMES.items()])
-def test_a_server_killed_at_any_step_of_a_round_goes_on_as_if_nothing_had_been(
+def test_a_server_killed_at_any_step_of_a_round_resumes_as_if_nothing_had_been(
     make_service: MakeService, undisturbed: list[str], failpoint: str
 ):
     service = make_service(**DILOCO)
@@ -105,7 +105,7 @@ def test_what_a_killed_process_had_committed_counts_and_the_next_one_sends_nothi
         assert digest(again.sync(other).values) == digest(p1.fetch(1, sent).values) == digest(sent)
 
 
-def test_survivors_go_on_without_a_peer_that_died_halfway_through_its_upload(make_service: MakeService):
+def test_survivors_continue_without_a_peer_that_died_halfway_through_its_upload(make_service: MakeService):
     # Round 1 has all three, also where one of them is late on a busy machine.
     service = make_service({"demo": {"peers": 3, "quorum": 2, "grace_seconds": 6.0}})
     service.start()
@@ -144,7 +144,7 @@ def test_a_slow_peer_past_the_grace_window_loses_its_interval_and_takes_part_aga
 
 
 @pytest.mark.parametrize("content", [float("nan"), float("inf"), 3e38, 1e6])
-def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service: MakeService, content: float):
+def test_a_non_finite_contribution_does_not_count_and_its_peer_is_told(make_service: MakeService, content: float):
     service = make_service({"demo": {"peers": 3, "max_norm": 1000.0}})
     service.start()
     peers = [
@@ -157,8 +157,8 @@ def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service:
         for index in range(3)
     ]
     assert [peer.wait() for peer in peers] == [0, 0, 0], [peer.output for peer in peers]
-    broken = "tensor 'layer.0.bias' holds values that are not finite, or far too large"
-    reason = "max_norm is 1000" if content == 1e6 else broken
+    non_finite = "tensor 'layer.0.bias' holds values that are not finite, or far too large"
+    reason = "max_norm is 1000" if content == 1e6 else non_finite
     seen = service.seen("p1")
     assert not seen[2]["contributed"] and reason in seen[2]["message"] and seen[3]["contributed"]
     event = service.events("committed")[2]
@@ -166,7 +166,7 @@ def test_a_broken_contribution_does_not_count_and_its_peer_is_told(make_service:
     assert len({service.seen(f"p{index}")[3]["digest"] for index in range(3)}) == 1
 
 
-def test_a_round_whose_contributions_are_all_broken_changes_nothing(make_service: MakeService):
+def test_a_round_whose_contributions_are_all_non_finite_changes_nothing(make_service: MakeService):
     service = make_service(peers=1, **DILOCO)
     service.start()
     start = start_values(1)
@@ -177,7 +177,7 @@ def test_a_round_whose_contributions_are_all_broken_changes_nothing(make_service
 
 
 @pytest.mark.parametrize("outer", [{}, DILOCO, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}], ids=str)
-def test_huge_values_never_become_a_round_that_is_not_finite(make_service: MakeService, outer: dict[str, object]):
+def test_huge_values_never_become_a_round_that_is_non_finite(make_service: MakeService, outer: dict[str, object]):
     service = make_service(peers=1, **outer)
     service.start()
     start = start_values(1)
@@ -191,13 +191,13 @@ def test_huge_values_never_become_a_round_that_is_not_finite(make_service: MakeS
             assert outcome.contributed and all(bool(value.isfinite().all()) for value in outcome.values.values())
 
 
-def test_a_start_that_is_not_finite_is_refused_and_the_next_peer_publishes(make_service: MakeService):
+def test_a_start_that_is_non_finite_is_refused_and_the_next_peer_publishes(make_service: MakeService):
     service = make_service()
     service.start()
     start = start_values(1)
-    broken = {name: torch.full_like(value, float("nan")) for name, value in start.items()}
+    non_finite = {name: torch.full_like(value, float("nan")) for name, value in start.items()}
     with service.client("p0", start) as first, pytest.raises(UserError, match="start that it published is refused"):
-        first.start(broken)
+        first.start(non_finite)
     with service.client("p1", start) as second:
         assert digest(second.start(start)) == digest(start)
 
@@ -214,14 +214,14 @@ def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: M
         messages = [frame for batch in client._outgoing.batches(1, parts, sent) for frame in batch]
         payload = bytearray(messages[3].payload)
         payload[-1] ^= 1
-        broken = replace(messages[3], payload=bytes(payload))
+        damaged = replace(messages[3], payload=bytes(payload))
 
         def upload(frames: list) -> None:
             request = wire.Upload(caller=client._membership.caller, round=1, frames=frames)
             client._connection.send("Upload", iter([request]), Streams(client._pool))
 
         with pytest.raises(grpc.RpcError) as caught:
-            upload([messages[0], broken, messages[1]])
+            upload([messages[0], damaged, messages[1]])
         assert caught.value.code() == grpc.StatusCode.DATA_LOSS
         assert "checksum is wrong" in caught.value.details() and "tensor" in caught.value.details()
         with pytest.raises(UserError, match="is not whole"):
@@ -367,7 +367,7 @@ FRAGILE = {"peers": 1, "outer_optimizer": "tests.sync_service.optimizers.Fragile
 LARGE = {"1": {"scale": 100.0}}
 
 
-def test_a_run_that_stops_takes_no_other_with_it_and_goes_on_after_a_new_start(make_service: MakeService):
+def test_a_run_that_stops_takes_no_other_with_it_and_resumes_after_a_new_start(make_service: MakeService):
     service = make_service({"stopped": FRAGILE, "other": {"peers": 1}})
     server = service.start()
     peer = service.peer("p0", ROUNDS, values=LARGE)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes that nobody meant to send: refused one by one, whatever they are, and the server goes on.
+"""Bytes that nobody meant to send: refused one by one, whatever they are, and the server continues.
 
 Each test takes a second unless pytest is told how long:
 
@@ -83,7 +83,7 @@ def damaged(data: bytes, dice: random.Random) -> bytes:
             case 3:
                 changed[at:at] = changed[first : min(last, first + 200)]
             case 4:
-                # Protobuf's lengths and numbers: the largest, and those that go on and on.
+                # Protobuf's lengths and numbers: the largest, and those that do not end.
                 changed[at : at + 10] = dice.choice([b"\xff" * 10, b"\xff" * 9 + b"\x01", b"\x80" * 10, b"\x00" * 10])
             case _:
                 changed = changed[:at]
@@ -153,7 +153,7 @@ def requests(name: str, run: str = "garbage", instance: str = "process") -> dict
     return {method: [message.SerializeToString() for message in messages] for method, messages in found.items()}
 
 
-def test_a_server_refuses_what_makes_no_sense_and_goes_on(
+def test_a_server_refuses_what_makes_no_sense_and_continues(
     dice: Iterator[random.Random],
     make_service: Callable[..., Service],
     undisturbed: list[str],  # noqa: F811  # the fixture
@@ -189,7 +189,7 @@ KNOWN = {
     grpc.StatusCode.NOT_FOUND,
     grpc.StatusCode.DATA_LOSS,
     grpc.StatusCode.UNAVAILABLE,
-    # Whoever is no member waits at a shard for the first server's word, and for a round at the first one.
+    # Who is not a member waits at a shard for the first server's word, and for a round at the first one.
     grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 RUNS: dict[str, dict[str, Any]] = {"garbage": {}, "alone": {"rounds": "asynchronous", "outer_optimizer": "sgd"}}

@@ -46,7 +46,7 @@ def test_a_journal_says_what_was_written(tmp_path: Path):
 
 @reused_folder
 @given(keep=st.floats(0, 1))
-def test_a_journal_that_ends_in_a_half_line_loses_that_line_and_goes_on(tmp_path: Path, keep: float):
+def test_a_journal_that_ends_in_a_half_line_loses_that_line_and_resumes(tmp_path: Path, keep: float):
     path = tmp_path / "journal.jsonl"
     events = written_journal(path)
     data = path.read_bytes()[: int(keep * path.stat().st_size)]

@@ -361,7 +361,7 @@ def test_what_cannot_be_recovered_is_refused_with_the_way_out(
     with locked(service.state):
         assert "another server uses it; stop that one" in refused_recovery(service.state, capsys)
     assert "has no run 'other'" in refused_recovery(service.state, capsys, "--run", "other")
-    assert "is no server's folder" in refused_recovery(tmp_path, capsys)
+    assert "is not a server's folder" in refused_recovery(tmp_path, capsys)
     path = folder / "snapshots" / snapshot_name(ROUNDS)
     whole = path.read_bytes()
     path.write_bytes(whole[:-3000] + b"damage" + whole[-2994:])
@@ -567,7 +567,7 @@ def make_recorded_round(store: RunStore) -> None:
 
 
 def make_unwritten_round(store: RunStore) -> dict[str, Any]:
-    """Make a round but for the line that commits it, and return that."""
+    """Make a round except for the line that commits it, and return that."""
     number = store.state.open_round
     store.record({"event": "uploaded", "round": number, "peer": "a"})
     store.record(store.state.closing_event())

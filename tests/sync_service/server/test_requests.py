@@ -117,7 +117,7 @@ def test_what_a_peer_reports_is_a_count_or_refused(service: Service, caller: Sha
     assert service.journal() == before and "Traceback" not in service.output
 
 
-def test_a_loss_that_is_not_finite_is_taken_down_as_none(make_service: MakeService):
+def test_a_loss_that_is_non_finite_is_taken_down_as_none(make_service: MakeService):
     service = make_service(peers=1)
     service.start()
     with service.client("p0", START) as client:

@@ -52,7 +52,7 @@ def upload(caller: ShardCaller, peer: str) -> tuple[Any, str]:
 
 
 def everything(service: Service) -> set[str]:
-    """Return what there is in and around the servers' folders, but for logs and configurations."""
+    """Return what there is in and around the servers' folders, except for logs and configurations."""
     found = {str(path.relative_to(service.folder)) for path in service.folder.rglob("*")}
     return {path for path in found if not path.startswith("server.")}
 

@@ -132,7 +132,7 @@ def test_more_slices_than_a_peer_may_ask_for_are_refused_by_name(make_service: M
         assert len(messages_of(calls, calls.begin(METHODS + "Download", download(p1, scale)))) == 1
 
 
-def test_who_is_no_member_takes_nothing_of_the_peer_whose_name_it_uses(make_service: MakeService):
+def test_who_is_not_a_member_takes_nothing_of_the_peer_whose_name_it_uses(make_service: MakeService):
     service = make_service()
     service.extra = {"peer_waiting_calls": 1, "peer_streams": 16}
     with two_peers(service, START) as (p0, p1), calls_to(service) as calls:
@@ -210,7 +210,7 @@ def test_a_call_that_waits_is_answered_before_its_deadline(make_service: MakeSer
     assert "peer 'p0' is alive in another process" in caught.value.details()
 
 
-def test_a_place_whose_process_was_killed_is_had_in_spite_of_short_deadlines(make_service: MakeService):
+def test_a_place_whose_process_was_killed_is_free_in_spite_of_short_deadlines(make_service: MakeService):
     service = make_service(peers=1)
     service.start()
     with service.client("p0", START, heartbeat_seconds=2.0) as p0:

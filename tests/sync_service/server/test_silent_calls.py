@@ -166,7 +166,7 @@ def test_a_silent_call_ends_after_some_seconds_and_a_newer_one_takes_the_place_o
 
 
 def uploads_of(client: Any, size: int) -> tuple[bytes, bytes]:
-    """Return the first message of an upload, and one of about so many bytes whose frame is refused at last."""
+    """Return the first message of an upload, and one of about as many bytes whose frame is refused at last."""
     first = Upload(caller=client._membership.caller, round=client.round + 1, frames=())
     shape = (size // 16,)
     frame = Frame.make("unknown", shape, whole_box(shape), 0, torch.ones(shape), "fp32")

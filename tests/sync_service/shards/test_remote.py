@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy of the server's state at a URL: another machine goes on from it, and nothing is lost that was committed."""
+"""The copy of the server's state at a URL: another machine resumes from it, and nothing is lost that was committed."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def store_at(folder: Path, url: str = "memory://bucket/state") -> RunStore:
     return RunStore("r", CONFIG, folder, 2, RemoteState(url, "r"))
 
 
-def test_another_machine_goes_on_with_the_newest_rounds_and_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_another_machine_resumes_with_the_newest_rounds_and_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     # Several parts of the journal.
     monkeypatch.setattr(remote_module, "LINES", 4)
     store = begin(store_at(tmp_path / "one"))
@@ -140,7 +140,7 @@ def test_what_could_not_be_copied_has_not_happened(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("failpoint", ["upload_journaled:4", "round_committed:3"])
-def test_peers_go_on_at_a_server_on_another_machine(
+def test_peers_resume_at_a_server_on_another_machine(
     make_service: MakeService,
     undisturbed: list[str],  # noqa: F811  # the fixture
     failpoint: str,
@@ -272,7 +272,7 @@ def test_a_snapshot_that_is_damaged_here_does_not_replace_its_copy(tmp_path: Pat
         store_at(tmp_path / "one")
     assert fsspec.filesystem("memory").cat_file(there) == whole
     assert "it is not copied to memory://bucket/state" in caplog.text
-    # What the error says: the folder moved away, the server goes on from the copy.
+    # What the error says: the folder moved away, the server resumes from the copy.
     assert sorted(store_at(tmp_path / "two").shard.snapshots) == [1, 2]
 
 

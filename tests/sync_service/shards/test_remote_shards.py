@@ -30,7 +30,7 @@ MakeService = Callable[..., Service]
         (0, "round_committed:3", [0, 1, 2]),
     ],
 )
-def test_peers_go_on_at_other_machines(
+def test_peers_resume_at_other_machines(
     make_service: MakeService,
     undisturbed: list[str],  # noqa: F811  # the fixture
     victim: int,

@@ -146,7 +146,7 @@ def test_work_that_contradicts_itself_or_the_run_is_refused(
     assert shard.run.answer("write", {**good, "decision": decision_to_json(Decision())})["sums"]
 
 
-def test_a_word_of_rounds_that_are_not_here_removes_nothing(shard: Shard1):
+def test_news_of_rounds_that_are_not_here_removes_nothing(shard: Shard1):
     shard.follow(members={"p": "i"})
     shard.upload("p", "i")
     good = {"job": job_to_json(RoundJob(number=0, uploaders=(uploader(),), outer_scalars={}))}
@@ -260,7 +260,7 @@ def test_what_is_wrong_with_an_answer_is_named(
     assert problem in str(found.value)
 
 
-def test_a_damaged_contribution_is_no_problem_of_the_shard(answering: tuple[dict[str, str], RemoteShard]):
+def test_a_damaged_contribution_is_not_a_problem_of_the_shard(answering: tuple[dict[str, str], RemoteShard]):
     answers, remote = answering
     answers["measure"] = '{"damaged": ["p", "a checksum is wrong"]}'
     with pytest.raises(DamagedContribution, match=r"peer 'p' is damaged .*a checksum is wrong \(on shard 1\)"):

@@ -136,7 +136,7 @@ def test_other_servers_are_told_all_that_values_are_made_by():
     norms = torch.tensor([[0.1, 1.0], [0.3, 2000.0], [0.2, 1500.0]], dtype=torch.float64)
     one, other = Penalty(learned, workers=3, units=2).decide(norms)
     decision = Decision(
-        rejected={"p1": "is broken"},
+        rejected={"p1": "is non-finite"},
         verdicts={("layer.0", False): one, ("layer.0", True): other},
         coefficients={("layer.0", False): 1 / 3},
     )
@@ -241,7 +241,7 @@ class Shard1:
         return found["missing"]
 
 
-def test_what_a_shard_was_asked_to_keep_outlives_it_and_is_no_other_process_s(tmp_path: Path):
+def test_what_a_shard_was_asked_to_keep_outlives_it_and_is_not_another_process_s(tmp_path: Path):
     shard = Shard1(tmp_path)
     shard.follow(members={"p": "old"})
     shard.upload("p", "old")
@@ -389,7 +389,7 @@ def test_another_number_of_shards_than_the_run_began_with_is_refused(tmp_path: P
     [
         ({"shards": ["a:1"]}, "shards are a:1; give 2 or more"),
         ({"shards": ["a:1", "a:1"]}, "give 2 or more, each once"),
-        ({"shards": ["a:1", "b"]}, "shards: 'b' is no address"),
+        ({"shards": ["a:1", "b"]}, "shards: 'b' is not an address"),
         ({"shards": ["a:1", "b:1"], "shard": 2}, "shard is 2; it must be 0 to 1"),
         ({"shard": 1}, "shard is 1, and there are no shards"),
     ],

@@ -40,7 +40,7 @@ def test_bars_stand_on_the_ground_and_on_each_other(bars: dict[int, tuple[float,
         assert upper["y"] + upper["height"] == pytest.approx(lower["y"], abs=0.2)
 
 
-def test_a_line_is_broken_where_a_peer_was_not_there():
+def test_a_line_is_interrupted_where_a_peer_was_not_there():
     there, gap = ChartLine(label="a", colour="red", values={1: 1.0, 2: 1.0, 3: 2.0}), {1: 3.0, 3: 1.0}
     svg = line_chart([there, ChartLine(label="b", colour="blue", values=gap)], figure_text)
     assert [len(points.split()) for points in re.findall(r'points="([^"]*)"', svg)] == [3, 1, 1]

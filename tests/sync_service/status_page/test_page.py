@@ -91,9 +91,9 @@ def service(make_service: MakeService) -> Service:
     service = make_service({"demo": {"peers": 4, "quorum": 3, "grace_seconds": 0.1}})
     service.extra = {"status_port": 0}
     service.start()
-    broken = {"2": {"layer.0.weight": "nan"}}
+    non_finite = {"2": {"layer.0.weight": "nan"}}
     peers = [
-        service.peer(f"p{index}", 3, options={"index": index}, values=broken if index == 2 else {})
+        service.peer(f"p{index}", 3, options={"index": index}, values=non_finite if index == 2 else {})
         for index in range(3)
     ]
     assert [peer.wait() for peer in peers] == [0, 0, 0], [peer.output for peer in peers]

@@ -139,7 +139,7 @@ def test_one_thread_at_a_time_has_memory_for_a_large_block(tmp_path: Path, monke
     assert most == 1 and not any(holding.values())
 
 
-def test_a_broken_contribution_leaves_nothing_of_an_attempt_and_is_named(tmp_path: Path):
+def test_a_non_finite_contribution_leaves_nothing_of_an_attempt_and_is_named(tmp_path: Path):
     before = started(tmp_path)
     peers = [contributor(tmp_path, index, "fp32", scale) for index, scale in ((0, 0.5), (1, float("nan")))]
     there = sorted(tmp_path.iterdir())

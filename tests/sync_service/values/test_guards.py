@@ -84,12 +84,12 @@ def test_an_anomalous_peer_is_left_out_of_the_unit_alone_and_experience_outlives
 
 
 @pytest.mark.parametrize("relative", [False, True])
-def test_peers_that_are_away_or_broken_teach_the_detector_nothing(tmp_path: Path, relative: bool):
+def test_peers_that_are_away_or_non_finite_teach_the_detector_nothing(tmp_path: Path, relative: bool):
     rounds = guarded(tmp_path, skip_anomaly=True, ewma_warmup_steps=4, ewma_threshold=6.0, ewma_relative=relative)
     values = start(rounds)
     for number in range(10):
         peers = [moved(values, index) for index in range(PEERS)]
-        # Peer 2 comes now and then, and once not finite.
+        # Peer 2 comes now and then, and once non-finite.
         peers[2] = peers[2] if number % 3 == 0 else None
         if number == 9:
             peers[2]["b"][0] = torch.nan
@@ -179,7 +179,7 @@ def test_a_peer_is_told_what_did_not_count_and_why_also_by_a_restarted_server(ma
     assert not any(entry["excluded"] for name in told for number, entry in service.seen(name).items() if number < 7)
 
 
-def test_a_server_says_at_its_start_that_it_cannot_go_on_with_the_experience(make_service: Callable[..., Service]):
+def test_a_server_says_at_its_start_that_it_cannot_resume_with_the_experience(make_service: Callable[..., Service]):
     service = make_service(peers=1, skip_anomaly=True)
     server = service.start()
     assert service.peer("p0", 1).wait() == 0
@@ -242,7 +242,7 @@ def test_a_peer_that_is_left_out_for_long_is_told_of_with_the_way_out_in_a_runs_
     )
 
 
-def test_a_restarted_server_goes_on_counting_towards_a_new_level_and_its_history_has_it(make_service):
+def test_a_restarted_server_continues_counting_towards_a_new_level_and_its_history_has_it(make_service):
     service = make_service(peers=2, skip_anomaly=True, ewma_warmup_steps=4)
     server = service.start("round_committed:8")
     sizes = {str(number): {"layer.0.weight": 9.0} for number in range(7, 11)}

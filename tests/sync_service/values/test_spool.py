@@ -18,13 +18,13 @@ class SlowDisk:
     """Lets frames be found only when it is told so."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reading, self.goes_on = threading.Event(), threading.Event()
+        self.reading, self.continues = threading.Event(), threading.Event()
         load = Contribution._load
 
         def slow(contribution: Contribution, *arguments: Any) -> Frame:
             if "slow" in contribution._path.name:
                 self.reading.set()
-                assert self.goes_on.wait(60)
+                assert self.continues.wait(60)
             return load(contribution, *arguments)
 
         monkeypatch.setattr(Contribution, "_load", slow)
@@ -44,11 +44,11 @@ def test_nobody_waits_while_a_contribution_of_a_former_server_is_read(tmp_path: 
     spool = Spool(tmp_path)
     taken: list[bool] = []
 
-    def goes_on() -> None:
+    def continues() -> None:
         found = spool.contribution("slow", 1, catalog, "fp32")
         taken.extend(found.append(frame) for frame in pieces(7))
 
-    slow = threading.Thread(target=goes_on, daemon=True)
+    slow = threading.Thread(target=continues, daemon=True)
     slow.start()
     assert disk.reading.wait(60)
     fast = threading.Thread(
@@ -58,7 +58,7 @@ def test_nobody_waits_while_a_contribution_of_a_former_server_is_read(tmp_path: 
     fast.join(10)
     assert not fast.is_alive() and spool.nbytes["q"] > 0
     assert spool.sent_alone(1, catalog["t0"]) is None
-    disk.goes_on.set()
+    disk.continues.set()
     slow.join(60)
     assert taken == [False] * 5 + [True] * 2
     assert spool.contribution("slow", 1, catalog, "fp32").frames == 7
@@ -85,7 +85,7 @@ def test_a_contribution_that_is_dropped_while_it_is_read_is_not_read_to_its_end(
     dropped.start()
     while not found._is_unwanted:
         pass
-    disk.goes_on.set()
+    disk.continues.set()
     dropped.join(60)
     slow.join(60)
     assert seen == [Discarded] and found._count <= 1 and not list(tmp_path.glob("*/*"))

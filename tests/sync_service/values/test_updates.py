@@ -37,7 +37,7 @@ def test_whoever_decodes_an_update_gets_the_same_values(codec: str, numel: int, 
     assert torch.equal(again(codec, update), update)
     assert torch.equal(found.values, before + update)
     torch.testing.assert_close(update + found.residual, wanted - before, rtol=1e-6, atol=1e-6 * size)
-    # What a peer has coded goes on as it is.
+    # What a peer has coded is passed on unchanged.
     coded = -again(codec, step)
     exact = publish_exactly(codec, before, coded)
     assert torch.equal(exact.values, before + coded) and torch.equal(exact.update.float(), coded)
