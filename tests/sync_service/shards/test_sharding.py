@@ -332,7 +332,7 @@ def test_a_shard_follows_its_own_run_alone(tmp_path: Path):
     with pytest.raises(Refusal, match=r"has shard 1 of 2 of another run 'demo' \(id one; the first server's is two\)"):
         again.follow(id="two")
     (tmp_path / "snapshots" / "round-00000001.safetensors").write_bytes(b"committed elsewhere")
-    with pytest.raises(Refusal, match="it has values of round 1 of run 'demo', of which the first server knows noth"):
+    with pytest.raises(Refusal, match="it has values of round 1 of run 'demo', which the first server does not know"):
         Shard1(tmp_path).follow()
 
 

@@ -43,7 +43,7 @@ def leases(tmp_path: Path) -> None:
     """Skip where files are not written over: nothing tells there who else reads them."""
     file = tmp_path / "leased"
     file.touch()
-    if not spares_module._is_nobody_elses(file):
+    if not spares_module._is_unshared(file):
         pytest.skip("the file system or the kernel knows no leases")
     file.unlink()
 
