@@ -61,7 +61,6 @@ _LEFT = (
     "megatron_ext/sync_service/shards/shard_messages.py",
     "megatron_ext/sync_service/shards/shards.py",
     "megatron_ext/sync_service/values/decision.py",
-    "megatron_ext/sync_service/values/guards.py",
     "megatron_ext/sync_service/values/reduction.py",
     "megatron_ext/sync_service/values/tensor_round.py",
     "tests/options",

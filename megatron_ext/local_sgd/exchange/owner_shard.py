@@ -62,7 +62,7 @@ class OuterShard:
             device: where the terms are.
             terms_are_gradients: whether terms are pseudo-gradients instead of values.
             averages: whether the next anchor is the mean of the values itself, as without an outer optimizer: the
-                anchor minus the common pseudo-gradient would be the same but for rounding.
+                anchor minus the common pseudo-gradient would be the same except for rounding.
             host: where anchors and outer state are between their steps; on the device when None.
         """
         self.anchors = anchors

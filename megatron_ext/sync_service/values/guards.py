@@ -32,7 +32,7 @@ class Guards:
     """Decides over the peers of a round."""
 
     def __init__(self, config: PenaltyConfig, catalog: Catalog, peers: int, state: str | None) -> None:
-        """Go on from what was learned.
+        """Resume from what was learned.
 
         Args:
             config: which means of the penalty are used.
