@@ -11,12 +11,12 @@ from megatron_ext.config_options import FromArgs
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
+from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
 from megatron_ext.seams.arguments import asks_for_cuda_graphs
 from megatron_ext.support import refusals
-from megatron_ext.transport.codecs import build_codec
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
 
@@ -209,7 +209,7 @@ def _tied_notice(args: Any, codec: str | None, sparsified: bool) -> str | None:
     if args.pipeline_model_parallel_size == 1 or args.untie_embeddings_and_output_weights:
         return None
     exceptions = []
-    if codec is not None and not build_codec(codec).elementwise:
+    if codec is not None and build_codec(codec).grid > 1:
         exceptions.append(f"travels in bf16 instead of {codec}")
     if sparsified:
         exceptions.append("keeps all of its elements in every round")

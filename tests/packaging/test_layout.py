@@ -79,7 +79,7 @@ def test_a_peers_side_depends_on_neither_the_server_nor_megatron():
     for path in (PACKAGE / "sync_service" / "peer").glob("*.py"):
         for parts in imported(tree(path)):
             assert parts[:2] not in {("sync_service", place) for place in ("server", "shards", "rounds", "megatron")}
-            assert parts[0] in {"sync_service", "errors", "transport", "params", "config_options"}, parts
+            assert parts[0] in {"sync_service", "errors", "outer", "transport", "params", "config_options"}, parts
 
 
 def test_the_outer_round_needs_no_feature_and_no_process_groups():

@@ -23,7 +23,7 @@ from megatron_ext.local_sgd.exchange.rounds import Decision, OwnedTerms, RoundSt
 from megatron_ext.local_sgd.exchange.segment_memory import flattened
 from megatron_ext.local_sgd.exchange.segments import SegmentPiece
 from megatron_ext.local_sgd.reporting.round_report import RoundClock
-from megatron_ext.transport.codecs import Codec
+from megatron_ext.outer.codecs.codec import Codec
 from megatron_ext.transport.collectives import Exchange, ExchangeMemory
 
 __all__ = ["CompressedRound"]

@@ -40,10 +40,11 @@ from megatron_ext.local_sgd.exchange.segment_memory import flattened, put_back
 from megatron_ext.local_sgd.exchange.segments import plan_segments
 from megatron_ext.local_sgd.exchange.summary import summarize
 from megatron_ext.local_sgd.reporting.round_report import RoundClock, RoundReport
+from megatron_ext.outer.codecs.all_codecs import build_codec
+from megatron_ext.outer.codecs.codec import Codec
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.penalty import Penalty
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.transport.codecs import Codec, build_codec
 from megatron_ext.transport.collectives import SEGMENT_NUMEL, ordered_sum
 
 __all__ = ["Fragment"]
@@ -383,9 +384,8 @@ class Fragment:
 def _compressed(
     codec: str, config: LocalSGDConfig, synced: Sequence[SyncedTensor], owned: OwnedRuns, judge: Judge
 ) -> CompressedRound:
-    # What topk chose to send differs from worker to worker; in the result all of it should fit.
-    union = min(1.0, config.codec_density * owned.workers)
-    outward, homeward = build_codec(codec, config.codec_density), build_codec(codec, union)
+    outward = build_codec(codec, config.codec_density)
+    homeward = outward.for_results(owned.workers)
     return CompressedRound(
         owned,
         judge,
@@ -396,4 +396,4 @@ def _compressed(
 
 def _for(entry: SyncedTensor, codec: Codec) -> Codec:
     """Return the codec of a tensor: on two stages one that codes every value by itself."""
-    return build_codec("bf16") if entry.on_two_stages and not codec.elementwise else codec
+    return build_codec("bf16") if entry.on_two_stages and codec.grid > 1 else codec

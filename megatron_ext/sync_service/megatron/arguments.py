@@ -53,7 +53,7 @@ class SyncServiceConfig(FromArgs):
     sync_service_index: int | None = None
     """Which part of the samples is this peer's, from 0; the lowest free one unless given."""
 
-    sync_service_codec: Literal["fp32", "bf16", "fp16", "int8", "int4"] = "fp32"
+    sync_service_codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4", "topk"] = "fp32"
     """How contributions travel. All but fp32 lose something, which is sent along with the next contribution, and
     saved in checkpoints until then."""
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
-from megatron_ext.sync_service.protocol.frames import CODECS
 from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
 
@@ -83,8 +83,8 @@ class ClientConfig:
             raise UserError(
                 f"heartbeat_seconds is {self.heartbeat_seconds}; it must be 0 to {LONGEST_HEARTBEAT_SECONDS:g}"
             )
-        if self.codec not in CODECS:
-            raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODECS)}")
+        if self.codec not in CODEC_NAMES:
+            raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODEC_NAMES)}")
         if "codec" in self.agreed:
             raise UserError("agreed has a field 'codec', which is sent anyway; drop it")
         if not 4096 <= self.frame_bytes <= 4 << 20:

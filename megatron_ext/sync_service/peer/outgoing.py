@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.peer.parts import Part, Values
-from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, Frame, cut, step_of
+from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, Frame, codec_of, cut, step_of
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 
 __all__ = ["Outgoing", "Piece", "Settled"]
@@ -55,6 +55,7 @@ class Outgoing:
         self._all_parts = tuple(parts)
         self._parts = [part for part in parts if part.is_primary]
         self._codec = codec
+        self._grid = codec_of(codec).grid
         self._frame_bytes = frame_bytes
         self._anchors: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
@@ -110,7 +111,7 @@ class Outgoing:
         for part in self._parts_of(number, index):
             if not goes(part.spec.name):
                 continue
-            for offset, count in cut(part.box.numel, self._frame_bytes):
+            for offset, count in cut(part.box.numel, self._frame_bytes, self._grid):
                 job.append((part, offset, count))
                 size += 4 * count
                 if size >= call_bytes:

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.outer.codecs.all_codecs import build_codec
+from megatron_ext.outer.codecs.codec import Codec
+from megatron_ext.outer.codecs.scaled import BLOCK
 from megatron_ext.sync_service.protocol.catalog import MOST_AXES, TensorSpec
 from megatron_ext.sync_service.protocol.checksum import crc32
 from megatron_ext.sync_service.protocol.protocol import DecodeError, pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
-from megatron_ext.transport.codecs import BLOCK, Codec, build_codec
 
 __all__ = [
-    "CODECS",
     "HEAD_BYTES",
     "MAX_PAYLOAD",
     "Box",
-    "Fp32Codec",
     "Frame",
     "codec_of",
     "cut",
@@ -38,7 +38,6 @@ __all__ = [
     "whole_box",
 ]
 
-CODECS = ("fp32", "bf16", "fp16", "int8", "int4")
 MAX_PAYLOAD = 4 << 20
 """Bytes; a frame with more is refused."""
 
@@ -46,33 +45,16 @@ HEAD_BYTES = 256
 """About the size of a frame in a message without its payload."""
 
 
-class Fp32Codec:
-    """Values as they are."""
-
-    elementwise = True
-
-    def nbytes(self, numel: int) -> int:
-        """Return 4 per value."""
-        return 4 * numel
-
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values' bytes."""
-        return values.contiguous().view(torch.uint8)
-
-    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the values."""
-        return data.view(torch.float32)
-
-
 def codec_of(name: str) -> Codec:
-    """Return the codec of a name in `CODECS`.
+    """Return the codec of a name.
 
     Raises:
         Refusal: there is none.
     """
-    if name not in CODECS:
-        raise Refusal("invalid", f"codec {name!r} is not known; use one of {', '.join(CODECS)}")
-    return Fp32Codec() if name == "fp32" else build_codec(name)
+    try:
+        return build_codec(name)
+    except ValueError as error:
+        raise Refusal("invalid", str(error)) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,15 +261,16 @@ class Frame:
         return frame
 
 
-def cut(numel: int, frame_bytes: int) -> Iterator[tuple[int, int]]:
+def cut(numel: int, frame_bytes: int, grid: int = BLOCK) -> Iterator[tuple[int, int]]:
     """Yield (offset, count) of the frames of a box.
 
     Args:
         numel: number of elements of the box.
         frame_bytes: bytes of a frame, were it coded as fp32.
+        grid: of the codec; frames have a whole number of what is coded together, so that cutting costs no byte.
     """
-    # A whole number of the blocks that share a scale, so that cutting costs no byte.
-    step = max(frame_bytes // 4 // BLOCK, 1) * BLOCK
+    grid = max(grid, BLOCK)
+    step = max(frame_bytes // 4 // grid, 1) * grid
     for offset in range(0, numel, step):
         yield offset, min(step, numel - offset)
 
@@ -300,7 +283,7 @@ def payload_of(coded: bytes) -> bytes:
 def step_of(arrived: torch.Tensor, codec: str) -> torch.Tensor:
     """Return what a pseudo-gradient that has arrived adds to the values, as the server codes it; uses it up."""
     chosen, opposite = codec_of(codec), arrived.neg_()
-    if chosen.elementwise:
+    if chosen.grid == 1:
         return opposite
     # A codec of blocks may turn -0 into 0, which added to -0 is 0.
     return chosen.decode(chosen.encode(opposite), opposite.numel())

@@ -327,8 +327,8 @@ class Run:
 
     @property
     def codec(self) -> str:
-        """In which contributions and updates travel."""
-        return self._store.agreed["codec"]
+        """In which updates travel."""
+        return self._store.shard.result_codec
 
     @contextmanager
     def snapshot(self, peer: str, instance: str, number: int) -> Iterator[tuple[Snapshot, Catalog]]:
@@ -570,7 +570,7 @@ class Run:
     def _catalog_of(self, shard: int) -> dict[str, Any]:
         """Return what they have to know once."""
         part = part_of(self._store.catalog, self._store.shard_of, shard)
-        return {"catalog": part.as_json(), "codec": self.codec}
+        return {"catalog": part.as_json(), "codec": self._store.shard.codec}
 
 
 def _printable(text: str) -> str:

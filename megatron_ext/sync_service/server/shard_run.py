@@ -138,8 +138,8 @@ class ShardRun:
 
     @property
     def codec(self) -> str:
-        """In which contributions and updates travel."""
-        return self._shard.codec
+        """In which updates travel."""
+        return self._shard.result_codec
 
     @contextmanager
     def snapshot(self, peer: str, instance: str, number: int) -> Iterator[tuple[Snapshot, Catalog]]:

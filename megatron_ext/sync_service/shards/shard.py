@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.decision import Decision, Measured
@@ -123,6 +124,11 @@ class Shard:
     def codec(self) -> str:
         """In which contributions travel."""
         return self._codec
+
+    @property
+    def result_codec(self) -> str:
+        """In which updates travel."""
+        return codec_of(self._codec).for_results(self._config.peers).name
 
     def recover(self, open_round: int) -> None:
         """Find the snapshots that a former process has left, and remove those that are older than what is kept.
@@ -283,6 +289,7 @@ class Shard:
             self.catalog,
             self._config.outer,
             codec=self._codec,
+            result_codec=self.result_codec,
             before=self.snapshots[job.number - 1] if job.number > 0 else None,
             outer_scalars=job.outer_scalars,
             failpoints=self._failpoints,

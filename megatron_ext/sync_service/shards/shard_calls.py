@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
 from megatron_ext.sync_service.protocol.catalog import LONGEST_NAME, MOST_AXES, Catalog, TensorSpec
-from megatron_ext.sync_service.protocol.frames import CODECS
 from megatron_ext.sync_service.protocol.schema import (
     Malformed,
     flag,
@@ -222,8 +222,8 @@ def check_work(call: str, work: Work, config: RunConfig, catalog: Catalog) -> De
 
 
 def _codec(value: Any, where: str) -> str:
-    if value not in CODECS:
-        raise Malformed(f"{where} must be one of {', '.join(CODECS)}")
+    if value not in CODEC_NAMES:
+        raise Malformed(f"{where} must be one of {', '.join(CODEC_NAMES)}")
     return str(value)
 
 

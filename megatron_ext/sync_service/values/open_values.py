@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.protocol.frames import Box, Frame, cut
+from megatron_ext.sync_service.protocol.frames import Box, Frame, codec_of, cut
 from megatron_ext.sync_service.values.contribution import Contribution, Discarded
 from megatron_ext.sync_service.values.updates import can_be_cut
 
@@ -73,7 +73,7 @@ class OpenValues:
                 # One whole tensor of a run at a time, however many streams ask; a slow stream keeps no other waiting.
                 with self._reading:
                     values = contribution.read(spec).view(spec.shape)[box.slices].clone().view(-1)
-                for offset, count in cut(box.numel, frame_bytes):
+                for offset, count in cut(box.numel, frame_bytes, codec_of(self._codec).grid):
                     part = values[offset : offset + count]
                     frame = Frame.make(spec.name, spec.shape, box, offset, part, self._codec)
                     yield contribution.identity, frame

@@ -34,7 +34,7 @@ from megatron_ext.sync_service.values.tensor_round import (
     TensorRound,
     square_of,
 )
-from megatron_ext.sync_service.values.updates import RESIDUAL, UPDATE, kept_as
+from megatron_ext.sync_service.values.updates import EXACT, UPDATE, kept_as
 
 __all__ = ["LARGEST_NORM", "Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
 
@@ -68,6 +68,7 @@ class Reduction:
         optimizer: OuterOptimizerConfig,
         *,
         codec: str,
+        result_codec: str = "",
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
         failpoints: Failpoints,
@@ -82,6 +83,7 @@ class Reduction:
             catalog: the tensors.
             optimizer: the outer optimizer.
             codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
+            result_codec: of what is published; that of the contributions unless given.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             failpoints: where to die in tests.
@@ -94,14 +96,20 @@ class Reduction:
         self._record_bytes = record_bytes
         self._catalog = catalog
         self._alone = alone
-        self._codec = codec
+        self._codec = result_codec or codec
         self._before = before
         self._scalars = dict(outer_scalars)
         self._failpoints = failpoints
         self._merge = merge
         self._merged = frozenset[str]() if merge is None else merge.names
         self._tensors = TensorRound(
-            optimizer, codec=codec, before=before, outer_scalars=outer_scalars, alone=alone, merged=self._merged
+            optimizer,
+            codec=codec,
+            result_codec=result_codec,
+            before=before,
+            outer_scalars=outer_scalars,
+            alone=alone,
+            merged=self._merged,
         )
         self._sources = self._tensors.sources
 
@@ -243,7 +251,7 @@ class Reduction:
         metadata = {"format": "pt", "round": path.stem, **learned}
         of_all = {} if self._tensors.is_exact else {UPDATE: kept_as(self._codec)}
         if of_all:
-            states = [*states, RESIDUAL]
+            states = [*states, EXACT]
         room = self._record_bytes
         return SnapshotWriter(path, self._catalog, states, metadata, of_all, spares=self._spares, record_bytes=room)
 

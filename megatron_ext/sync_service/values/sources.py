@@ -15,7 +15,6 @@ from megatron_ext.sync_service.values.blocks import Block, common_blocks
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot
-from megatron_ext.transport.codecs import BLOCK
 
 __all__ = ["Contributor", "DamagedContribution", "Sources"]
 
@@ -58,7 +57,7 @@ class Sources:
         self.before = before
         self.absolute = absolute
         self._by_blocks = by_blocks
-        self._multiple = 1 if codec_of(codec).elementwise else BLOCK
+        self._multiple = codec_of(codec).grid
         self._memory = ReusedMemory()
 
     def give_up(self) -> None:

@@ -22,7 +22,7 @@ from megatron_ext.sync_service.values.blocks import Block
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.values.sources import Contributor, Sources
-from megatron_ext.sync_service.values.updates import RESIDUAL, UPDATE, full, publish, publish_exactly
+from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL, UPDATE, full, publish, publish_exactly
 
 __all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "square_of"]
 
@@ -79,6 +79,7 @@ class TensorRound:
         optimizer: OuterOptimizerConfig,
         *,
         codec: str,
+        result_codec: str = "",
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
         alone: Alone | None,
@@ -89,6 +90,7 @@ class TensorRound:
         Args:
             optimizer: the outer optimizer.
             codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
+            result_codec: of what is published; that of the contributions unless given.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
@@ -97,7 +99,7 @@ class TensorRound:
         self.is_exact = codec == "fp32" or before is None
         self._config = optimizer
         self._alone = alone
-        self._codec = codec
+        self._codec = result_codec or codec
         self._before = before
         self._scalars = dict(outer_scalars)
         self._merged = merged
@@ -180,7 +182,7 @@ class TensorRound:
         reader = sources.checked(spec.name)
         readers = {
             name: found
-            for name in ([] if spec.owners else [*self.states, RESIDUAL])
+            for name in ([] if spec.owners else [*self.states, EXACT, RESIDUAL])
             if (found := sources.checked(state_name(name, spec.name))) is not None
         }
         for at in blocks:
@@ -288,8 +290,8 @@ class TensorRound:
         """Return a tensor that all peers train, after its outer step, and the states of the optimizer."""
         if takes_values and (total is None or coefficient == 1):
             return anchor if total is None else total, {}, None
-        moved = self._memory("moved", anchor.numel()).copy_(anchor)
-        if not self.is_exact and RESIDUAL in before:
+        moved = self._memory("moved", anchor.numel()).copy_(before.get(EXACT, anchor))
+        if RESIDUAL in before:
             moved += before[RESIDUAL]
         optimizer = self._optimizer([moved])
         if not self._is_fresh:
@@ -307,8 +309,7 @@ class TensorRound:
             return moved, kept, scalars
         is_merged = spec.name in self._merged
         published = full(self._codec, moved) if is_merged else publish(self._codec, anchor, moved)
-        residual = torch.zeros_like(anchor) if published.residual is None else published.residual
-        return published.values, {**kept, RESIDUAL: residual, UPDATE: published.update}, scalars
+        return published.values, {**kept, EXACT: published.exact, UPDATE: published.update}, scalars
 
     def common(
         self, spec: TensorSpec, at: Block, reader: CheckedRead | None, contributors: list[Contributor], verdict: Verdict

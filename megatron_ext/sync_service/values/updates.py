@@ -2,7 +2,8 @@
 """Updates: what a round adds to the values of the last one, coded as contributions are.
 
 With a lossy codec the server, too, sends only what the codec can say, and adds to its values just that, so that all
-hold the same bits. What is lost of an update is kept (error feedback), and belongs to the next one.
+hold the same bits. The values as they would be without loss are kept, and an outer step is made from those (error
+feedback): what one update has lost is part of the next. Workers in a job do the same with their anchors and replicas.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 
 from megatron_ext.sync_service.protocol.frames import Box, codec_of, cut
 from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
-from megatron_ext.transport.codecs import BLOCK, CastCodec
 
 __all__ = [
+    "EXACT",
     "RESIDUAL",
     "UPDATE",
     "Published",
@@ -31,8 +32,11 @@ __all__ = [
 UPDATE = "update"
 """State of a snapshot: what the round has added to the values; begins with NaN where that cannot be coded."""
 
+EXACT = "exact"
+"""State of a snapshot: the values, had no update ever lost anything."""
+
 RESIDUAL = "residual"
-"""State of a snapshot: what the update has lost."""
+"""State of snapshots of earlier releases, in the place of `EXACT`: what the update has lost."""
 
 _CODED_BYTES = 1 << 20
 """Of fp32 values that are coded at a time."""
@@ -48,51 +52,53 @@ class Published:
     update: torch.Tensor
     """What was added to the last ones, as `kept_as` says."""
 
-    residual: torch.Tensor | None = None
-    """The residual: what should also have been added, fp32; None for nothing."""
+    exact: torch.Tensor
+    """The values without loss, fp32."""
 
 
 def kept_as(codec: str) -> torch.dtype:
     """Return as what an update is kept: as it travels, where it can be cut there."""
-    chosen = codec_of(codec)
-    return chosen.dtype if isinstance(chosen, CastCodec) else torch.float32
+    return codec_of(codec).dtype
 
 
 def publish(codec: str, before: torch.Tensor, wanted: torch.Tensor) -> Published:
     """Return the values that come next to those that are wanted, and that a coded update leads to.
 
     Args:
-        codec: a name in `CODECS`.
+        codec: its name.
         before: what peers hold, fp32, 1-D.
-        wanted: what they should hold, fp32, 1-D; may be used up.
+        wanted: what they should hold, fp32, 1-D.
     """
-    step = wanted - before
-    update = _coded(codec, step)
-    if not codec_of(codec).elementwise and not torch.equal(_coded(codec, update), update):
+    update = _coded(codec, wanted - before)
+    if codec_of(codec).grid > 1 and not torch.equal(_coded(codec, update), update):
         return full(codec, wanted)
-    return Published(values=before + update, update=update.to(kept_as(codec)), residual=step.sub_(update))
+    return Published(values=before + update, update=update.to(kept_as(codec)), exact=wanted)
 
 
 def publish_exactly(codec: str, before: torch.Tensor, step: torch.Tensor) -> Published:
     """Return the values after a step that was coded before, by any process.
 
     Args:
-        codec: a name in `CODECS`.
+        codec: its name.
         before: what peers hold, fp32, 1-D.
         step: what is added, fp32, 1-D.
     """
-    if codec_of(codec).elementwise:
-        return Published(values=before + step, update=step.to(kept_as(codec)))
+    if codec_of(codec).grid == 1:
+        return _exactly(before + step, step.to(kept_as(codec)))
     update = _coded(codec, step)
     # A block may have been cut in another way, as when the peer's ranks hold columns.
     if not torch.equal(update, step):
         return full(codec, before + step)
-    return Published(values=before + update, update=update)
+    return _exactly(before + update, update)
 
 
 def full(codec: str, values: torch.Tensor) -> Published:
     """Return values that no update leads to, so that they are sent as they are."""
-    return Published(values=values, update=torch.full(values.shape, math.nan, dtype=kept_as(codec)))
+    return _exactly(values, torch.full(values.shape, math.nan, dtype=kept_as(codec)))
+
+
+def _exactly(values: torch.Tensor, update: torch.Tensor) -> Published:
+    return Published(values=values, update=update, exact=values)
 
 
 def has_update(snapshot: Snapshot, name: str, codec: str, first: int | None, box: Box, numel: int) -> bool:
@@ -121,13 +127,14 @@ def can_be_cut(codec: str, first: int | None, box: Box, numel: int) -> bool:
         box: the box.
         numel: number of elements of the tensor.
     """
-    if codec_of(codec).elementwise:
+    grid = codec_of(codec).grid
+    if grid == 1:
         return True
-    # Blocks share a scale: only whole ones can be coded again without loss.
+    # Only what is coded together can be coded again without loss.
     if first is None:
         return False
     end = first + box.numel
-    return first % BLOCK == 0 and (end % BLOCK == 0 or end == numel)
+    return first % grid == 0 and (end % grid == 0 or end == numel)
 
 
 def _coded(codec: str, values: torch.Tensor) -> torch.Tensor:

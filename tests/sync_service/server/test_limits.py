@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
 from megatron_ext.sync_service.peer.client import SyncClient
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog
-from megatron_ext.sync_service.protocol.frames import CODECS, MAX_PAYLOAD, Frame, cut, whole_box
+from megatron_ext.sync_service.protocol.frames import MAX_PAYLOAD, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import _LIMITS, RunConfig
@@ -142,7 +143,7 @@ def test_the_frames_that_the_finest_client_cuts_are_allowed_unless_told_otherwis
 
 def test_a_frame_of_few_bytes_and_many_values_is_refused():
     shape = (MAX_PAYLOAD // 4 + 128,)
-    for codec in CODECS[1:]:
+    for codec in CODEC_NAMES[1:]:
         most, more = (
             Frame.make("t0", shape, whole_box(shape), 0, torch.ones(n), codec) for n in (shape[0] - 128, shape[0])
         )

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
@@ -19,7 +20,7 @@ from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Guards
 from megatron_ext.sync_service.values.reduction import Contributor, Reduction
 from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
-from megatron_ext.sync_service.values.updates import RESIDUAL
+from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL
 
 CATALOG = Catalog(
     [
@@ -152,10 +153,30 @@ def test_pseudo_gradients_lead_where_values_lead(tmp_path: Path):
         found.append(rounds.make(*sent, absolute=absolute)[0])
     for name in ("w", "b"):
         # Peers get what fp16 can say of it; the rest comes with the next round.
-        lost = rounds.before.read(state_name(RESIDUAL, name)).view(found[1][name].shape)
+        exact = rounds.before.read(state_name(EXACT, name)).view(found[1][name].shape)
         assert not torch.equal(found[0][name], found[1][name])
-        torch.testing.assert_close(found[0][name], found[1][name] + lost, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(found[0][name], exact, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[0]["e1"], found[1]["e1"], rtol=1e-6, atol=1e-6)
+
+
+def test_a_snapshot_of_an_earlier_release_keeps_what_its_updates_had_lost(tmp_path: Path):
+    found = []
+    for earlier in (False, True):
+        (tmp_path / str(earlier)).mkdir()
+        rounds = Rounds(tmp_path / str(earlier), OuterOptimizerConfig())
+        start, _ = rounds.make(values(0))
+        rounds.make({name: 0.3 * value for name, value in start.items()}, absolute=False)
+        if earlier:
+            tensors = load_file(rounds.before.path)
+            for name in ("w", "b"):
+                exact = tensors.pop(state_name(EXACT, name))
+                tensors[state_name(RESIDUAL, name)] = exact - tensors[name]
+            save_file(tensors, tmp_path / "earlier.safetensors", {"format": "pt"})
+            rounds.before = Snapshot(tmp_path / "earlier.safetensors")
+        found.append(rounds.make({name: 0.7 * value for name, value in start.items()}, absolute=False)[0])
+        exact = rounds.before.read(state_name(EXACT, "w")).view(start["w"].shape)
+        assert not torch.equal(exact, found[-1]["w"])
+    torch.testing.assert_close(found[0]["w"], found[1]["w"], rtol=1e-5, atol=1e-5)
 
 
 def test_norms_are_over_what_a_peer_trains_and_too_large_ones_do_not_count(tmp_path: Path):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_ext.outer.codecs.all_codecs import LOSSY_NAMES
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from tests.support.distributed import run_ranks
 from tests.sync_service.service import Service
@@ -19,6 +20,8 @@ Round = dict[str, list[float]]
 
 WORKERS, ROUNDS = 3, 4
 SHAPES = {"layer.0.w": (40, 30), "layer.0.b": (7,), "layer.1.w": (500,)}
+WHOLE = {f"layer.0.w{index}": (32, 48) for index in range(WORKERS)}
+"""Of which every worker owns one: codecs of blocks lay their grid from the first element that a worker owns."""
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "mean": {"outer": {"outer_optimizer": "none"}},
@@ -31,6 +34,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """By name, what differs from DiLoCo: fields of `OuterOptimizerConfig` and of the penalty."""
+
+CODECS: dict[str, dict[str, dict[str, Any]]] = {name: {"penalty": {"codec": name}} for name in LOSSY_NAMES}
 
 SAME: dict[str, dict[str, dict[str, Any]]] = {
     "linear": {"gta": {"reducer": "linear"}},
@@ -46,10 +51,14 @@ CLOSE: dict[str, dict[str, dict[str, Any]]] = {
 """Those in which values depend on norms, which workers add up over other parts than the server does."""
 
 
-def start() -> dict[str, torch.Tensor]:
+def shapes_of(settings: dict[str, dict[str, Any]]) -> dict[str, tuple[int, ...]]:
+    return WHOLE if settings in CODECS.values() else SHAPES
+
+
+def start(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
     """Return the values that all begin with."""
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
 def train(values: dict[str, torch.Tensor], worker: int, number: int) -> None:
@@ -72,7 +81,7 @@ def in_jobs(folder: Path, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
 
     groups, found = start_groups(), {}
     for name, settings in cases.items():
-        values = start()
+        values = start(shapes_of(settings))
         units = [name.rpartition(".")[0] for name in values]
         kinds = {kind: fields for kind, fields in settings.items() if kind != "outer"}
         engine = engine_of(list(values.values()), units=units, groups=groups, **kinds, **settings.get("outer", {}))
@@ -89,18 +98,19 @@ def in_jobs(folder: Path, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
 def of_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Round]]]:
     """Return by worker and case the values after every round of a job."""
     folder = tmp_path_factory.mktemp("workers")
-    run_ranks(in_jobs, WORKERS, folder, CASES | CLOSE | SAME)
+    run_ranks(in_jobs, WORKERS, folder, CASES | CODECS | CLOSE | SAME)
     return [json.loads((folder / f"worker{rank}.json").read_text()) for rank in range(WORKERS)]
 
 
-def of_peers(service: Service) -> list[list[Round]]:
+def of_peers(service: Service, settings: dict[str, dict[str, Any]]) -> list[list[Round]]:
     """Return by peer the values after every round at a server."""
     service.start()
-    specs = [TensorSpec(name=name, shape=shape, unit=name.rpartition(".")[0]) for name, shape in SHAPES.items()]
+    shapes, codec = shapes_of(settings), settings.get("penalty", {}).get("codec", "fp32")
+    specs = [TensorSpec(name=name, shape=shape, unit=name.rpartition(".")[0]) for name, shape in shapes.items()]
 
     def peer(index: int) -> list[Round]:
-        values, found = start(), []
-        with service.client(f"p{index}", Catalog(specs), index=index) as client:
+        values, found = start(shapes), []
+        with service.client(f"p{index}", Catalog(specs), index=index, codec=codec) as client:
             client.start(values)
             for number in range(1, ROUNDS + 1):
                 train(values, index, number)
@@ -114,14 +124,16 @@ def of_peers(service: Service) -> list[list[Round]]:
 
 def run_of(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the server's settings of a run that does what a job with these does."""
-    return {"peers": WORKERS, "outer_optimizer": "sgd", **settings.get("outer", {}), **settings.get("penalty", {})}
+    guards = {name: value for name, value in settings.get("penalty", {}).items() if name != "codec"}
+    return {"peers": WORKERS, "outer_optimizer": "sgd", **settings.get("outer", {}), **guards}
 
 
-@pytest.mark.parametrize("name", list(CASES))
+@pytest.mark.parametrize("name", [*CASES, *CODECS])
 def test_workers_and_peers_are_at_the_same_place_to_the_last_bit(
     make_service: MakeService, of_workers: list[dict[str, list[Round]]], name: str
 ):
-    for peer in of_peers(make_service(**run_of(CASES[name]))):
+    settings = (CASES | CODECS)[name]
+    for peer in of_peers(make_service(**run_of(settings)), settings):
         for worker in of_workers:
             assert peer == worker[name]
 
@@ -138,7 +150,7 @@ def test_the_default_is_the_linear_reducer_and_a_silent_guard_changes_no_bit(
 def test_workers_and_peers_are_weighted_and_clipped_alike(
     make_service: MakeService, of_workers: list[dict[str, list[Round]]], name: str
 ):
-    (first, *others) = of_peers(make_service(**run_of(CLOSE[name])))
+    (first, *others) = of_peers(make_service(**run_of(CLOSE[name])), CLOSE[name])
     assert others == [first] * (WORKERS - 1)
     for found, wanted in zip(first, of_workers[0][name], strict=True):
         for tensor, values in wanted.items():

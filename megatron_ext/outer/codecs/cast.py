@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every value by itself: as it is, or as a 16-bit floating-point number."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+
+from megatron_ext.outer.codecs.codec import as_bytes, as_numbers
+
+__all__ = ["CastCodec", "Fp32Codec"]
+
+
+class Fp32Codec:
+    """Values as they are."""
+
+    name = "fp32"
+    grid = 1
+    dtype = torch.float32
+
+    def for_results(self, messages: int) -> Self:
+        """Return itself."""
+        return self
+
+    def nbytes(self, numel: int) -> int:
+        """Return 4 per value."""
+        return 4 * numel
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values' bytes."""
+        return as_bytes(values)
+
+    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the values."""
+        return data.view(torch.float32)
+
+
+class CastCodec:
+    """Values as 16-bit floating-point numbers."""
+
+    grid = 1
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        """Take its name and the type: bfloat16 or float16."""
+        self.name = name
+        self.dtype = dtype
+        self._largest = torch.finfo(dtype).max
+        # Of the sum of squares, with room for its rounding.
+        self._surely_fits = min((self._largest / 2) ** 2, torch.finfo(torch.float32).max)
+
+    def for_results(self, messages: int) -> Self:
+        """Return itself."""
+        return self
+
+    def nbytes(self, numel: int) -> int:
+        """Return 2 per value."""
+        return 2 * numel
+
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers' bytes; those that are too large become the largest one."""
+        return as_bytes(self._rounded(values))
+
+    def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return the numbers."""
+        return as_numbers(data, self.dtype).float()
+
+    def _rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the numbers that values of one dimension become; finite ones stay finite."""
+        # The cheapest pass tells that none is too large, as they seldom are; a device would have to be waited for.
+        if values.device.type == "cpu" and float(values.dot(values)) <= self._surely_fits:
+            return values.to(self.dtype)
+        within = torch.where(torch.isinf(values), values, values.clamp(-self._largest, self._largest))
+        return within.to(self.dtype)
