@@ -8,12 +8,14 @@ intervals would no longer end where those of the others do.
 
 from __future__ import annotations
 
-from megatron_ext.errors import UserError
 from megatron_ext.hooks import ModelContext
 from megatron_ext.seams.arguments import say
+from megatron_ext.sync_service.megatron.checkpoint import Begun
+from megatron_ext.sync_service.peer.interval import Interval
 from megatron_ext.sync_service.protocol.report import Progress
+from megatron_ext.sync_service.protocol.resuming import Claim
 
-__all__ = ["go_on_after", "progress_after_step", "progress_before"]
+__all__ = ["claim_of", "progress_after_step", "resume_after"]
 
 
 def progress_after_step(context: ModelContext) -> Progress:
@@ -27,8 +29,32 @@ def progress_after_step(context: ModelContext) -> Progress:
     )
 
 
-def progress_before(context: ModelContext, steps: int, batch: int) -> Progress:
-    """Return how far training was so many steps of such a batch ago, where no round knows of this peer."""
+def claim_of(context: ModelContext, begun: Begun | None, interval: Interval, *, whole: bool) -> Claim:
+    """Return what a job begins with.
+
+    Args:
+        context: of the model that was loaded, or built.
+        begun: where the interval of its checkpoint began; None where that has none of this run.
+        interval: what it makes.
+        whole: whether all of the checkpoint was loaded, and not its weights alone.
+    """
+    batch, steps = context.args.global_batch_size, interval.wanted_steps
+    now = _progress_before(context, 0, batch)
+    if begun is None:
+        return Claim(repeats=steps is not None, steps=steps, begin=now, now=now)
+    return Claim(
+        round=begun.number,
+        digest=begun.digest,
+        whole=whole,
+        repeats=steps is not None and begun.batch == batch,
+        steps=steps,
+        begin=_progress_before(context, begun.steps, begun.batch),
+        now=now,
+    )
+
+
+def _progress_before(context: ModelContext, steps: int, batch: int) -> Progress:
+    """Return how far training was a number of steps of such a batch ago."""
     args, samples = context.args, steps * batch
     return Progress(
         iteration=args.iteration - steps,
@@ -39,18 +65,14 @@ def progress_before(context: ModelContext, steps: int, batch: int) -> Progress:
     )
 
 
-def go_on_after(context: ModelContext, last: Progress) -> None:
-    """Go on where the peer's last contribution ended; all ranks call it before the data are built.
+def resume_after(context: ModelContext, last: Progress) -> None:
+    """Resume where the server has said; all ranks call it before the data are built.
 
     Args:
         context: of the model that was loaded, or built.
-        last: how far an earlier process was when it made its last contribution that a round has judged.
-
-    Raises:
-        UserError: that is in the middle of one of this job's batches.
+        last: how far training is there, in this job's batches.
     """
-    args, scheduler = context.args, context.scheduler
-    iteration = _in_batches(last, args.global_batch_size)
+    args, scheduler, iteration = context.args, context.scheduler, last.iteration
     if (iteration, last.samples, last.schedule) == (args.iteration, args.consumed_train_samples, scheduler.num_steps):
         return
     why = f"what this peer had made after it, up to iteration {args.iteration}, counts in no round"
@@ -62,15 +84,3 @@ def go_on_after(context: ModelContext, last: Progress) -> None:
     say(f"sync service: goes on at iteration {iteration}, because {why}")
     args.iteration, args.consumed_train_samples = iteration, last.samples
     scheduler.step(increment=last.schedule - scheduler.num_steps)
-
-
-def _in_batches(last: Progress, batch: int) -> int:
-    """Return the iteration up to which as much of the run is trained, in global batches of this size."""
-    iteration, rest = divmod(last.iteration * (last.batch or batch), batch)
-    if rest:
-        raise UserError(
-            f"--global-batch-size {batch}: this peer's part of the samples is trained up to iteration {last.iteration} "
-            f"of {last.batch} samples each, which is in the middle of a batch of {batch}; give {last.batch}, or a size "
-            f"that divides {last.iteration * last.batch}"
-        )
-    return iteration

@@ -88,10 +88,6 @@ class Begun:
     batch: int
     """Samples of a step."""
 
-    def is_before(self, number: int, digest: str) -> bool:
-        """Return whether a round is that one or a later one, and not one of another run of the same name."""
-        return number > self.number or (number, digest) == (self.number, self.digest)
-
 
 def assemble(context: SaveContext, place: Place) -> None:
     """Put a peer's state into a checkpoint; all ranks call it."""

@@ -28,16 +28,15 @@ from megatron_ext.seams import logging, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.sync_service.megatron import checkpoint
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argument_problems, notices
-from megatron_ext.sync_service.megatron.catching_up import go_on_after, progress_before
+from megatron_ext.sync_service.megatron.catching_up import claim_of, resume_after
 from megatron_ext.sync_service.megatron.joining import Peer, join
 from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, go_on_in_part
 from megatron_ext.sync_service.peer.background import ThreadedRound, uncounted, with_steps_since
 from megatron_ext.worker_groups import WorkerGroups
 
 if TYPE_CHECKING:
-    from megatron_ext.sync_service.peer.client import RoundOutcome, SyncClient
+    from megatron_ext.sync_service.peer.client import RoundOutcome
     from megatron_ext.sync_service.peer.parts import Values
-    from megatron_ext.sync_service.protocol.report import Progress
 
 __all__ = ["SyncServiceFeature"]
 
@@ -120,54 +119,37 @@ class SyncServiceFeature(Feature):
             # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
             hooks.fire("before_weights_shared", context.args.iteration)
             peer.values.refresh(now=True)
-        if self._saved is None:
-            begins = self._interval_of_checkpoint(context)
-            repeats = peer.interval.repeats and begins.batch == context.args.global_batch_size
-            adopted = peer.client.start(peer.slices.read(), repeats=repeats, ends=peer.interval.ends(begins))
-        else:
-            adopted = self._resume(context, peer, self._saved)
+        if self._saved is not None:
+            peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
+            peer.client.residuals, self._residuals = self._residuals, {}
+        claim = claim_of(context, self._begun, peer.interval, whole=self._saved is not None)
+        adopted = peer.client.begin(claim, {} if claim.whole else peer.slices.read())
         if adopted is not None:
             peer.slices.write(adopted)
             peer.values.refresh(now=True)
             hooks.fire("on_weights_replaced")
         peer.client.rest()
         if adopted is not None:
-            go_on_after(context, peer.client.counted or self._go_back(context, peer.client))
-            peer.begin_interval()
+            if claim.whole:
+                say(f"sync service: rounds went on after round {claim.round}, from which the checkpoint goes on")
+            self._resume_at(context, peer)
+        elif self._saved is not None:
+            peer.interval.resume(self._saved["steps"], self._saved["seconds"])
         peer.round = peer.client.round
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
-    def _interval_of_checkpoint(self, context: ModelContext) -> Progress:
-        """Return how far training was when the interval of the checkpoint began, or is where none is known."""
-        begun = self._begun
-        if begun is None:
-            return progress_before(context, 0, context.args.global_batch_size)
-        return progress_before(context, begun.steps, begun.batch)
-
-    def _go_back(self, context: ModelContext, client: SyncClient) -> Progress:
-        """Return where a peer goes on of which no round has anything: before the steps whose values it has lost."""
-        begun = self._begun
-        if begun is None or not begun.is_before(client.round, client.digest):
-            return progress_before(context, 0, context.args.global_batch_size)
-        before = self._interval_of_checkpoint(context)
-        if begun.index != client.index and before.samples:
+    def _resume_at(self, context: ModelContext, peer: Peer) -> None:
+        """Begin an interval with values other than the checkpoint's."""
+        place, begun, index = peer.client.place, self._begun, peer.client.index
+        assert place is not None  # the claim has said how far the training is
+        if begun is not None and begun.index != index and peer.client.counted is None and place.samples:
             say(
                 f"sync service: --load is the checkpoint of part {begun.index} of the samples; the first "
-                f"{before.samples} of part {client.index}, of which no round has any, are left out"
+                f"{place.samples} of part {index}, of which no round has any, are left out"
             )
-        return before
-
-    def _resume(self, context: ModelContext, peer: Peer, saved: dict[str, Any]) -> Any:
-        peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
-        peer.client.residuals, self._residuals = self._residuals, {}
-        begun = progress_before(context, saved["steps"], context.args.global_batch_size)
-        adopted = peer.client.resume(saved["round"], saved["digest"], repeats=peer.interval.repeats, begun=begun)
-        if adopted is None:
-            peer.interval.resume(saved["steps"], saved["seconds"])
-        else:
-            say(f"sync service: rounds went on after round {saved['round']}, from which the checkpoint goes on")
-        return adopted
+        resume_after(context, place)
+        peer.begin_interval()
 
     def after_step(self, context: StepContext) -> None:
         """Count the step, begin a round at the end of an interval, and apply one that is due."""

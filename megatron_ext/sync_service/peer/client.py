@@ -38,6 +38,7 @@ from megatron_ext.sync_service.peer.upload import upload
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 
 __all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
@@ -87,10 +88,9 @@ class SyncClient:
         self.round = -1
         self.digest = ""
         self.uploaded = False
+        self.place: Progress | None = None
         self.counted: Progress | None = None
         self.asynchronous = False
-        self._contributed: int | None = None
-        self._pending: Progress | None = None
         self._sent = -1
         self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
@@ -128,24 +128,21 @@ class SyncClient:
 
         Returns:
             The open round; 0 when the common start is awaited. `index` and `peers` say which part of the data is this
-            peer's, `uploaded` whether an earlier process of it has contributed to the open round.
+            peer's.
 
         Raises:
             UserError: the server refuses, naming what does not fit.
         """
         registered = self._membership.register(self.catalog)
-        self.index, self.peers, self.uploaded = registered.index, registered.peers, registered.uploaded
-        self.asynchronous, self._contributed = registered.asynchronous, registered.contributed
-        self._pending = registered.pending
+        self.index, self.peers, self.uploaded = registered.index, registered.peers, False
+        self.asynchronous = registered.asynchronous
         self._outgoing.sends_gradients |= registered.asynchronous
         self._looks_ahead = registered.looks_ahead
         self._job.on_all(lambda: self._route.lead(registered.shards, self.catalog, registered.shard_of))
         return registered.open_round
 
-    def start(
-        self, values: Values, *, repeats: bool = True, ends: Progress | None = None
-    ) -> dict[str, torch.Tensor]:
-        """Register, and return the values that everybody goes on from.
+    def start(self, values: Values, *, repeats: bool = True) -> dict[str, torch.Tensor]:
+        """Register, and return the values that everybody continues from.
 
         They are those of the newest round. At the beginning of a run there is none yet, and one peer, whom the server
         chooses, publishes its own.
@@ -154,139 +151,77 @@ class SyncClient:
             values: this peer's.
             repeats: whether this process makes again, exactly, the run's first interval of which an earlier one has
                 contributed to the open round, before it asks for that. Otherwise the round is awaited here.
-            ends: how far this peer's training is at the end of its first interval. That of an earlier process was
-                another one if it ended elsewhere.
 
         Raises:
             UserError: the server refuses, or nobody publishes.
         """
-        open_round = self.register()
-        if self.asynchronous:
-            if self._contributed:
-                self._await_pending(self._contributed)
-            return self._adopt(self._await(0, values))
-        # After the first interval nobody knows which one was contributed.
-        repeats = repeats and open_round == 1 and (None in (ends, self._pending) or ends == self._pending)
-        if self.uploaded and open_round > 0 and not repeats:
-            answer = self._await_pending(open_round)
-            if answer is not None:
-                return self._adopt(answer)
-        was_uploaded = self.uploaded
-        adopted = self._adopt(self._await(0, values))
-        # What an earlier process of this peer has contributed to the open round counts; it is not sent twice.
-        self.uploaded = was_uploaded and open_round == self.round + 1
-        return adopted
+        taken = self.begin(Claim(repeats=repeats), values)
+        assert taken is not None  # only a whole claim needs none
+        return taken
 
-    def resume(
-        self, number: int, digest: str = "", *, repeats: bool = True, begun: Progress | None = None
-    ) -> dict[str, torch.Tensor] | None:
-        """Register, and go on in the middle of the interval after a round whose values this peer has taken before.
+    def resume(self, number: int, digest: str = "", *, repeats: bool = True) -> dict[str, torch.Tensor] | None:
+        """Register, and resume in the middle of the interval after a round whose values this peer has taken before.
 
-        `residuals` are to be set before, as they were after that round. They are dropped when an earlier process of
-        this peer has sent them already, in a contribution that counts and that this one does not make again.
+        `residuals` are to be set before, as they were after that round. They are dropped as far as an earlier process
+        of this peer has sent them already, in a contribution that counts and that this one does not make again.
 
         Args:
             number: the round.
             digest: of its values, as `digest` was after it; not compared when empty.
             repeats: whether this process makes the rest of the interval exactly as an earlier one has. What that has
-                contributed to the open round is awaited otherwise.
-            begun: how far this peer's training was when the interval began. Where rounds are asynchronous, another
-                peer may have had its place since, and gone on in its part of the samples.
+                contributed is awaited otherwise.
 
         Returns:
-            The values of the newest round if that is a later one, or of the open one once it is made, where what an
-            earlier process of this peer has contributed to it counts. None if it is this one. Where
-            rounds are asynchronous an interval is lost only when the server has no longer the values that it began
-            with, or counts already what an earlier process of this peer, or another one in its place, has made of it.
+            The values of the newest round where the interval is lost, or counts already; None where it resumes.
 
         Raises:
-            UserError: the server refuses, knows nothing of the round yet, or has other values in it.
+            UserError: the server refuses, does not know the round, or has other values in it.
         """
-        open_round = self.register()
-        if open_round <= number:
-            last = open_round - 1 if open_round else "none"
-            raise UserError(
-                f"this peer goes on from round {number}, but the newest one of run {self.config.run!r} on the server "
-                f"is {last}: the server has lost rounds, or is another one; restore its folder, or begin a run under "
-                "another name"
-            )
-        if self.asynchronous:
-            return self._resume_alone(number, digest, begun)
-        lossy = self.config.codec != "fp32"
-        if open_round > number + 1:
-            log.warning("round %d is over; this peer goes on from the newest one", number + 1)
-        newest = open_round - 1
-        if self.uploaded and (newest > number or not repeats) and self._await_pending(open_round) is not None:
-            # What an earlier process has contributed to the open round counts; this one does not make it again.
-            newest = open_round
-        if newest > number:
-            for over in range(number + 1, newest + 1):
-                answer = self._await(over, {})
-                if self._drop_paid(answer) or not lossy:
-                    break  # nothing is owed, so that no other round has to be asked about
-            return self._adopt(answer)
-        was_uploaded = self.uploaded
-        answer = self._await(number, {})
-        self._check_history(number, digest, answer)
-        if lossy:
-            taken = self._adopt(answer)
-            if self.round != number:
-                if was_uploaded:
-                    self._drop_paid(self._await(number + 1, {}))
-                return taken
-        self.round, self.uploaded = number, was_uploaded
-        self.digest = answer.digest if answer.newest == number else digest
-        if was_uploaded:
-            # What was sent is made again now, from the same state: what it has lost can be worked out.
-            self._sent = number + 1
-        return None
+        return self.begin(Claim(round=number, digest=digest, whole=True, repeats=repeats), {})
 
-    def _drop_paid(self, answer: Answer) -> bool:
-        """Drop what is owed of the parts in which a contribution of an earlier process has counted.
+    def begin(self, claim: Claim, values: Values) -> dict[str, torch.Tensor] | None:
+        """Register, and resume where the server says, as `start` and `resume` do for claims without samples.
+
+        Afterwards `place` says how far this peer's training is, if the server knows it better than the claim, and
+        `counted` what of that is committed.
+
+        Args:
+            claim: what this process begins with.
+            values: this peer's, should they be wanted as the common start; none with a whole claim.
 
         Returns:
-            Whether no process of the job owes anything any more, which all of them say alike.
+            The values to resume from; None where they are the claim's own.
+
+        Raises:
+            UserError: the server refuses, naming what does not fit.
         """
-        # A round that the server has forgotten has neither: this peer has rather gone on since.
-        is_forgotten = not (answer.contributors or answer.message)
-        if answer.contributed or is_forgotten:
-            self._outgoing.owe_no_more(answer.excluded)
-        return (answer.contributed or is_forgotten) and not answer.excluded
+        self.register()
+        if not claim.whole:
+            self._await(0, values)
+        return self._decided(claim)
 
-    def _check_history(self, number: int, digest: str, answer: Answer) -> None:
-        """Check that a round that this peer went on from is the server's newest one, if they have one number."""
-        if digest and answer.newest == number and answer.digest != digest:
-            raise UserError(
-                f"this peer goes on from values of round {number} with the digest {digest}, but those of run "
-                f"{self.config.run!r} on the server have {answer.digest}: the server's folder is an older copy, after "
-                "which rounds were made anew, or another run's; start this peer with --no-load-optim, which takes the "
-                "server's values, or begin a run under another name"
-            )
-
-    def _resume_alone(self, number: int, digest: str, begun: Progress | None) -> dict[str, torch.Tensor] | None:
-        """Go on in the middle of an interval while others make rounds."""
-        while self._contributed is not None and self._contributed > number:
-            # What an earlier process has made of the interval counts; it is not made twice.
-            answer = self._await_pending(self._contributed)
-            if answer is not None:
-                log.warning("what this peer has made after round %d is judged already; it goes on from there", number)
-                if self._contributed == number + 1:
-                    self._drop_paid(answer)
-                else:
-                    self.residuals = {}  # the server does not remember those before, of which some have counted
-                return self._adopt(answer)
-            self.register()  # what there was before the lost one
-        self.uploaded = False
-        answer = self._await(number + 1, {}, again=True)
-        self._check_history(number, digest, answer)
-        if begun is not None and answer.counted is not None and answer.counted.samples > begun.samples:
-            log.warning("another peer has gone on in this one's place since round %d; it goes on from there", number)
-            return self._adopt(self._await(0, {}))
-        taken = self._adopt(answer)
-        if self.round == number:
-            return None
-        log.warning("round %d is no longer kept; this peer goes on from round %d", number, self.round)
-        return taken
+    def _decided(self, claim: Claim) -> dict[str, torch.Tensor] | None:
+        """Do what the server decides on a claim; see `begin`."""
+        answer = self._membership.resume(claim, end=time.monotonic() + self.config.round_seconds)
+        keeps_values = claim.whole and isinstance(answer, Continue)
+        taken = None
+        if not keeps_values or self._outgoing.sends_gradients:
+            taken = self._adopt(answer.round, answer.digest)
+            if isinstance(answer, Continue) and self.round != answer.round:
+                return self._decided(claim)  # others have made rounds meanwhile
+        else:
+            self.round, self.digest = answer.round, answer.digest
+        self.place, self.counted, self.uploaded = answer.place, None, False
+        if isinstance(answer, Continue) and not answer.send:
+            # What was sent is made again now, from the same state: what it has lost can be worked out.
+            self.uploaded, self._sent = True, self.round + 1
+        if isinstance(answer, Adopt):
+            self.counted = answer.place if answer.is_committed else None
+            if answer.keeps_residuals is not None:
+                self._outgoing.owe_no_more(answer.keeps_residuals)
+            if claim.whole:
+                log.warning("the interval after round %d is over; this peer takes round %d", claim.round, self.round)
+        return None if keeps_values else taken
 
     def sync(
         self,
@@ -367,6 +302,8 @@ class SyncClient:
         settled = self._outgoing.settle(number, self.index, values) if was_sent else None
         answer = self._await(number, values)
         expected: dict[str, torch.Tensor] = {}
+        if answer.contributed:
+            self.counted = self._report.progress
         if answer.contributed and settled is not None:
             expected = dict(settled.owned) if answer.newest == number else {}
             self._outgoing.owe(settled, answer.excluded)
@@ -374,7 +311,7 @@ class SyncClient:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         if answer.newest == self.round + 1:
             expected |= self._kept(answer.kept, frozen)
-        adopted = self._adopt(answer, expected)
+        adopted = self._adopt(answer.newest, answer.digest, expected)
         self._out = {}
         traffic = self._job.on_all(self._route.take_traffic)
         return RoundOutcome(
@@ -442,52 +379,31 @@ class SyncClient:
             call_bytes=self.config.call_bytes,
         )
 
-    def _await(self, number: int, values: Values, *, again: bool = False) -> Answer:
+    def _await(self, number: int, values: Values) -> Answer:
         """Return the answer that a round is committed, after doing what is wanted for it.
 
         Args:
             number: the round.
             values: what is uploaded should it be wanted.
-            again: whether to go on from the values of the round before, if they are kept and rounds do not wait.
         """
         end = time.monotonic() + self.config.round_seconds
         while True:
-            answer = self._ask(number, uploaded=self.uploaded, end=end, again=again)
+            answer = self._membership.ask(number, uploaded=self.uploaded, end=end)
             if answer.is_committed:
                 return answer
             if answer.wants_upload:
                 self.upload(number, values)
 
-    def _await_pending(self, number: int) -> Answer | None:
-        """Return the answer that a round is committed to which an earlier process has contributed.
-
-        None when a server has lost that contribution, which this process cannot make again.
-        """
-        end = time.monotonic() + self.config.round_seconds
-        answer = self._ask(number, uploaded=True, end=end)
-        if answer.is_committed:
-            return answer
-        log.warning("what an earlier process had contributed to round %d is lost", number)
-        self.uploaded = False
-        return None
-
-    def _ask(self, number: int, *, uploaded: bool, end: float, again: bool = False) -> Answer:
-        """Ask the server, and note up to where this peer's training counts."""
-        answer = self._membership.ask(number, uploaded=uploaded, end=end, again=again)
-        if answer.is_committed:
-            self.counted = answer.counted
-        return answer
-
-    def _adopt(self, answer: Answer, expected: Values | None = None) -> dict[str, torch.Tensor]:
-        """Download the newest round that an answer speaks of, and go on from it.
+    def _adopt(self, number: int, digest: str, expected: Values | None = None) -> dict[str, torch.Tensor]:
+        """Download a round, or a newer one when it is not kept any more, and continue from it.
 
         Args:
-            answer: of the server.
+            number: the round.
+            digest: of its values, as the server says.
             expected: what some parts should be in that round, which are then not sent.
         """
         taken: dict[str, torch.Tensor] = {}
         for _ in range(3):
-            number = answer.newest
             results = self._job.on_all(partial(self._take, number, taken, expected))
             failed = [text for text, _, _ in results if text]
             if failed:
@@ -496,13 +412,18 @@ class SyncClient:
                 if answer.newest == number:
                     raise UserError(failed[0])
                 log.warning("round %d: %s; taking round %d", number, failed[0], answer.newest)
+                number, digest = answer.newest, answer.digest
                 continue
-            digest = RoundDigest(sums for _, sums, _ in results)
-            if digest.hex() != answer.digest and any(was_ahead for _, _, was_ahead in results):
+            found = RoundDigest(sums for _, sums, _ in results).hex()
+            if found != digest and any(was_ahead for _, _, was_ahead in results):
                 log.warning("round %d: what was taken ahead of it is not what is said of it; taking it again", number)
                 continue
-            self._check_digest(digest, answer)
-            self.round, self.uploaded, self.digest = number, False, answer.digest
+            if found != digest:
+                raise UserError(
+                    f"the values of round {number} have the digest {found} instead of {digest}; the snapshot on the "
+                    "server is damaged: restore it from a copy"
+                )
+            self.round, self.uploaded, self.digest = number, False, digest
             self._outgoing.go_on_from(taken)
             return taken
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")
@@ -532,11 +453,3 @@ class SyncClient:
             if part.is_primary:
                 digest.add(part.spec.name, part.spec.shape, part.box, taken[part.key])
         return "", digest.sums, bool(ahead.values)
-
-    def _check_digest(self, digest: RoundDigest, answer: Answer) -> None:
-        """Compare what the processes of the job have downloaded with the journal."""
-        if digest.hex() != answer.digest:
-            raise UserError(
-                f"the values of round {answer.newest} have the digest {digest.hex()} instead of {answer.digest}; the "
-                "snapshot on the server is damaged: restore it from a copy"
-            )

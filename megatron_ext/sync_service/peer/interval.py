@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from megatron_ext.sync_service.peer.job import Job
-from megatron_ext.sync_service.protocol.report import Progress
 
 __all__ = ["Interval"]
 
@@ -44,17 +43,9 @@ class Interval:
         """Completed steps of this interval."""
 
     @property
-    def repeats(self) -> bool:
-        """Whether it has as many steps when a process makes it again."""
-        return self._wanted_steps is not None
-
-    def ends(self, begun: Progress) -> Progress | None:
-        """Return how far training is when the interval ends that begins there; None where time decides."""
-        steps = self._wanted_steps
-        if steps is None:
-            return None
-        samples = steps * begun.batch
-        return Progress(begun.iteration + steps, begun.samples + samples, begun.schedule + samples, begun.batch)
+    def wanted_steps(self) -> int | None:
+        """How many steps it has, so that a process that makes it again makes the same; None where time decides."""
+        return self._wanted_steps
 
     @property
     def seconds(self) -> float:

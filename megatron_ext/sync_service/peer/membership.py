@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 import uuid
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.connection import Connection
@@ -16,6 +17,7 @@ from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.limits import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue
 
 __all__ = ["Answer", "Membership", "Registered"]
 
@@ -39,17 +41,8 @@ class Registered:
     open_round: int
     """The round that takes contributions."""
 
-    uploaded: bool
-    """Whether this peer's contribution to it is there."""
-
     asynchronous: bool
     """Whether every contribution is a round of its own, and a pseudo-gradient with any codec."""
-
-    contributed: int | None
-    """The round that this peer's last contribution was made for, where they are."""
-
-    pending: Progress | None
-    """How far this peer's training was at the end of a contribution that waits for its round, if it has said so."""
 
     shards: tuple[str, ...]
     """Addresses of the servers that have parts of the values; none where the one that was asked has all."""
@@ -88,9 +81,6 @@ class Answer:
 
     kept: frozenset[int]
     """Places in the catalog of tensors that the newest round has left as they were."""
-
-    counted: Progress | None
-    """How far this peer's training was at the end of its last interval that has counted, if it has said so."""
 
     @property
     def is_committed(self) -> bool:
@@ -148,10 +138,7 @@ class Membership:
                 index=reply.index,
                 peers=reply.peers,
                 open_round=reply.open_round,
-                uploaded=reply.uploaded,
                 asynchronous=reply.asynchronous,
-                contributed=reply.contributed if reply.HasField("contributed") else None,
-                pending=Progress.of(reply.pending) if reply.HasField("pending") else None,
                 shards=tuple(reply.shards),
                 shard_of=tuple(reply.shard_of),
                 looks_ahead=reply.looks_ahead,
@@ -178,8 +165,7 @@ class Membership:
             round=number,
             loss=report.loss,
             steps=report.steps,
-            can_repeat=True,
-            progress=None if report.progress is None else pb2.Progress(**asdict(report.progress)),
+            progress=_message(report.progress),
         )
 
         def commit() -> tuple[bool, str]:
@@ -188,19 +174,39 @@ class Membership:
 
         return self._job.on_first(commit)
 
-    def ask(self, number: int, *, uploaded: bool, end: float, again: bool = False) -> Answer:
+    def resume(self, claim: Claim, *, end: float) -> Continue | Adopt:
+        """Return where this peer resumes.
+
+        Args:
+            claim: what it begins with.
+            end: on the monotonic clock, when it gives up after the server's next word.
+
+        Raises:
+            UserError: the server refuses, or what an earlier process has contributed waits for too long.
+        """
+        message = pb2.Claim(
+            round=claim.round,
+            digest=claim.digest,
+            whole=claim.whole,
+            repeats=claim.repeats,
+            steps=claim.steps,
+            begin=_message(claim.begin),
+            now=_message(claim.now),
+        )
+        return self._job.on_first(lambda: self._resume(message, end))
+
+    def ask(self, number: int, *, uploaded: bool, end: float) -> Answer:
         """Return what the server says of a round once that is more than to wait.
 
         Args:
             number: the round.
             uploaded: whether this peer has contributed to it.
             end: on the monotonic clock, when this peer gives up after the server's next word.
-            again: whether this peer wants to go on from the values of the round before, as it has done.
 
         Raises:
             UserError: the server refuses, or the round does not come.
         """
-        return self._job.on_first(lambda: self._ask(number, uploaded, end, again))
+        return self._job.on_first(lambda: self._ask(number, uploaded, end))
 
     def rest(self) -> None:
         """Send no more heartbeats; the membership stays."""
@@ -214,27 +220,53 @@ class Membership:
         request = pb2.LeaveRequest(caller=self.caller)
         self._job.on_first(lambda: bool(self._connection.call("Leave", request)))
 
-    def _ask(self, number: int, uploaded: bool, end: float, again: bool) -> Answer:
+    def _ask(self, number: int, uploaded: bool, end: float) -> Answer:
+        request = pb2.AwaitRequest(caller=self.caller, round=number, uploaded=uploaded)
+        reply = self._polled("Await", request, end)
+        return Answer(
+            state=reply.state,
+            newest=reply.newest_round,
+            digest=reply.digest,
+            contributed=reply.contributed,
+            contributors=tuple(reply.contributors),
+            message=reply.message,
+            excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
+            kept=frozenset(reply.kept),
+        )
+
+    def _resume(self, claim: Any, end: float) -> Continue | Adopt:
+        reply = self._polled("Resume", pb2.ResumeRequest(caller=self.caller, claim=claim), end)
+        place = Progress.of(reply.place) if reply.HasField("place") else None
+        if reply.state == pb2.ResumeReply.CONTINUE:
+            return Continue(send=reply.send, round=reply.round, digest=reply.digest, place=place)
+        return Adopt(
+            round=reply.round,
+            digest=reply.digest,
+            place=place,
+            is_committed=reply.is_committed,
+            keeps_residuals=frozenset(reply.keeps_residuals) if reply.drops_residuals else None,
+        )
+
+    def _polled(self, method: str, request: Any, end: float) -> Any:
+        """Return the reply of a method that waits, once that is more than to wait.
+
+        Raises:
+            UserError: the server refuses, or the round does not come.
+        """
         call_seconds = self._connection.config.call_seconds
-        poll = min(_POLL_SECONDS, call_seconds)
-        deadline = poll + min(_ANSWER_SECONDS, call_seconds)
-        request = pb2.AwaitRequest(caller=self.caller, round=number, uploaded=uploaded, seconds=poll, again=again)
+        request.seconds = min(_POLL_SECONDS, call_seconds)
+        deadline = request.seconds + min(_ANSWER_SECONDS, call_seconds)
         while True:
-            reply = self._connection.call("Await", request, seconds=deadline)
-            if reply.state != pb2.AwaitReply.WAITING:
-                return Answer(
-                    state=reply.state,
-                    newest=reply.newest_round,
-                    digest=reply.digest,
-                    contributed=reply.contributed,
-                    contributors=tuple(reply.contributors),
-                    message=reply.message,
-                    excluded={exclusion.unit: exclusion.reason for exclusion in reply.excluded},
-                    kept=frozenset(reply.kept),
-                    counted=Progress.of(reply.counted) if reply.HasField("counted") else None,
-                )
+            reply = self._connection.call(method, request, seconds=deadline)
+            if reply.state:  # 0 is to wait
+                return reply
             if time.monotonic() > end:
+                number = request.round if method == "Await" else reply.round
                 raise UserError(
                     f"round {number} has not come in {self._config.round_seconds:.0f} s: {reply.message}; bring the "
                     "missing peers back, or lower the run's quorum and restart the server"
                 )
+
+
+def _message(progress: Progress | None) -> Any:
+    return None if progress is None else pb2.Progress(**asdict(progress))

@@ -20,6 +20,7 @@ except ImportError as problem:
     ) from problem
 
 __all__ = [
+    "DIGEST_PROTOCOL",
     "MAX_MESSAGE",
     "PROTOCOL_VERSION",
     "DecodeError",
@@ -31,5 +32,8 @@ __all__ = [
     "pb2_grpc",
 ]
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Changes when client and server of different releases would misunderstand each other."""
+
+DIGEST_PROTOCOL = 3
+"""Since which one digests of values have the form that they have: runs that began with it are served."""

@@ -32,6 +32,11 @@ class Progress:
     batch: int = 0
     """Samples of an iteration; 0 where that was not said."""
 
+    def after(self, steps: int) -> Progress:
+        """Return how far it is after further iterations of the same batch."""
+        samples = steps * self.batch
+        return Progress(self.iteration + steps, self.samples + samples, self.schedule + samples, self.batch)
+
     @classmethod
     def of(cls, message: Any) -> Progress:
         """Return what the protocol's message says.

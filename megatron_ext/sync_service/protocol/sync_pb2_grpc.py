@@ -40,6 +40,11 @@ class SyncServiceStub(object):
                 request_serializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.RegisterRequest.SerializeToString,
                 response_deserializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.RegisterReply.FromString,
                 _registered_method=True)
+        self.Resume = channel.unary_unary(
+                '/megatron_ext.sync.v1.SyncService/Resume',
+                request_serializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.ResumeRequest.SerializeToString,
+                response_deserializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.ResumeReply.FromString,
+                _registered_method=True)
         self.Heartbeat = channel.unary_unary(
                 '/megatron_ext.sync.v1.SyncService/Heartbeat',
                 request_serializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.HeartbeatRequest.SerializeToString,
@@ -97,6 +102,13 @@ class SyncServiceServicer(object):
 
     def Register(self, request, context):
         """Makes the caller a member of its run, or finds it to be one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Resume(self, request, context):
+        """Says where the caller resumes, or after a while what it waits for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +190,11 @@ def add_SyncServiceServicer_to_server(servicer, server):
                     request_deserializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.RegisterRequest.FromString,
                     response_serializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.RegisterReply.SerializeToString,
             ),
+            'Resume': grpc.unary_unary_rpc_method_handler(
+                    servicer.Resume,
+                    request_deserializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.ResumeRequest.FromString,
+                    response_serializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.ResumeReply.SerializeToString,
+            ),
             'Heartbeat': grpc.unary_unary_rpc_method_handler(
                     servicer.Heartbeat,
                     request_deserializer=megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.HeartbeatRequest.FromString,
@@ -256,6 +273,33 @@ class SyncService(object):
             '/megatron_ext.sync.v1.SyncService/Register',
             megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.RegisterRequest.SerializeToString,
             megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.RegisterReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Resume(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/megatron_ext.sync.v1.SyncService/Resume',
+            megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.ResumeRequest.SerializeToString,
+            megatron__ext_dot_sync__service_dot_protocol_dot_sync__pb2.ResumeReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,12 +8,14 @@ same ones. The common start is that of synchronous rounds.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Collection
+from dataclasses import asdict, replace
 from typing import Any
 
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.journal import Event
 from megatron_ext.sync_service.rounds.members import Policy, RoundResult
+from megatron_ext.sync_service.rounds.resume import Ledger
 from megatron_ext.sync_service.rounds.round import Answer, RunState
 
 __all__ = ["AsynchronousState"]
@@ -29,7 +31,6 @@ class AsynchronousState(RunState):
         super().__init__(policy)
         self.weight = 1.0
         self._made_for: dict[str, int] = {}
-        self._steps: dict[str, int] = {}
         self._outcomes: dict[str, tuple[int, RoundResult]] = {}
 
     # What is.
@@ -47,6 +48,28 @@ class AsynchronousState(RunState):
         if peer in self.uploaded:
             return self.made_for(peer)
         return self._outcomes[peer][0] if peer in self._outcomes else None
+
+    def ledger(self, run: str, peer: str, kept: Collection[int]) -> Ledger:
+        """See `RunState`. Nobody waits, so that an interval may have begun with values of an earlier round."""
+        found = super().ledger(run, peer, kept)
+        bases = {
+            number: result.digest
+            for number, result in self.results.items()
+            if number in kept and not self._is_stale(number + 1)
+        }
+        used, last = self._outcomes.get(peer, (-1, None))
+        counted = dict(found.counted)
+        if last is not None and peer in last.contributors:
+            counted[last.number] = frozenset(last.excluded.get(peer, {}))
+        return replace(
+            found,
+            is_asynchronous=True,
+            bases=bases,
+            used=used,
+            counted=counted,
+            # The last one is remembered, and there were none since.
+            forgotten=min(found.forgotten, used - 1),
+        )
 
     def outcome(self, peer: str, number: int) -> RoundResult | None:
         """Return the round in which a peer's contribution was used, when it is the last one of that peer."""
@@ -153,14 +176,13 @@ class AsynchronousState(RunState):
             **super().as_json(),
             "weight": self.weight,
             "made_for": dict(self._made_for),
-            "steps": dict(self._steps),
             "outcomes": [[peer, number, asdict(result)] for peer, (number, result) in self._outcomes.items()],
         }
 
     def _recovered(self, event: Event) -> None:
         super()._recovered(event)
         found = event["state"]
-        self.weight, self._made_for, self._steps = found["weight"], dict(found["made_for"]), dict(found["steps"])
+        self.weight, self._made_for = found["weight"], dict(found["made_for"])
         self._outcomes = {
             peer: (number, RoundResult.from_json(result)) for peer, number, result in found["outcomes"]
         }
@@ -180,8 +202,6 @@ class AsynchronousState(RunState):
     def _uploaded(self, event: Event) -> None:
         super()._uploaded(event)
         self._made_for[event["peer"]] = event["round"]
-        if event.get("steps"):
-            self._steps[event["peer"]] = event["steps"]
 
     def _evicted(self, event: Event) -> None:
         # What is not being used yet does not count any more, whoever else's is.

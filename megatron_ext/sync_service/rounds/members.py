@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_ext.sync_service.protocol.report import Progress
-
 __all__ = ["Admission", "Member", "Policy", "RoundResult"]
 
 
@@ -102,15 +100,6 @@ class Admission:
 
     open_round: int
     """The round that takes contributions."""
-
-    uploaded: bool
-    """Whether its contribution is there, and not used yet."""
-
-    contributed: int | None
-    """The round that its last contribution was made for."""
-
-    pending: Progress | None = None
-    """How far its training was at the end of the one that is not used yet."""
 
     shards: tuple[str, ...] = ()
     """Addresses of the servers that have parts of the values, the first one first; none where one has all."""

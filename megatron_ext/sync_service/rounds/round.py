@@ -10,7 +10,7 @@ their upload, or a grace window after a quorum of them has. Only who was in when
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, astuple
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
 from megatron_ext.sync_service.rounds.journal import Event
 from megatron_ext.sync_service.rounds.members import Member, Policy, RoundResult
+from megatron_ext.sync_service.rounds.resume import Ledger, Recorded
 
 __all__ = ["KEPT_RESULTS", "Answer", "RunState"]
 
@@ -49,6 +50,7 @@ class RunState:
         self.certificates: dict[str, str] = {}
         """Whose certificate the name of a peer belongs to."""
         self._reported: dict[str, tuple[int, Progress]] = {}
+        self._steps: dict[str, int] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
         self.outer_scalars: dict[str, float] = {}
@@ -84,9 +86,39 @@ class RunState:
         """Return the open round when a peer's contribution to it is there, else None."""
         return self.open_round if peer in self.uploaded else None
 
-    def pending(self, peer: str) -> Progress | None:
-        """Return how far a peer was at the end of a contribution that waits for its round, if it has said so."""
-        return self._reported[peer][1] if peer in self._reported else None
+    def ledger(self, run: str, peer: str, kept: Collection[int]) -> Ledger:
+        """Return what decides where a member resumes.
+
+        Args:
+            run: the run id.
+            peer: the member.
+            kept: rounds whose values are there.
+        """
+        newest = self.newest
+        return Ledger(
+            run=run,
+            newest=self._newest,
+            bases={} if newest is None else {newest.number: newest.digest},
+            end=self.counted.get(self.members[peer].index),
+            recorded=self._recorded(peer),
+            counted=self._counted_in(peer),
+            forgotten=self._newest - KEPT_RESULTS,
+        )
+
+    def _recorded(self, peer: str) -> Recorded | None:
+        """Return a peer's contribution that is not used yet."""
+        if peer not in self.uploaded:
+            return None
+        end = self._reported[peer][1] if peer in self._reported else None
+        return Recorded(made_for=self.made_for(peer), steps=self._steps.get(peer), end=end)
+
+    def _counted_in(self, peer: str) -> dict[int, frozenset[str]]:
+        """Return the rounds in which a peer's contributions counted, and in which units they did not."""
+        return {
+            number: frozenset(result.excluded.get(peer, {}))
+            for number, result in self.results.items()
+            if peer in result.contributors
+        }
 
     def outcome(self, peer: str, number: int) -> RoundResult | None:
         """Return the round in which a peer's contribution to a round was used, while that is remembered."""
@@ -288,6 +320,7 @@ class RunState:
             "evicted": [[peer, instance, reason] for peer, (instance, reason) in self.evicted.items()],
             "uploaded": dict(self.uploaded),
             "reported": [[peer, index, astuple(progress)] for peer, (index, progress) in self._reported.items()],
+            "steps": dict(self._steps),
             "counted": [[index, astuple(progress)] for index, progress in self.counted.items()],
             "closing": self.closing,
             "results": [asdict(result) for result in self.results.values()],
@@ -327,6 +360,7 @@ class RunState:
         self.evicted = {peer: (instance, reason) for peer, instance, reason in found["evicted"]}
         self.uploaded = dict(found["uploaded"])
         self._reported = {peer: (index, Progress(*progress)) for peer, index, progress in found["reported"]}
+        self._steps = dict(found.get("steps", {}))
         self.counted = {index: Progress(*progress) for index, progress in found["counted"]}
         self.closing = None if found["closing"] is None else tuple(found["closing"])
         self.results = {entry["number"]: RoundResult.from_json(entry) for entry in found["results"]}
@@ -372,6 +406,8 @@ class RunState:
     def _uploaded(self, event: Event) -> None:
         peer = event["peer"]
         self.uploaded[peer] = index = self.members[peer].index
+        if event.get("steps"):
+            self._steps[peer] = event["steps"]
         if "progress" in event:
             self._reported[peer] = index, Progress(*event["progress"])
 

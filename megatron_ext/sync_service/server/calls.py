@@ -38,7 +38,7 @@ __all__ = ["Calls"]
 log = logging.getLogger(__name__)
 
 MAX_WAIT_SECONDS = 20.0
-"""How long `Await` takes at most, so that a peer learns within it that the server has gone."""
+"""How long `Await` and `Resume` take at most, so that a peer learns within it that the server has gone."""
 
 _STRANGERS, _STRANGERS_OF_AN_ADDRESS = 32, 8
 """Silent calls of the health service, which needs no token."""
@@ -51,6 +51,9 @@ _ANSWER_SECONDS = 1.0
 
 _PEOPLE = ("Status", "Evict", "Drain")
 """Methods that are answered even when all peers' threads are busy."""
+
+_WAITING = ("Await", "Resume")
+"""Methods that are answered when something else than to wait can be said, or after a while."""
 
 _OF_PEERS = ("Commit", "Heartbeat", "Leave")
 """Methods whose requests say who calls, and of which one message in each direction is all."""
@@ -124,7 +127,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
             METHODS + "Register": self._register,
             METHODS + "Upload": self._upload,
             METHODS + "Download": self._download,
-            METHODS + "Await": self._await,
+            **{METHODS + name: self._waiting(name) for name in _WAITING},
             METHODS + "Shard": self._shard,
             HEALTH_METHODS + "Check": self._check,
             HEALTH_METHODS + "Watch": self._watch,
@@ -245,26 +248,32 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
                 raise Refusal("later", f"{still}; that one has said nothing for {wait:.0f} s, so try again") from None
         await call.write(reply)
 
-    async def _await(self, call: _Call, message: bytes) -> None:
-        request = _small("Await", pb2.AwaitRequest, message)
-        caller = Caller.of(request.caller)
-        seconds = min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0  # of NaN, too
-        end = self._loop.time() + min(seconds, call.seconds_to_wait)
-        with self._servicer.awaited(request).watched() as changed:
+    def _waiting(self, name: str) -> Callable[[_Call, bytes], Awaitable[None]]:
+        """Return what answers a method that waits, whose state 0 says that it does."""
+        method, request_type = getattr(self._servicer, name), getattr(pb2, f"{name}Request")
 
-            async def look() -> Any:
-                changed.clear()
-                return await self._for_peers.run(caller, lambda: self._servicer.Await(request, call.origin))
+        async def answer(call: _Call, message: bytes) -> None:
+            request = _small(name, request_type, message)
+            caller = Caller.of(request.caller)
+            seconds = min(request.seconds, MAX_WAIT_SECONDS) if request.seconds > 0 else 0.0  # of NaN, too
+            end = self._loop.time() + min(seconds, call.seconds_to_wait)
+            with self._servicer.awaited(request).watched() as changed:
 
-            reply = await look()
-            if reply.state == pb2.AwaitReply.WAITING and self._loop.time() < end:
-                # Who only says that it is a member has been refused by now.
-                with self._awaits.taken(caller.member, self._too_many_wait(caller.peer, "full")):
-                    while reply.state == pb2.AwaitReply.WAITING and (left := end - self._loop.time()) > 0:
-                        with suppress(TimeoutError):
-                            await asyncio.wait_for(changed.wait(), left)
-                        reply = await look()
-        await call.write(reply)
+                async def look() -> Any:
+                    changed.clear()
+                    return await self._for_peers.run(caller, lambda: method(request, call.origin))
+
+                reply = await look()
+                if not reply.state and self._loop.time() < end:
+                    # Who only says that it is a member has been refused by now.
+                    with self._awaits.taken(caller.member, self._too_many_wait(caller.peer, "full")):
+                        while not reply.state and (left := end - self._loop.time()) > 0:
+                            with suppress(TimeoutError):
+                                await asyncio.wait_for(changed.wait(), left)
+                            reply = await look()
+            await call.write(reply)
+
+        return answer
 
     async def _upload(self, call: _Call, message: bytes) -> None:
         if len(message) > _SMALL_BYTES:

@@ -16,13 +16,15 @@ from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import Frame
 from megatron_ext.sync_service.protocol.refusal import NameInUse, NotWhole, Refusal
-from megatron_ext.sync_service.protocol.report import INTERVAL, Progress, Report
+from megatron_ext.sync_service.protocol.report import INTERVAL, Report
+from megatron_ext.sync_service.protocol.resuming import Claim, ResumeAnswer
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.draining import Draining
 from megatron_ext.sync_service.rounds.handshake import check_against, check_alone
 from megatron_ext.sync_service.rounds.members import Admission, Member, RoundResult
 from megatron_ext.sync_service.rounds.presence import Presence
+from megatron_ext.sync_service.rounds.resume import decide
 from megatron_ext.sync_service.rounds.round import Answer
 from megatron_ext.sync_service.server.round_maker import RoundMaker
 from megatron_ext.sync_service.server.status import overview_of, status_of
@@ -185,9 +187,6 @@ class Run:
             return Admission(
                 index=self._state.members[peer].index,
                 open_round=self._state.open_round,
-                uploaded=peer in self._state.uploaded,
-                contributed=self._state.contributed(peer),
-                pending=self._state.pending(peer),
                 shards=self._addresses,
                 shard_of=self._store.shard_of if self._addresses else (),
             )
@@ -295,20 +294,27 @@ class Run:
     async def hear(self, peer: str, instance: str, least: int) -> None:
         """Nothing has to be waited for: this server knows who its members are."""
 
-    def result(
-        self, peer: str, number: int, *, again: bool
-    ) -> tuple[RoundResult, RoundResult | None, Progress | None]:
-        """Return from which round a peer goes on, what became of its contribution, and up to where its training counts.
+    def resume(self, peer: str, instance: str, claim: Claim) -> tuple[ResumeAnswer, str]:
+        """Return where a peer resumes as things are, and in words what the open round waits for.
+
+        Raises:
+            Refusal: the caller is refused.
+        """
+        with self.changes:
+            self._caller(peer, instance)
+            ledger = self._state.ledger(self.name, peer, self._store.shard.snapshots)
+            return decide(ledger, claim), self._problem or self._shards.problem or self._state.waiting_for()
+
+    def result(self, peer: str, number: int) -> tuple[RoundResult, RoundResult | None]:
+        """Return from which round a peer goes on that has contributed, and what became of its contribution.
 
         Args:
             peer: its name.
             number: the round that the contribution was made for.
-            again: whether the peer wants to go on from the round before, as it has done.
 
         Returns:
-            The newest round; where rounds are asynchronous that of the peer's contribution, and the round before with
-            `again`, while their values are kept. Besides, the contribution's round when it is remembered, and how far
-            the peer's training was at the end of its last interval that has counted, if it has said so.
+            The newest round; where rounds are asynchronous that of the peer's contribution, while its values are kept.
+            Besides, the contribution's round when it is remembered.
 
         Raises:
             Refusal: there is no round yet.
@@ -317,13 +323,10 @@ class Run:
             newest, used = self._state.newest, self._state.outcome(peer, number)
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
-            alone = used if self.config.is_asynchronous and number > 0 else None  # who published goes on like all
-            own = self._state.results.get(number - 1) if again else alone
+            own = used if self.config.is_asynchronous and number > 0 else None  # who published goes on like all
             # What began with values that are too old would not count.
             is_of_use = own is not None and not self._state.policy.is_stale(own.number + 1, self._state.open_round)
-            taken = own if own is not None and is_of_use and own.number in self._store.shard.snapshots else newest
-            member = self._state.members.get(peer)  # it may have been evicted meanwhile
-            return taken, used, None if member is None else self._state.counted.get(member.index)
+            return own if own and is_of_use and own.number in self._store.shard.snapshots else newest, used
 
     @property
     def codec(self) -> str:

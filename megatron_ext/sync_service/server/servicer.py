@@ -13,6 +13,7 @@ from megatron_ext.sync_service.protocol.names import path_component
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, Wait
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.server.origin import Operators, Origin
 from megatron_ext.sync_service.server.run import Run
@@ -67,14 +68,40 @@ class Servicer(ValuesServicer):
             index=admission.index,
             peers=config.peers,
             open_round=admission.open_round,
-            uploaded=admission.uploaded,
             asynchronous=config.is_asynchronous,
-            contributed=admission.contributed,
-            pending=_progress(admission.pending),
             shards=admission.shards,
             shard_of=admission.shard_of,
             looks_ahead=not config.is_asynchronous,
         )
+
+    def Resume(self, request: Any, _origin: Origin) -> Any:
+        """Say where the caller resumes."""
+        caller = request.caller
+        answer, awaited = self._run(caller.run).resume(caller.peer, caller.instance, Claim.of(request.claim))
+        match answer:
+            case Refuse():
+                raise Refusal("state", answer.why)
+            case Wait():
+                return pb2.ResumeReply(round=answer.round, message=awaited)
+            case Continue():
+                return pb2.ResumeReply(
+                    state=pb2.ResumeReply.CONTINUE,
+                    round=answer.round,
+                    digest=answer.digest,
+                    send=answer.send,
+                    place=_progress(answer.place),
+                )
+            case Adopt():
+                return pb2.ResumeReply(
+                    state=pb2.ResumeReply.ADOPT,
+                    round=answer.round,
+                    digest=answer.digest,
+                    send=True,
+                    place=_progress(answer.place),
+                    is_committed=answer.is_committed,
+                    drops_residuals=answer.keeps_residuals is not None,
+                    keeps_residuals=sorted(answer.keeps_residuals or ()),
+                )
 
     def Heartbeat(self, request: Any, _origin: Origin) -> Any:
         """Note that the caller is alive."""
@@ -89,8 +116,6 @@ class Servicer(ValuesServicer):
         try:
             closed = self._run(caller.run).commit(caller.peer, caller.instance, request.round, report)
         except NotWhole as problem:
-            if not request.can_repeat:
-                raise
             return pb2.CommitReply(missing=str(problem))
         return pb2.CommitReply(closed=closed)
 
@@ -101,7 +126,7 @@ class Servicer(ValuesServicer):
         answer, message = run.look(caller.peer, caller.instance, request.round, uploaded=request.uploaded)
         if answer != "committed":
             return pb2.AwaitReply(state=pb2.AwaitReply.State.Value(answer.upper()), message=message)
-        taken, asked, counted = run.result(caller.peer, request.round, again=request.again)
+        taken, asked = run.result(caller.peer, request.round)
         reason = "" if asked is None else asked.why_without(caller.peer)
         excluded = {} if asked is None else asked.excluded.get(caller.peer, {})
         return pb2.AwaitReply(
@@ -113,11 +138,10 @@ class Servicer(ValuesServicer):
             message=reason,
             excluded=[pb2.Exclusion(unit=unit, reason=why) for unit, why in excluded.items()],
             kept=taken.kept,
-            counted=_progress(counted),
         )
 
     def awaited(self, request: Any) -> Changes:
-        """Return what changes before `Await` says something else."""
+        """Return what changes before `Await` or `Resume` says something else."""
         return self._run(request.caller.run).changes
 
     def Leave(self, request: Any, _origin: Origin) -> Any:

@@ -44,4 +44,4 @@ class ShardServicer(ValuesServicer):
     def _refuse(self, _request: Any, _origin: Origin) -> NoReturn:
         raise Refusal("state", self._refusal)
 
-    Register = Heartbeat = Commit = Await = Leave = Status = Evict = Drain = _refuse
+    Register = Resume = Heartbeat = Commit = Await = Leave = Status = Evict = Drain = _refuse

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.protocol.catalog import Catalog
-from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION
+from megatron_ext.sync_service.protocol.protocol import DIGEST_PROTOCOL, PROTOCOL_VERSION
 from megatron_ext.sync_service.protocol.report import INTERVAL
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
@@ -97,10 +97,11 @@ class RunStore:
             self.state.apply(event)
             self.history.apply(event)
         self.state.await_everybody()
-        if self.state.config is not None and self.state.protocol != PROTOCOL_VERSION:
+        began_with = self.state.protocol or 0
+        if self.state.config is not None and not DIGEST_PROTOCOL <= began_with <= PROTOCOL_VERSION:
             raise UserError(
                 f"run {name}: it was started by a release of megatron_ext whose peers speak another protocol than "
-                f"{PROTOCOL_VERSION} ({self.state.protocol or 'an earlier one'}), with other digests of values; end it "
+                f"{DIGEST_PROTOCOL} ({self.state.protocol or 'an earlier one'}), with other digests of values; end it "
                 "with that release, or start a new run under another name from a peer's checkpoint"
             )
         if self.state.config is not None and self.state.places != config.peers:

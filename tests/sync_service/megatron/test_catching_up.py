@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.resuming import Claim
 from tests.support.presets import Options
 from tests.support.pretrain import Before, run_pretrain
 from tests.support.waiting import until
@@ -37,7 +38,7 @@ MakeService = Callable[..., Service]
 START = {"w": torch.zeros(3000)}
 
 
-def moved(values: dict[str, torch.Tensor], by: float) -> dict[str, torch.Tensor]:
+def moved(values: dict[str, torch.Tensor], by: float | torch.Tensor) -> dict[str, torch.Tensor]:
     """Return values after an interval."""
     return {name: value + by for name, value in values.items()}
 
@@ -281,6 +282,37 @@ def test_a_contribution_that_is_lost_while_it_is_awaited_leaves_the_interval_to_
         assert again.round == 0 and not again.uploaded and again.counted is None
         assert again.sync(moved(values, 2.0), Report(steps=7)).contributed
     assert [event["peer"] for event in service.events("forgotten")] == ["b"]
+
+
+@pytest.mark.parametrize("rounds", ["synchronous", "asynchronous"])
+@pytest.mark.parametrize("whole", [True, False], ids=["a checkpoint", "nothing"])
+def test_an_interval_whose_contribution_is_on_record_is_made_again_and_changes_no_bit(
+    make_service: MakeService, rounds: str, whole: bool
+):
+    seen = []
+    steps = torch.linspace(0.1, 0.7, 3000)
+    for is_killed in (False, True):
+        service = make_service(peers=1, rounds=rounds)
+        service.start()
+        begin, end = Progress(0, 0, 0.0, 4), Progress(2, 8, 8.0, 4)
+        with service.client("b", START, codec="int4") as client:
+            values = client.start(START)
+            if is_killed:
+                assert service.server is not None
+                service.server.limit_files(8000)  # room for the contribution, and none for a round's values
+                client.upload(1, moved(values, steps), Report(steps=2, progress=end))
+                claim = Claim(round=0, digest=client.digest, whole=whole, steps=2, begin=begin, now=begin)
+                client.close()
+                client = service.client("b", START, codec="int4")
+                taken = client.begin(claim, {})
+                assert (taken is None) == whole and client.uploaded and client.place == (None if whole else begin)
+                service.server.limit_files(-1)
+            values = client.sync(moved(values, steps), Report(steps=2, progress=end)).values
+            assert client.residuals["w"].abs().max() > 0
+            seen.append(client.sync(moved(values, steps), Report(steps=2, progress=end.after(2))).values["w"])
+            client.close()
+        assert [event["round"] for event in service.events("uploaded")] == [0, 1, 2]
+    assert torch.equal(*seen)
 
 
 def test_a_peer_of_asynchronous_rounds_waits_for_what_is_being_made_of_its_contribution(make_service: MakeService):

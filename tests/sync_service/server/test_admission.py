@@ -351,22 +351,40 @@ def begun_and_stopped(make_service: MakeService, peers: int) -> Service:
     return service
 
 
-def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeService):
-    service = begun_and_stopped(make_service, 1)
+def rewrite_protocol(service: Service, protocol: int | None) -> None:
+    """Let the journal of a run that has begun be one of another release."""
     journal = service.state / "runs" / "demo" / "journal.jsonl"
     events = [json.loads(line) for line in journal.read_text().splitlines()]
     for event in events:
         del event["crc"]
     (created,) = (event for event in events if event["event"] == "created")
     assert created.pop("protocol") == PROTOCOL_VERSION
+    if protocol is not None:
+        created["protocol"] = protocol
     journal.unlink()
     rewritten = Journal(journal)
     for event in events:
         rewritten.append(event)
     rewritten.close()
+
+
+@pytest.mark.parametrize(("protocol", "said"), [(None, "an earlier one"), (2, "2"), (PROTOCOL_VERSION + 1, "5")])
+def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeService, protocol: int | None, said: str):
+    service = begun_and_stopped(make_service, 1)
+    rewrite_protocol(service, protocol)
     assert service.start().wait() == 2
-    assert "speak another protocol than 3 (an earlier one)" in service.output
+    assert f"speak another protocol than 3 ({said})" in service.output
     assert "start a new run under another name" in service.output
+
+
+def test_a_run_of_the_release_before_is_served(make_service: MakeService):
+    service = begun_and_stopped(make_service, 1)
+    rewrite_protocol(service, 3)
+    service.start()
+    digest = service.events("committed")[0]["digest"]
+    with service.client("p0", START) as client:
+        assert client.resume(0, digest) is None
+        assert client.sync(START).number == 1
 
 
 def test_another_number_of_peers_is_refused_for_a_run_that_has_begun(make_service: MakeService):

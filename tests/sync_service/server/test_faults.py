@@ -224,8 +224,8 @@ def test_corrupted_duplicated_and_reordered_frames_change_no_bit(make_service: M
             upload([messages[0], damaged, messages[1]])
         assert caught.value.code() == grpc.StatusCode.DATA_LOSS
         assert "checksum is wrong" in caught.value.details() and "tensor" in caught.value.details()
-        with pytest.raises(UserError, match="is not whole"):
-            client._connection.call("Commit", pb2.CommitRequest(caller=client._membership.caller, round=1))
+        reply = client._connection.call("Commit", pb2.CommitRequest(caller=client._membership.caller, round=1))
+        assert "is not whole" in reply.missing
         for message in reversed(messages):
             upload([message, message])
         outcome = client.sync(sent)

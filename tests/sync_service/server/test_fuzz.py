@@ -140,11 +140,14 @@ def requests(name: str, run: str = "garbage", instance: str = "process") -> dict
     slices = [pb2.Slice(name="w", start=(1, 0), shape=(2, 500)), pb2.Slice(name="v")]
     knows = {"asynchronous": True, "sharded": True}
     register = {"caller": caller, "protocol": PROTOCOL_VERSION, "config": config, "catalog": catalog, **knows}
+    places = {name: pb2.Progress(iteration=2, samples=8, schedule=8, batch=4) for name in ("begin", "now")}
+    claims = [pb2.Claim(repeats=True, steps=2, **places), pb2.Claim(round=1, digest="ab", whole=True, **places)]
     found = {
         "Register": [pb2.RegisterRequest(**register), pb2.RegisterRequest(**register, index=1, peers=2)],
         "Upload": [upload, pb2.UploadRequest(caller=caller, round=1)],
-        "Commit": [pb2.CommitRequest(caller=caller, round=0, loss=1.0, steps=3, can_repeat=True)],
+        "Commit": [pb2.CommitRequest(caller=caller, round=0, loss=1.0, steps=3)],
         "Await": [pb2.AwaitRequest(caller=caller, round=0), pb2.AwaitRequest(caller=caller, round=1, uploaded=True)],
+        "Resume": [pb2.ResumeRequest(caller=caller, claim=claim) for claim in claims],
         "Download": [pb2.DownloadRequest(caller=caller, round=0, slices=slices, since=0)],
         "Heartbeat": [pb2.HeartbeatRequest(caller=caller, alive_seconds=1.0)],
         "Leave": [pb2.LeaveRequest(caller=caller)],
