@@ -20,10 +20,13 @@ import torch
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.outer.weighted_sum import relative, weighted_mean, weighted_sum
 
-__all__ = ["Gta", "Linear", "Reducer", "build_reducer", "build_sparsifier", "sparsify"]
+__all__ = ["Gta", "Linear", "Reducer", "Sparsifier", "build_reducer", "build_sparsifier", "sparsify"]
 
 _TINY = 1e-8
 Sparsification = Literal["magnitude", "random", "rescaled_random"]
+
+Sparsifier = Callable[[torch.Tensor, tuple[int | str, ...]], torch.Tensor]
+"""`sparsifier(tensor, seed)`: the tensor with only a part of its elements; `seed` names round, tensor and worker."""
 
 
 class Reducer(Protocol):
@@ -130,13 +133,13 @@ def build_reducer(config: GTAConfig) -> Reducer:
     return Linear(normalize=config.normalize)
 
 
-def build_sparsifier(config: GTAConfig) -> Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None:
+def build_sparsifier(config: GTAConfig) -> Sparsifier | None:
     """Return what thins out a pseudo-gradient, given the seed of its random numbers; None for nothing."""
     method = config.sparsification_method
     if method is None:
         return None
 
-    def thin(tensor: torch.Tensor, seed: tuple[int, ...]) -> torch.Tensor:
+    def thin(tensor: torch.Tensor, seed: tuple[int | str, ...]) -> torch.Tensor:
         # A digest, because torch's generator wants one number and neighbouring seeds should differ in many bits.
         digest = hashlib.blake2b(repr(seed).encode(), digest_size=7).digest()
         generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest))

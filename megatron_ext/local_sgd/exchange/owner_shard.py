@@ -4,21 +4,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
 from megatron_ext.outer.outer_optimizer import OuterOptimizer
 from megatron_ext.outer.penalty import Verdict
-from megatron_ext.outer.reducers import Reducer
+from megatron_ext.outer.reducers import Reducer, Sparsifier
 from megatron_ext.outer.weighted_sum import weighted_mean
 from megatron_ext.transport.collectives import CACHED_NUMEL
 
-__all__ = ["OuterShard", "Ranges", "Sparsifier"]
-
-Sparsifier = Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor]
-"""`sparsifier(tensor, seed)`: the tensor with only a part of its elements."""
+__all__ = ["OuterShard", "Ranges"]
 
 Ranges = Sequence[tuple[int, int]]
 """(first element, one past the last) of parts of a run."""

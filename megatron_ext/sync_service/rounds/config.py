@@ -12,6 +12,7 @@ from megatron_ext.config_options import in_field_names
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
 from megatron_ext.outer.penalty_config import PenaltyConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.spes import MergeConfig
 from megatron_ext.sync_service.protocol.limits import LONGEST_SECONDS, Limits, can_be_waited
 from megatron_ext.sync_service.rounds.members import Policy
@@ -32,6 +33,9 @@ _PENALTY = (
 )
 """Fields of a run that are local SGD's."""
 
+_REDUCER = ("reducer", "consensus_method", "sparsification_method", "normalize", "density", "int8_mask")
+"""Fields of a run that say how pseudo-gradients become one."""
+
 _OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")
 """Fields of a run that are the outer optimizer's."""
 
@@ -39,6 +43,9 @@ _LIMITS = tuple(entry.name for entry in fields(Limits))
 """Fields of a run that are limits to what one peer announces and uploads."""
 
 _ROUNDS = ("synchronous", "asynchronous")
+_REDUCERS = (None, "linear", "gta")
+_CONSENSUS = (None, "sum", "count")
+_THINNED = (None, "magnitude", "random", "rescaled_random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +140,27 @@ class RunConfig:
     clip_pseudo_grad: float | None = None
     """Clip the common pseudo-gradient of what all peers train to this norm, unit by unit."""
 
+    reducer: str | None = None
+    """How the pseudo-gradients of what all peers train become one: 'linear' (the weighted mean, as when none is given)
+    or 'gta' (generalized task arithmetic). What owners train is their mean with either."""
+
+    consensus_method: str | None = None
+    """With gta: every element keeps only the peers on the majority's side, decided by the 'sum' of the pseudo-gradients
+    or by the 'count' of their signs."""
+
+    sparsification_method: str | None = None
+    """With gta: keep only a part of each peer's pseudo-gradient of a tensor: its largest elements ('magnitude'), or
+    random ones ('random'; 'rescaled_random' divides them by the density)."""
+
+    normalize: bool = True
+    """Divide by the weights that were summed."""
+
+    density: float = 1.0
+    """Fraction of the elements that sparsification keeps, in (0, 1]."""
+
+    int8_mask: bool = False
+    """Compare signs as 8-bit integers, to save memory."""
+
     max_tensors: int = 200_000
     """Tensors that a peer may announce."""
 
@@ -173,6 +201,11 @@ class RunConfig:
     def outer(self) -> OuterOptimizerConfig:
         """The outer optimizer."""
         return OuterOptimizerConfig(**{name: getattr(self, name) for name in _OUTER})
+
+    @property
+    def reducing(self) -> GTAConfig:
+        """How pseudo-gradients become one, as local SGD calls it."""
+        return GTAConfig(**{name: getattr(self, name) for name in _REDUCER})
 
     @property
     def merging(self) -> MergeConfig | None:
@@ -220,6 +253,9 @@ class RunConfig:
                 self.contributions_per_step is None or self.contributions_per_step >= 1,
                 "it must be 1 or more",
             ),
+            ("reducer", self.reducer in _REDUCERS, f"it must be {_either(_REDUCERS)}; pairs have no common anchor"),
+            ("consensus_method", self.consensus_method in _CONSENSUS, f"it must be {_either(_CONSENSUS)}"),
+            ("sparsification_method", self.sparsification_method in _THINNED, f"it must be {_either(_THINNED)}"),
             ("max_staleness", (self.max_staleness or 0) >= 0, "it must be 0 or more"),
             ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
             *((name, (getattr(self, name) or 0) >= 1, "it must be 1 or more") for name in self._given(*_LIMITS)),
@@ -228,6 +264,7 @@ class RunConfig:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
         found += _as_fields(outer_optimizer_problems(self.outer), OuterOptimizerConfig, _OUTER)
         found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
+        found += _as_fields(self.reducing.problems(self._guards), GTAConfig, _REDUCER)
         found += self._merge_problems()
         return found + self._asynchronous_problems()
 
@@ -243,7 +280,7 @@ class RunConfig:
         ]
         found += [
             f"{name} cannot be combined with rounds: asynchronous yet, where no two contributions meet; drop it"
-            for name in self._given("merge_interval", *_PENALTY)
+            for name in self._given("merge_interval", *_PENALTY, *_REDUCER)
         ]
         if self.outer_optimizer not in ("none", "sgd") or not self.outer_optimizer_nesterov:
             found.append(
@@ -264,6 +301,10 @@ class RunConfig:
         if self.sync_steps is None:
             found.append("merge_interval needs sync_steps, the steps between two rounds; add it")
         return found
+
+
+def _either(values: Sequence[str | None]) -> str:
+    return " or ".join(value for value in values if value is not None)
 
 
 def _as_fields(problems: Sequence[str], config: Any, names: Sequence[str]) -> list[str]:

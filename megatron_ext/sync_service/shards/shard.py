@@ -290,6 +290,7 @@ class Shard:
             self._config.outer,
             codec=self._codec,
             result_codec=self.result_codec,
+            reducing=self._config.reducing,
             before=self.snapshots[job.number - 1] if job.number > 0 else None,
             outer_scalars=job.outer_scalars,
             failpoints=self._failpoints,

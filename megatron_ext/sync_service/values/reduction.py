@@ -17,6 +17,7 @@ from pathlib import Path
 
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.penalty import Verdict
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.decision import Decision, Measured
@@ -69,6 +70,7 @@ class Reduction:
         *,
         codec: str,
         result_codec: str = "",
+        reducing: GTAConfig | None = None,
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
         failpoints: Failpoints,
@@ -84,6 +86,7 @@ class Reduction:
             optimizer: the outer optimizer.
             codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
             result_codec: of what is published; that of the contributions unless given.
+            reducing: how pseudo-gradients become one; their weighted mean unless given.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             failpoints: where to die in tests.
@@ -106,6 +109,7 @@ class Reduction:
             optimizer,
             codec=codec,
             result_codec=result_codec,
+            reducing=reducing,
             before=before,
             outer_scalars=outer_scalars,
             alone=alone,

@@ -15,7 +15,8 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.delayed_nesterov import DelayedNesterov
 from megatron_ext.outer.outer_optimizer import OuterOptimizer, build_outer_optimizer
 from megatron_ext.outer.penalty import Verdict
-from megatron_ext.outer.weighted_sum import weighted_mean
+from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.outer.reducers import Linear, Reducer, build_reducer, build_sparsifier
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.blocks import Block
@@ -80,6 +81,7 @@ class TensorRound:
         *,
         codec: str,
         result_codec: str = "",
+        reducing: GTAConfig | None = None,
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
         alone: Alone | None,
@@ -91,6 +93,7 @@ class TensorRound:
             optimizer: the outer optimizer.
             codec: of the contributions: values with fp32 in rounds of several, else pseudo-gradients.
             result_codec: of what is published; that of the contributions unless given.
+            reducing: how pseudo-gradients become one; their weighted mean unless given.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
             alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
@@ -100,6 +103,10 @@ class TensorRound:
         self._config = optimizer
         self._alone = alone
         self._codec = result_codec or codec
+        reducing = GTAConfig() if reducing is None else reducing
+        self._is_mean = reducing.is_mean
+        self._reducer: Reducer = build_reducer(reducing)
+        self._sparsifier = build_sparsifier(reducing)
         self._before = before
         self._scalars = dict(outer_scalars)
         self._merged = merged
@@ -111,7 +118,8 @@ class TensorRound:
         self.states = sorted(tried.tensor_state())
         self._is_fresh = bool(tried.scalar_state()) and not self._scalars
         absolute = before is None or (codec == "fp32" and alone is None)
-        self.sources = Sources(codec, before, absolute=absolute, by_blocks=tried.elementwise)
+        by_blocks = tried.elementwise and self._sparsifier is None  # which looks at a tensor as a whole
+        self.sources = Sources(codec, before, absolute=absolute, by_blocks=by_blocks)
 
     def make(
         self,
@@ -188,7 +196,7 @@ class TensorRound:
         for at in blocks:
             anchor = sources.anchor(reader, at)
             terms = self._terms(spec, at, anchor, contributors, verdict, made.squares, takes_values)
-            total = weighted_mean(terms, verdict.weights) if verdict.accepted else None
+            total = self._reduced(spec, terms, verdict, takes_values) if verdict.accepted else None
             for _ in terms:
                 raise AssertionError("there are more terms than weights")  # what is only measured is no term
             kept: dict[str, torch.Tensor] = {}
@@ -249,7 +257,10 @@ class TensorRound:
                 if not squares[place] <= LARGEST_NORM**2:
                     raise Broken
             if place in verdict.accepted:
-                term = sources.values(anchor, uploaded) if takes_values else term
+                if takes_values:
+                    term = sources.values(anchor, uploaded)
+                elif self._sparsifier is not None and self._before is not None and not spec.owners:
+                    term = self._sparsifier(term, (self._before.path.stem, spec.name, contributors[place].index))
                 yield self._memory("total", term.numel()).copy_(term) if is_first else term
                 is_first = False
 
@@ -261,7 +272,7 @@ class TensorRound:
             # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
             return self.sources.absolute or spec.name in self._merged or len(verdict.accepted) > 1
         # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
-        return self._config.outer_optimizer == "none" and self.sources.absolute
+        return self._config.outer_optimizer == "none" and self.sources.absolute and self._is_mean
 
     def _of_owners(
         self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool
@@ -320,10 +331,16 @@ class TensorRound:
             DamagedContribution: a contribution cannot be read.
         """
         anchor, takes_values = self.sources.anchor(reader, at), self._takes_values(spec, verdict)
-        mean = weighted_mean(
-            self._terms(spec, at, anchor, contributors, verdict, {}, takes_values), verdict.weights
-        )
-        return mean if anchor is None or not takes_values else torch.sub(anchor, mean, out=mean)
+        terms = self._terms(spec, at, anchor, contributors, verdict, {}, takes_values)
+        total = self._reduced(spec, terms, verdict, takes_values)
+        return total if anchor is None or not takes_values else torch.sub(anchor, total, out=total)
+
+    def _reduced(
+        self, spec: TensorSpec, terms: Iterator[torch.Tensor], verdict: Verdict, takes_values: bool
+    ) -> torch.Tensor:
+        """Return what several terms become, of which all but the first are in the same memory."""
+        reducer: Reducer = Linear() if takes_values or spec.owners else self._reducer
+        return reducer(terms if reducer.streams else [term.clone() for term in terms], verdict.weights)
 
     def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
         if self._alone is None:

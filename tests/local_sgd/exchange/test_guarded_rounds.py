@@ -69,6 +69,15 @@ def test_four_workers_reduce_to_the_specified_values(gta, expected):
         assert value == pytest.approx([expected] * 4)
 
 
+def test_every_worker_has_a_random_mask_of_its_own():
+    """With one for all, half of the elements would be lost to everybody, and no element would come from some."""
+    gta = {"reducer": "gta", "sparsification_method": "random", "density": 0.5}
+    for value in run_ranks(after_a_round, 3, [1.0] * 3, {}, gta, 1000):
+        counts = {step: sum(element == pytest.approx(step) for element in value) for step in (0.0, 1 / 3, 2 / 3, 1.0)}
+        assert sum(counts.values()) == 1000
+        assert counts[0.0] == pytest.approx(125, abs=50) and counts[1 / 3] == pytest.approx(375, abs=80)
+
+
 def sparse_rounds(method):
     """Return all values after two rounds in which every worker moved by other random amounts."""
     torch.manual_seed(0)

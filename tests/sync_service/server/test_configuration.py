@@ -68,6 +68,14 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("runs: {r: {peers: 2, sync_steps: 1, merge_interval: 0}}", "run r: merge_interval is 0; it must be 1 or more"),
         ("runs: {r: {peers: 2, sync_steps: 0}}", "run r: sync_steps is 0; it must be 1 or more"),
         ("runs: {r: {peers: 2, ewma_alpha: 0.1}}", "run r: ewma_alpha has no effect without skip_anomaly"),
+        ("runs: {r: {peers: 2, reducer: pairwise}}", "run r: reducer is pairwise; it must be linear or gta; pairs"),
+        ("runs: {r: {peers: 2, reducer: gta, consensus_method: most}}", "run r: consensus_method is most; it must be"),
+        ("runs: {r: {peers: 2, consensus_method: sum}}", "run r: consensus_method needs reducer gta; add it or drop"),
+        ("runs: {r: {peers: 2, reducer: gta, density: 0}}", "run r: density is 0; it must be above 0 and at most 1"),
+        (
+            "runs: {r: {peers: 2, rounds: asynchronous, reducer: linear}}",
+            "run r: reducer cannot be combined with rounds: asynchronous yet, where no two contributions meet",
+        ),
         ("runs: {r: {peers: 2, clip_pseudo_grad: -1}}", "run r: clip_pseudo_grad is -1; it must be finite and above 0"),
         (
             "runs: {r: {peers: 2, rounds: asynchronous, contributions_per_step: 0}}",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import Frame, cut, whole_box
 from megatron_ext.sync_service.values.blocks import Block
@@ -43,9 +44,10 @@ class Rounds:
         *,
         catalog: Catalog = CATALOG,
         penalty: LocalSGDConfig | None = None,
+        reducing: GTAConfig | None = None,
     ) -> None:
         self.folder, self.optimizer, self.max_norm = folder, optimizer, max_norm
-        self.catalog, self.penalty = catalog, penalty
+        self.catalog, self.penalty, self.reducing = catalog, penalty, reducing
         self.before: Snapshot | None = None
         self.scalars: dict[str, float] = {}
         self.number = 0
@@ -71,6 +73,7 @@ class Rounds:
             self.catalog,
             self.optimizer,
             codec="fp32" if absolute else "fp16",
+            reducing=self.reducing,
             before=self.before,
             outer_scalars=self.scalars,
             failpoints=Failpoints(),
@@ -140,6 +143,28 @@ def test_outer_steps_are_those_of_torch_over_several_rounds(tmp_path: Path, name
         parameter.grad = (terms[0] + terms[1]) / 2
         optimizer.step()
         torch.testing.assert_close(found["w"].view(-1), parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_every_peer_has_a_random_mask_of_its_own_in_every_tensor_and_round_and_owners_have_none(tmp_path: Path):
+    reducing = GTAConfig(reducer="gta", sparsification_method="random", density=0.5)
+    catalog = Catalog([TensorSpec(name=name, shape=(1000,)) for name in ("w", "v")])
+    catalog = Catalog([*catalog, TensorSpec(name="e1", shape=(4,), owners=(1,))])
+    rounds = Rounds(tmp_path, NONE, catalog=catalog, reducing=reducing)
+    start = {spec.name: torch.zeros(spec.shape) for spec in catalog}
+    last, _ = rounds.make(start)
+    masks = []
+    for _ in range(2):
+        moved = {name: value + 1 for name, value in last.items()}
+        shared = {name: moved[name] for name in ("w", "v")}
+        found, _ = rounds.make(shared, moved, shared)
+        assert torch.equal(found["e1"], moved["e1"])
+        for name in ("w", "v"):
+            taken = ((found[name] - last[name]) * 3).round()
+            assert int((taken == 0).sum()) == pytest.approx(125, abs=50)
+            assert int((taken == 1).sum()) == pytest.approx(375, abs=80)
+            masks.append(taken)
+        last = found
+    assert not any(torch.equal(first, other) for place, first in enumerate(masks) for other in masks[:place])
 
 
 def test_pseudo_gradients_lead_where_values_lead(tmp_path: Path):

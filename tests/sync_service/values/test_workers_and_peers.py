@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.outer.codecs.all_codecs import LOSSY_NAMES
+from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from tests.support.distributed import run_ranks
 from tests.sync_service.service import Service
@@ -21,7 +21,8 @@ Round = dict[str, list[float]]
 WORKERS, ROUNDS = 3, 4
 SHAPES = {"layer.0.w": (40, 30), "layer.0.b": (7,), "layer.1.w": (500,)}
 WHOLE = {f"layer.0.w{index}": (32, 48) for index in range(WORKERS)}
-"""Of which every worker owns one: codecs of blocks lay their grid from the first element that a worker owns."""
+"""Of which every worker owns one: codecs of blocks lay their grid from the first element that a worker owns, and
+sparsification looks at what it owns of a tensor."""
 
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "mean": {"outer": {"outer_optimizer": "none"}},
@@ -35,7 +36,19 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
 }
 """By name, what differs from DiLoCo: fields of `OuterOptimizerConfig` and of the penalty."""
 
-CODECS: dict[str, dict[str, dict[str, Any]]] = {name: {"penalty": {"codec": name}} for name in LOSSY_NAMES}
+REDUCERS: dict[str, dict[str, Any]] = {
+    "linear": {"reducer": "linear"},
+    "sum": {"reducer": "gta", "consensus_method": "sum"},
+    "count": {"reducer": "gta", "consensus_method": "count", "int8_mask": True},
+    "magnitude": {"reducer": "gta", "sparsification_method": "magnitude", "density": 0.3},
+}
+"""By name, fields of `GTAConfig`."""
+
+EVERYTHING: dict[str, dict[str, dict[str, Any]]] = {
+    f"{reducer} in {codec}": {"gta": fields, "penalty": {} if codec == "fp32" else {"codec": codec}}
+    for reducer, fields in REDUCERS.items()
+    for codec in CODEC_NAMES
+}
 
 SAME: dict[str, dict[str, dict[str, Any]]] = {
     "linear": {"gta": {"reducer": "linear"}},
@@ -52,7 +65,7 @@ CLOSE: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def shapes_of(settings: dict[str, dict[str, Any]]) -> dict[str, tuple[int, ...]]:
-    return WHOLE if settings in CODECS.values() else SHAPES
+    return WHOLE if settings in EVERYTHING.values() else SHAPES
 
 
 def start(shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
@@ -98,7 +111,7 @@ def in_jobs(folder: Path, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
 def of_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Round]]]:
     """Return by worker and case the values after every round of a job."""
     folder = tmp_path_factory.mktemp("workers")
-    run_ranks(in_jobs, WORKERS, folder, CASES | CODECS | CLOSE | SAME)
+    run_ranks(in_jobs, WORKERS, folder, CASES | EVERYTHING | CLOSE | SAME)
     return [json.loads((folder / f"worker{rank}.json").read_text()) for rank in range(WORKERS)]
 
 
@@ -125,14 +138,15 @@ def of_peers(service: Service, settings: dict[str, dict[str, Any]]) -> list[list
 def run_of(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the server's settings of a run that does what a job with these does."""
     guards = {name: value for name, value in settings.get("penalty", {}).items() if name != "codec"}
-    return {"peers": WORKERS, "outer_optimizer": "sgd", **settings.get("outer", {}), **guards}
+    outer = {"outer_optimizer": "sgd", **settings.get("outer", {})}
+    return {"peers": WORKERS, **outer, **settings.get("gta", {}), **guards}
 
 
-@pytest.mark.parametrize("name", [*CASES, *CODECS])
+@pytest.mark.parametrize("name", [*CASES, *EVERYTHING])
 def test_workers_and_peers_are_at_the_same_place_to_the_last_bit(
     make_service: MakeService, of_workers: list[dict[str, list[Round]]], name: str
 ):
-    settings = (CASES | CODECS)[name]
+    settings = (CASES | EVERYTHING)[name]
     for peer in of_peers(make_service(**run_of(settings)), settings):
         for worker in of_workers:
             assert peer == worker[name]
