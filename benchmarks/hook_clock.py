@@ -113,7 +113,7 @@ def _time_patches(clock: HookClock) -> None:
     """
     from megatron_ext.local_sgd.feature import LocalSGDFeature
 
-    patches = LocalSGDFeature.patches
+    patches = LocalSGDFeature.required_patches
 
     def timed(feature: LocalSGDFeature) -> list[Patch]:
         return [
@@ -121,7 +121,7 @@ def _time_patches(clock: HookClock) -> None:
             for patch in patches(feature)
         ]
 
-    LocalSGDFeature.patches = timed  # type: ignore[assignment,method-assign]  # an instrument, in a process of its own
+    LocalSGDFeature.required_patches = timed  # type: ignore[assignment,method-assign]  # in a process of its own
 
 
 def _workers() -> list[int]:

@@ -78,7 +78,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
     except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
         raise
-    hooks.features = (*((CpuFeature(),) if use_cpu else ()), *all_features())
+    hooks.register((*((CpuFeature(),) if use_cpu else ()), *all_features()))
 
 
 def unpatch_megatron() -> None:
@@ -105,6 +105,6 @@ def known_patches() -> list[Patch]:
     found = [*arguments.patches(registry(), None), *datasets.patches(), *writers_queue.patches()]
     found += [cpu.compile_helpers_patch(), *cpu.patches()]
     for feature in all_features():
-        found += feature.patches()
+        found += feature.required_patches()
     unique = {patch.name: patch for patch in found}
     return list(unique.values())

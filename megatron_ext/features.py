@@ -11,7 +11,7 @@ import pkgutil
 from importlib.metadata import EntryPoint, entry_points
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import Feature
+from megatron_ext.hooks import Feature, feature_problems
 
 __all__ = ["FEATURE_GROUP", "all_features"]
 
@@ -51,19 +51,19 @@ def all_features() -> tuple[Feature, ...]:
 
 
 def _loaded(entry: EntryPoint) -> Feature:
+    where = f"the feature {entry.name!r} ({entry.value}) of {_origin(entry)}"
     try:
-        made = entry.load()()
+        kind = entry.load()
+        problems = feature_problems(kind)
+        if not problems:
+            made: Feature = kind()
+            return made
     except Exception as problem:  # whatever it is, the run cannot begin without what the user has installed
+        said = " ".join(str(problem).split())
         raise UserError(
-            f"the feature {entry.name!r} ({entry.value}) of {_origin(entry)} cannot be loaded: "
-            f"{type(problem).__name__}: {problem}; mend or uninstall that package"
+            f"{where} cannot be loaded: {type(problem).__name__}: {said}; mend or uninstall that package"
         ) from problem
-    if not isinstance(made, Feature) or not made.name:
-        raise UserError(
-            f"the feature {entry.name!r} ({entry.value}) of {_origin(entry)} is no named megatron_ext.hooks.Feature; "
-            "mend or uninstall that package"
-        )
-    return made
+    raise UserError(f"{where} cannot be used: {'; '.join(problems)}; mend or uninstall that package")
 
 
 def _origin(entry: EntryPoint) -> str:

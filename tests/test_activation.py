@@ -100,7 +100,7 @@ def known_patches_but_arguments():
     """Return the features' patches."""
     from megatron_ext.features import all_features
 
-    return [patch for feature in all_features() for patch in feature.patches()]
+    return [patch for feature in all_features() for patch in feature.required_patches()]
 
 
 def test_unpatching_restores_every_attribute_by_identity():

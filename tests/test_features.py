@@ -15,6 +15,19 @@ from megatron_ext.hooks import Feature
 class Own(Feature):
     name = {name!r}
 """
+HALF = """
+from megatron_ext.hooks import Feature, SavesState
+
+class Own(Feature, SavesState):
+    name = "half"
+
+    def save_state(self, context):
+        pass
+"""
+START = """
+    def __init__(self):
+        raise OSError("no disk")
+"""
 
 
 def installed(folder: Path, package: str, code: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,8 +54,11 @@ def test_another_packages_feature_comes_after_the_four(tmp_path: Path, monkeypat
     [
         ("their_gone", "", "their_gone:Own", r"'their_gone' \(their_gone:Own\) of package 'their_gone' cannot be"),
         ("their_error", "import nowhere_to_be_found", "their_error:Own", "No module named 'nowhere_to_be_found'"),
-        ("their_other", "Own = dict", "their_other:Own", "is no named megatron_ext.hooks.Feature"),
-        ("their_nameless", FEATURE.format(name=""), "their_nameless:Own", "is no named megatron_ext.hooks.Feature"),
+        ("their_text", "raise ImportError('first\\n  second\\n')", "their_text:Own", "ImportError: first second; mend"),
+        ("their_half", HALF, "their_half:Own", "used: it has not all of SavesState: add load_state, check_load"),
+        ("their_start", FEATURE.format(name="x") + START, "their_start:Own", "loaded: OSError: no disk; mend"),
+        ("their_other", "Own = dict", "their_other:Own", "it is no named megatron_ext.hooks.Feature"),
+        ("their_nameless", FEATURE.format(name=""), "their_nameless:Own", "it is no named megatron_ext.hooks.Feature"),
         ("their_spes", FEATURE.format(name="spes"), "their_spes:Own", "megatron_ext both have a feature named 'spes'"),
         ("their_cpu", FEATURE.format(name="cpu"), "their_cpu:Own", "megatron_ext both have a feature named 'cpu'"),
     ],
@@ -55,3 +71,12 @@ def test_a_feature_that_cannot_be_used_is_named_with_its_package(
         all_features()
     assert f"package {package!r}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_two_packages_with_a_feature_of_one_name_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for package in ("their_left", "their_right"):
+        installed(tmp_path, package, FEATURE.format(name="same"), f"{package}:Own", monkeypatch)
+    with pytest.raises(UserError) as caught:
+        all_features()
+    both = "package 'their_right' and package 'their_left' both have a feature named 'same'"
+    assert str(caught.value) == f"{both}; uninstall one, or rename it"

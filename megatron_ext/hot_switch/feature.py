@@ -11,7 +11,19 @@ from itertools import pairwise
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import BuilderContext, Feature, LoadContext, LogContext, TrainContext, hooks
+from megatron_ext.hooks import (
+    AddsLayouts,
+    BuilderDone,
+    CheckpointRead,
+    CompletesArguments,
+    Feature,
+    GroupsBuilt,
+    ReplacesSchedule,
+    TrainingLog,
+    TrainStart,
+    hooks,
+    on,
+)
 from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problems, strategies_of, take_home
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.data.batches import BatchReader
@@ -34,14 +46,13 @@ from megatron_ext.seams import (
 )
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.optimizer_format import refuse_bound_format
-from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["HotSwitchFeature"]
 
 _MIB = 2**20
 
 
-class HotSwitchFeature(Feature):
+class HotSwitchFeature(Feature, CompletesArguments, AddsLayouts, ReplacesSchedule):
     """Wires the switching step to Megatron's groups, model builder, loop and log."""
 
     name = "hot-switch"
@@ -79,7 +90,7 @@ class HotSwitchFeature(Feature):
         self._strategies = strategies_of(args)
         return adjust_arguments(args, self._strategies)
 
-    def patches(self) -> Sequence[Patch]:
+    def required_patches(self) -> Sequence[Patch]:
         """Return the seams that hot switching uses."""
         return [
             *strategies.patches(),
@@ -100,7 +111,8 @@ class HotSwitchFeature(Feature):
 
     # The run.
 
-    def on_load(self, context: LoadContext) -> None:
+    @on(CheckpointRead)
+    def on_checkpoint_read(self, context: CheckpointRead) -> None:
         """Refuse a checkpoint whose optimizer state is bound to another home, or from which losses would be others."""
         if context.common_only:
             refuse_bound_format(context)
@@ -108,13 +120,16 @@ class HotSwitchFeature(Feature):
                 refuse_other_vocabulary(context, [strategy.tp for strategy in self._strategies.strategies])
             self._order_changes = order_changes(context)
 
-    def on_groups_built(self, groups: WorkerGroups) -> None:
+    @on(GroupsBuilt)
+    def on_groups_built(self, event: GroupsBuilt) -> None:
         """Switch inside each worker of local SGD."""
         from megatron_ext.hot_switch.runtime.step import WorkerPlace
 
+        groups = event.groups
         self._worker = WorkerPlace(index=groups.worker, count=groups.num_workers, group=groups.inside)
 
-    def on_builder_done(self, context: BuilderContext) -> None:
+    @on(BuilderDone)
+    def on_builder_done(self, context: BuilderDone) -> None:
         """Build the guests as home was built."""
         # Imported here because it imports Megatron, whose import the command line tools can do without.
         import torch
@@ -167,7 +182,8 @@ class HotSwitchFeature(Feature):
         for guest, after in pairwise([*self._guests, None]):
             say(_ways(guest, after))
 
-    def on_train_start(self, context: TrainContext) -> None:
+    @on(TrainStart)
+    def on_train_start(self, context: TrainStart) -> None:
         """Open the data, and let home's gradients be those of all strategies."""
         from megatron_ext.hot_switch.runtime.step import SwitchingStep
 
@@ -194,25 +210,26 @@ class HotSwitchFeature(Feature):
         """Return the switching step in place of home's schedule."""
         return functools.partial(self._step.run, original)
 
-    def on_log(self, context: LogContext) -> None:
+    @on(TrainingLog)
+    def on_training_log(self, log: TrainingLog) -> None:
         """Report how much the step trained, how much of it was padding, and what switching took."""
         batch = self._step.last_batch
         if batch is None:
             return
-        if context.printing:
-            context.fields.append(("tokens", str(self._step.lengths.sum())))
-            context.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
+        if log.printing:
+            log.fields.append(("tokens", str(self._step.lengths.sum())))
+            log.fields.append(("padding", f"{batch.padding_ratio:.1%}"))
             if self._guests:
-                context.fields.append(("switching (ms)", f"{1000 * self._step.switches.seconds:.1f}"))
+                log.fields.append(("switching (ms)", f"{1000 * self._step.switches.seconds:.1f}"))
             if self._profiles:
                 for line in self._step.switches.lines():
                     say(line)
-        if context.writing:
-            context.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
-            context.scalars["hot-switch/tokens"] = int(self._step.lengths.sum())
-            context.scalars["hot-switch/switching-seconds"] = self._step.switches.seconds
+        if log.writing:
+            log.scalars["hot-switch/padding-ratio"] = batch.padding_ratio
+            log.scalars["hot-switch/tokens"] = int(self._step.lengths.sum())
+            log.scalars["hot-switch/switching-seconds"] = self._step.switches.seconds
             for switch in self._step.switches.done:
-                context.scalars[f"hot-switch/seconds of {switch.title}"] = switch.seconds
+                log.scalars[f"hot-switch/seconds of {switch.title}"] = switch.seconds
 
     def lengths_of_step(self) -> Sequence[int] | None:
         """Return the lengths of all workers' documents, which every rank can work out."""

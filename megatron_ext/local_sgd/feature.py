@@ -11,13 +11,23 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.hooks import (
-    EvaluationContext,
+    CutsWorkers,
+    EvaluationEnd,
+    EvaluationStart,
     Feature,
+    GroupsBuilt,
+    KeepsWeights,
     LoadContext,
-    LogContext,
     SaveContext,
-    StepContext,
-    TrainContext,
+    SavesState,
+    SaveStart,
+    StepEnd,
+    StepStart,
+    TrainEnd,
+    TrainingLog,
+    TrainStart,
+    WorldReady,
+    on,
 )
 from megatron_ext.local_sgd import checkpoint
 from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
@@ -47,7 +57,7 @@ __all__ = ["LocalSGDFeature"]
 _TIMER = "outer-sync"
 
 
-class LocalSGDFeature(Feature):
+class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
     """Wires the engine to Megatron's groups, optimizer, loop, log and checkpoints."""
 
     name = "local-sgd"
@@ -104,7 +114,7 @@ class LocalSGDFeature(Feature):
             args.rerun_mode = "disabled"
         return lines
 
-    def patches(self) -> Sequence[Patch]:
+    def required_patches(self) -> Sequence[Patch]:
         """Return the seams that local SGD uses."""
         return [
             *process_groups.patches(),
@@ -120,16 +130,19 @@ class LocalSGDFeature(Feature):
 
     # The run.
 
-    def before_groups(self, args: Any) -> None:
+    @on(WorldReady)
+    def on_world_ready(self, event: WorldReady) -> None:
         """Refuse ranks with other options than the others', which would cut other groups or wait forever."""
-        self._measures = require_same_options(args)
+        self._measures = require_same_options(event.args)
 
-    def on_groups_built(self, groups: WorkerGroups) -> None:
+    @on(GroupsBuilt)
+    def on_groups_built(self, event: GroupsBuilt) -> None:
         """Start a run from nothing."""
         self._reset()
-        self._groups = groups
+        self._groups = event.groups
 
-    def on_train_start(self, context: TrainContext) -> None:
+    @on(TrainStart)
+    def on_train_start(self, context: TrainStart) -> None:
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
@@ -176,23 +189,25 @@ class LocalSGDFeature(Feature):
             if line is not None:
                 say(line)
 
-    def before_step(self, context: StepContext) -> None:
+    @on(StepStart)
+    def on_step_start(self, step: StepStart) -> None:
         """Decide whether this step is synchronous; take the anchor before the first one that is not."""
         engine = self._require_engine()
         # Once over it stays so, also where a peer of a sync service has gone back: workers' moments differ by then.
-        self._in_warmup = engine.in_warmup and context.iteration < engine.config.local_sgd_warmup_steps
+        self._in_warmup = engine.in_warmup and step.iteration < engine.config.local_sgd_warmup_steps
         if not self._in_warmup and engine.in_warmup:
             engine.take_anchor()
 
-    def after_step(self, context: StepContext) -> None:
+    @on(StepEnd)
+    def on_step_end(self, step: StepEnd) -> None:
         """Count the step and run what is due of outer rounds; the last step makes workers equal that rounds do not."""
         engine = self._require_engine()
         self._conclude()
-        self._iteration = context.iteration
-        if not context.completed or self._in_warmup:
+        self._iteration = step.iteration
+        if not step.completed or self._in_warmup:
             return
         due = engine.count_step()
-        last = engine.drifts and context.iteration + 1 == self._last_iteration
+        last = engine.drifts and step.iteration + 1 == self._last_iteration
         if not due and not last:
             return
         from megatron.training import get_timers
@@ -207,7 +222,7 @@ class LocalSGDFeature(Feature):
         if engine.met:
             self._settle()
         timer.stop()
-        self._account(progress, context.iteration)
+        self._account(progress, step.iteration)
         if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
             self._conclude()
 
@@ -228,7 +243,7 @@ class LocalSGDFeature(Feature):
             self._will_wait = bool(ready)
         return self._will_wait
 
-    def before_weights_shared(self, iteration: int) -> None:
+    def meet_before_sharing(self, iteration: int) -> None:
         """Let workers that differ meet early: after a resume their rounds may have moved."""
         engine = self._engine
         if engine is None or engine.synced:  # without an engine nothing was restored that could differ
@@ -240,7 +255,7 @@ class LocalSGDFeature(Feature):
         self._account(progress, iteration)
         say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
 
-    def on_weights_replaced(self) -> None:
+    def follow_weights(self) -> None:
         """Let rounds start from the new weights."""
         if self._engine is not None and not self._engine.in_warmup:
             self._engine.move_anchor()
@@ -274,7 +289,8 @@ class LocalSGDFeature(Feature):
         engine = self._require_engine()
         return engine.synced or engine.met
 
-    def on_train_end(self, context: TrainContext) -> None:
+    @on(TrainEnd)
+    def on_train_end(self, event: TrainEnd) -> None:
         """Log when the weights that training continues with are not the synced ones."""
         engine = self._require_engine()
         self._conclude()
@@ -287,7 +303,8 @@ class LocalSGDFeature(Feature):
 
     # Evaluation.
 
-    def before_evaluation(self, context: EvaluationContext) -> None:
+    @on(EvaluationStart)
+    def on_evaluation_start(self, event: EvaluationStart) -> None:
         """Put the anchor in place of the current weights when that is what evaluation runs on."""
         if self._engine is None:  # --skip-train
             say("local SGD: evaluating the weights that were loaded")
@@ -303,7 +320,8 @@ class LocalSGDFeature(Feature):
             self._own = [value.clone() for value in engine.values]
             self._put(engine.gather_anchor())
 
-    def after_evaluation(self, context: EvaluationContext) -> None:
+    @on(EvaluationEnd)
+    def on_evaluation_end(self, event: EvaluationEnd) -> None:
         """Put the worker's own weights back."""
         if self._own is not None:
             self._put(self._own)
@@ -311,24 +329,26 @@ class LocalSGDFeature(Feature):
 
     # The log.
 
-    def on_log(self, context: LogContext) -> None:
+    @on(TrainingLog)
+    def on_training_log(self, log: TrainingLog) -> None:
         """Average the printed losses over the workers, and report the last round."""
         engine, groups = self._require_engine(), self._require_groups()
-        context.timers.append(_TIMER)
-        if context.printing:
-            log_line.average_losses(context, groups.across)
-            context.fields += log_line.fields(engine.rounds, self._last, groups.num_workers)
-        if context.writing and self._unwritten:
-            context.scalars.update(log_line.scalars(self._unwritten))
+        log.timers.append(_TIMER)
+        if log.printing:
+            log_line.average_losses(log, groups.across)
+            log.fields.extend(log_line.fields(engine.rounds, self._last, groups.num_workers))
+        if log.writing and self._unwritten:
+            log.scalars.update(log_line.scalars(self._unwritten))
             self._unwritten.clear()
 
     # Checkpoints.
 
-    def before_save(self) -> None:
+    @on(SaveStart)
+    def on_save_start(self, event: SaveStart) -> None:
         """End a round that was to end in the forward pass: what is saved are its results."""
         self._conclude()
 
-    def on_save(self, context: SaveContext) -> None:
+    def save_state(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""
         if not context.loading:
             engine = self._require_engine()
@@ -344,7 +364,7 @@ class LocalSGDFeature(Feature):
         """Refuse a checkpoint whose workers differ when this run has no workers."""
         checkpoint.refuse_without_workers(context)
 
-    def on_load(self, context: LoadContext) -> None:
+    def load_state(self, context: LoadContext) -> None:
         """Find out what the checkpoint holds, then take the outer state out of what was read."""
         groups = self._require_groups()
         if context.common_only:

@@ -155,15 +155,14 @@ def _escape_help(parser: argparse.ArgumentParser) -> None:
 def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        for feature in hooks.features:
-            feature.complete_arguments(args)
+        hooks.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
         if problems:
             raise combine(problems, "arguments")
         for feature in hooks.enable(args):
             for line in feature.adjust_arguments(args):
                 say(line)
-            registry.apply(feature.patches())
+            registry.apply(feature.required_patches())
         return original(args, *rest, **kwargs)
 
     return validate_args

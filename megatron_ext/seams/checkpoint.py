@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import LoadContext, SaveContext, hooks
+from megatron_ext.hooks import CheckpointRead, SaveContext, SaveStart, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero
@@ -103,7 +103,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         optimizer_options = given["optim_sd_kwargs"] or {}
         loading = bool(optimizer_options.get("is_loading", False))
         if not loading:
-            hooks.fire("before_save")
+            hooks.fire(SaveStart())
         state: dict[str, Any] = original(*args, **kwargs)
         if given["args"].ckpt_format != "torch_dist":
             raise UserError(
@@ -118,7 +118,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
             metadata=(given["model_sd_kwargs"] or {}).get("metadata", {}),
             loading=loading,
         )
-        hooks.fire("on_save", context)
+        hooks.save_state(context)
         return state
 
     return generate_state_dict
@@ -185,16 +185,15 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             raise UserError(f"{cannot} ({type(error).__name__}: {said}). {why}; {way}") from error
         state, directory = result[0], result[1]
         if state is not None:
-            hooks.fire(
-                "on_load",
-                LoadContext(
-                    args=given["args"],
-                    directory=directory,
-                    state=state,
-                    common_only=bool(given["rank0"]),
-                    release=bool(result[2]),
-                ),
+            read = CheckpointRead(
+                args=given["args"],
+                directory=directory,
+                state=state,
+                common_only=bool(given["rank0"]),
+                release=bool(result[2]),
             )
+            hooks.fire(read)
+            hooks.load_state(read)
         return result
 
     return load_base_checkpoint

@@ -8,13 +8,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.hooks import LogContext, hooks
+from megatron_ext.hooks import TrainingLog, hooks
 from megatron_ext.patching import Patch
 
 __all__ = ["patches"]
 
 # What the training log in progress adds: Megatron prints the line and the timers deep inside one function.
-_current: LogContext | None = None
+_current: TrainingLog | None = None
 
 
 def patches() -> list[Patch]:
@@ -59,7 +59,7 @@ def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
         given = bound.arguments
         run = get_args()
         iteration = given["iteration"]
-        context = LogContext(
+        context = TrainingLog(
             iteration=iteration,
             printing=iteration % run.log_interval == 0 or given["is_first_iteration"],
             writing=iteration % run.tensorboard_log_interval == 0,
@@ -67,7 +67,7 @@ def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
             losses=given["loss_dict"],
             skipped=bool(given["skipped_iter"]),
         )
-        hooks.fire("on_log", context)
+        hooks.fire(context)
         _current = context
         try:
             result = original(*args, **kwargs)

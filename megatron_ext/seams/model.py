@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.hooks import BuilderContext, hooks
+from megatron_ext.hooks import BuilderDone, hooks
 from megatron_ext.patching import Patch
 
 __all__ = ["patches"]
@@ -42,8 +42,7 @@ def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
 
         model = original(self, *args, **kwargs)
         hooks.fire(
-            "on_builder_done",
-            BuilderContext(
+            BuilderDone(
                 config=self._model_config,
                 ddp_config=given.get("ddp_config"),
                 trains=bool(given.get("wrap_with_ddp", True)),

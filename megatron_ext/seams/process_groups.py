@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ext.hooks import hooks
+from megatron_ext.hooks import GroupsBuilt, WorldReady, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -226,7 +226,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         args_of_run = get_args()
-        hooks.fire("before_groups", args_of_run)
+        hooks.fire(WorldReady(args=args_of_run))
         workers = hooks.worker_count(args_of_run)
         result = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -237,7 +237,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
             gloo=bool(given["create_gloo_process_groups"]),
             timeout=timedelta(minutes=given["distributed_timeout_minutes"]),
         )
-        hooks.fire("on_groups_built", _groups)
+        hooks.fire(GroupsBuilt(groups=_groups))
         return result
 
     return initialize_model_parallel

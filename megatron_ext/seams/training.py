@@ -8,7 +8,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from megatron_ext.hooks import ChunksContext, EvaluationContext, ModelContext, StepContext, TrainContext, hooks
+from megatron_ext.hooks import (
+    ChunksBuilt,
+    EvaluationEnd,
+    EvaluationStart,
+    ModelBuilt,
+    StepEnd,
+    StepStart,
+    TrainEnd,
+    TrainLeft,
+    TrainStart,
+    hooks,
+)
 from megatron_ext.patching import Patch
 from megatron_ext.seams.arguments import with_arguments
 from megatron_ext.seams.process_groups import current_groups
@@ -118,7 +129,7 @@ def _wrap_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         chunks = next(iter(signature.bind(*args, **kwargs).arguments.values()))
-        hooks.fire("on_chunks_built", ChunksContext(args=get_args(), chunks=chunks))
+        hooks.fire(ChunksBuilt(args=get_args(), chunks=chunks))
         return original(*args, **kwargs)
 
     return wrap_model_chunks
@@ -131,8 +142,7 @@ def _wrap_setup(original: Callable[..., Any]) -> Callable[..., Any]:
 
         built = original(*args, **kwargs)
         model, optimizer, scheduler = built
-        context = ModelContext(args=get_args(), model=model, optimizer=optimizer, scheduler=scheduler)
-        hooks.fire("on_model_built", context)
+        hooks.fire(ModelBuilt(args=get_args(), model=model, optimizer=optimizer, scheduler=scheduler))
         return built
 
     return setup_model_and_optimizer
@@ -146,20 +156,21 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         given = signature.bind(*args, **kwargs).arguments
-        context = TrainContext(
-            args=get_args(),
-            model=given["model"],
-            optimizer=given["optimizer"],
-            scheduler=given["opt_param_scheduler"],
-            config=given["config"],
+        hooks.fire(
+            TrainStart(
+                args=get_args(),
+                model=given["model"],
+                optimizer=given["optimizer"],
+                scheduler=given["opt_param_scheduler"],
+                config=given["config"],
+            )
         )
-        hooks.fire("on_train_start", context)
         try:
             result = original(*args, **kwargs)
         except BaseException as error:  # features hear of every end, and it is raised again
-            hooks.fire("on_train_left", error)
+            hooks.fire(TrainLeft(error=error))
             raise
-        hooks.fire("on_train_end", context)
+        hooks.fire(TrainEnd())
         return result
 
     return train
@@ -171,13 +182,12 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        context = StepContext(iteration=given["iteration"])
-        hooks.fire("before_step", context)
+        iteration = given["iteration"]
+        hooks.fire(StepStart(iteration=iteration))
         given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
         result = original(**given)
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
-        context.completed, context.losses = not result[3], result[0]
-        hooks.fire("after_step", context)
+        hooks.fire(StepEnd(iteration=iteration, completed=not result[3], losses=result[0]))
         return result
 
     return train_step
@@ -204,8 +214,7 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
 
         model = signature.bind(*args, **kwargs).arguments["model"]
         collection = get_attr_wrapped_model(model[0], "pg_collection")
-        context = EvaluationContext(model=model)
-        hooks.fire("before_evaluation", context)
+        hooks.fire(EvaluationStart(model=model))
         # The validation samples are split over all workers, so the loss is averaged over all of them.
         inside = collection.dp_cp
         collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -216,7 +225,7 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
                 return original(*args, **kwargs)
         finally:
             collection.dp_cp = inside
-            hooks.fire("after_evaluation", context)
+            hooks.fire(EvaluationEnd(model=model))
 
     return evaluate
 

@@ -8,7 +8,19 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError, combine
-from megatron_ext.hooks import ChunksContext, Feature, LoadContext, SaveContext, StepContext, TrainContext
+from megatron_ext.hooks import (
+    ChunksBuilt,
+    CompletesArguments,
+    Feature,
+    LoadContext,
+    SaveContext,
+    SavesState,
+    StepEnd,
+    StepStart,
+    TrainStart,
+    WeighsExperts,
+    on,
+)
 from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint, router, training
@@ -34,14 +46,14 @@ __all__ = ["SpesFeature"]
 _STATE = "spes"
 
 
-class SpesFeature(Feature):
+class SpesFeature(Feature, CompletesArguments, WeighsExperts, SavesState):
     """Freezes experts before anything is made for their training."""
 
     name = "spes"
 
     def __init__(self) -> None:
         self._args: Any = None
-        self._weighed: TrainContext | None = None
+        self._weighed: TrainStart | None = None
         self._expert_weights: Tensor | None = None
         self._factor = 1.0
         self._device: Any = "cpu"
@@ -84,7 +96,7 @@ class SpesFeature(Feature):
         owned = ownership.owned_by(args.sync_service_index)
         return [f"spes: trains {len(owned)} of {ownership.experts} experts: {_listed(owned)}"]
 
-    def patches(self) -> Sequence[Patch]:
+    def required_patches(self) -> Sequence[Patch]:
         """Return the seams of freezing, of the routers' loss and of the optimizer's checkpoints."""
         return [*training.chunk_patches(), *training.loop_patches(), *router.patches(), *checkpoint.patches()]
 
@@ -92,7 +104,8 @@ class SpesFeature(Feature):
         """Let this peer's own experts look less loaded at first, where that was asked for."""
         return self._expert_weights
 
-    def on_chunks_built(self, context: ChunksContext) -> None:
+    @on(ChunksBuilt)
+    def on_chunks_built(self, context: ChunksBuilt) -> None:
         """Freeze the experts that others own, in the chunks that are trained and in those of guests."""
         ownership = ownership_of(context.args)
         assert ownership is not None
@@ -105,7 +118,7 @@ class SpesFeature(Feature):
             say(f"spes: {frozen} parameters of this rank are frozen")
         self._has_frozen = True
 
-    def on_save(self, context: SaveContext) -> None:
+    def save_state(self, context: SaveContext) -> None:
         """Let the optimizer's state hold the experts that it trains, in a checkpoint and in the request of a read."""
         ownership = ownership_of(context.args)
         assert ownership is not None
@@ -120,7 +133,7 @@ class SpesFeature(Feature):
                 if not is_model_key(key):
                     adapt(entry)
 
-    def on_load(self, context: LoadContext) -> None:
+    def load_state(self, context: LoadContext) -> None:
         """Take the states of the own experts out of an optimizer that trained all, and refuse those of other experts.
 
         Megatron may take these for the own ones: the distributed optimizer's state may be named by its place in a
@@ -165,27 +178,30 @@ class SpesFeature(Feature):
                 "with --using-spes and its --sync-service options"
             )
 
-    def on_train_start(self, context: TrainContext) -> None:
+    @on(TrainStart)
+    def on_train_start(self, context: TrainStart) -> None:
         """Keep what the steps need: by now Megatron knows how long the training is."""
         self._args = context.args
         self._weighed = context
         self._device = next((value.device for chunk in context.model for value in chunk.parameters()), "cpu")
 
-    def before_step(self, context: StepContext) -> None:
+    @on(StepStart)
+    def on_step_start(self, step: StepStart) -> None:
         """Bring the weights of the load-balancing loss up to date."""
         args = self._args
         config, ownership = SpesConfig.from_args(args), ownership_of(args)
         if config.using_decayed_aux_loss and ownership is not None:
             owned = ownership.owned_by(args.sync_service_index)
-            factor = decayed_factor(context.iteration, args.train_iters, config.decayed_factor_update_steps)
+            factor = decayed_factor(step.iteration, args.train_iters, config.decayed_factor_update_steps)
             if factor != self._factor:
                 self._factor = factor
                 weights = None if factor == 1 else count_weights(ownership.experts, owned, factor)
                 self._expert_weights = weights if weights is None else weights.to(self._device)
 
-    def after_step(self, context: StepContext) -> None:
+    @on(StepEnd)
+    def on_step_end(self, step: StepEnd) -> None:
         """Log the memory of training these experts once; before the first step there are no optimizer states."""
-        if not context.completed or self._weighed is None:
+        if not step.completed or self._weighed is None:
             return
         held = held_bytes(self._weighed.model, self._weighed.optimizer)
         if held.optimizer == 0:  # fp16 skips the first steps

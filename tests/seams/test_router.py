@@ -13,11 +13,11 @@ def losses() -> dict[str, float]:
     from megatron.core.transformer.moe import router
 
     from megatron_ext.activation import registry
-    from megatron_ext.hooks import Feature, hooks
+    from megatron_ext.hooks import Feature, WeighsExperts, hooks
     from megatron_ext.seams.router import patches
     from megatron_ext.spes.load_balance import count_weights, load_balancing_loss
 
-    class Half(Feature):
+    class Half(Feature, WeighsExperts):
         def expert_weights(self, experts):
             return count_weights(experts, (0, 3), 0.5)
 
@@ -41,7 +41,7 @@ def losses() -> dict[str, float]:
     found = {"stock": loss(1)}
     registry().apply(patches())
     found["patched"] = loss(1)
-    hooks.active = (Half(),)
+    hooks.activate([Half()])
     found |= {"one": loss(1), "two": loss(2)}
     for index in range(2):
         found[f"expected{index}"] = float(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_ext.hooks import StepContext, TrainContext
+from megatron_ext.hooks import StepStart, TrainStart
 from megatron_ext.spes import Ownership, training_bytes
 from megatron_ext.spes.feature import SpesFeature
 from tests.spes.test_arguments import FILE, FLAGS, completed
@@ -309,11 +309,11 @@ def test_own_experts_look_less_loaded_in_the_first_fifth_of_the_training():
     options = {"spes_using_decayed_aux_loss": True, "spes_decayed_factor_update_steps": 100, "train_iters": 1000}
     feature = SpesFeature()
     feature.on_train_start(
-        TrainContext(args=completed(**FLAGS, **options), model=[], optimizer=None, scheduler=None, config=None)
+        TrainStart(args=completed(**FLAGS, **options), model=[], optimizer=None, scheduler=None, config=None)
     )
     found = {}
     for iteration in (0, 100, 199, 200):
-        feature.before_step(StepContext(iteration=iteration))
+        feature.on_step_start(StepStart(iteration=iteration))
         weights = feature.expert_weights(4)
         found[iteration] = None if weights is None else weights.tolist()
     # Peer 0 of 2 owns the first two of four experts.

@@ -27,6 +27,6 @@ class CpuFeature(Feature):
         """Return the options that cannot work on CPU."""
         return problems(args)
 
-    def patches(self) -> Sequence[Patch]:
+    def required_patches(self) -> Sequence[Patch]:
         """Return the patches that runs on CPU need to resume from their checkpoints, of which most are in fp32."""
         return checkpoint.repairs()

@@ -8,7 +8,7 @@ import dataclasses
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import BuilderContext
+from megatron_ext.hooks import BuilderDone
 from megatron_ext.hot_switch.runtime.guest import Guest, SwitchOptions
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.params import ParameterView
@@ -20,7 +20,7 @@ __all__ = ["build_guest"]
 def build_guest(
     strategy: Strategy,
     state: ParallelState,
-    context: BuilderContext,
+    context: BuilderDone,
     *,
     home: ParameterView,
     before: Guest | None,

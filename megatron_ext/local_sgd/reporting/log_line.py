@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.hooks import LogContext
+from megatron_ext.hooks import TrainingLog
 from megatron_ext.local_sgd.reporting.round_report import RoundReport
 
 __all__ = ["average_losses", "fields", "scalars"]
@@ -56,7 +56,7 @@ def scalars(reports: Sequence[RoundReport]) -> dict[str, float]:
 
 
 @torch.no_grad()
-def average_losses(context: LogContext, across: Any) -> None:
+def average_losses(context: TrainingLog, across: Any) -> None:
     """Make the line print the mean over workers of each worker's mean loss since the last line.
 
     Megatron is about to add this step's loss and to divide by its own count of advanced iterations, so the

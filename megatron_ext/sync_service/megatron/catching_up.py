@@ -8,7 +8,7 @@ intervals would no longer end where those of the others do.
 
 from __future__ import annotations
 
-from megatron_ext.hooks import ModelContext
+from megatron_ext.hooks import ModelBuilt
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.megatron.checkpoint import Begun
 from megatron_ext.sync_service.peer.interval import Interval
@@ -18,7 +18,7 @@ from megatron_ext.sync_service.protocol.resuming import Claim
 __all__ = ["claim_of", "progress_after_step", "resume_after"]
 
 
-def progress_after_step(context: ModelContext) -> Progress:
+def progress_after_step(context: ModelBuilt) -> Progress:
     """Return how far training is after a step that Megatron has not counted yet, but for its schedules."""
     args = context.args
     return Progress(
@@ -29,7 +29,7 @@ def progress_after_step(context: ModelContext) -> Progress:
     )
 
 
-def claim_of(context: ModelContext, begun: Begun | None, interval: Interval, *, whole: bool) -> Claim:
+def claim_of(context: ModelBuilt, begun: Begun | None, interval: Interval, *, whole: bool) -> Claim:
     """Return what a job begins with.
 
     Args:
@@ -53,7 +53,7 @@ def claim_of(context: ModelContext, begun: Begun | None, interval: Interval, *, 
     )
 
 
-def _progress_before(context: ModelContext, steps: int, batch: int) -> Progress:
+def _progress_before(context: ModelBuilt, steps: int, batch: int) -> Progress:
     """Return how far training was a number of steps of such a batch ago."""
     args, samples = context.args, steps * batch
     return Progress(
@@ -65,7 +65,7 @@ def _progress_before(context: ModelContext, steps: int, batch: int) -> Progress:
     )
 
 
-def resume_after(context: ModelContext, last: Progress) -> None:
+def resume_after(context: ModelBuilt, last: Progress) -> None:
     """Resume where the server has said; all ranks call it before the data are built.
 
     Args:

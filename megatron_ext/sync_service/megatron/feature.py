@@ -13,14 +13,20 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
+    CutsSamples,
     Feature,
+    GroupsBuilt,
     LoadContext,
-    LogContext,
-    ModelContext,
+    ModelBuilt,
     SaveContext,
-    StepContext,
-    TrainContext,
+    SavesState,
+    SaveStart,
+    StepEnd,
+    TrainEnd,
+    TrainingLog,
+    TrainLeft,
     hooks,
+    on,
 )
 from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
@@ -45,7 +51,7 @@ _LOSS = "lm loss"
 """What Megatron calls the loss of language models."""
 
 
-class SyncServiceFeature(Feature):
+class SyncServiceFeature(Feature, CutsSamples, SavesState):
     """Wires the client to Megatron's optimizer, loop, data, log and checkpoints."""
 
     name = "sync-service"
@@ -81,7 +87,7 @@ class SyncServiceFeature(Feature):
         """Say what was chosen."""
         return notices(args)
 
-    def patches(self) -> Sequence[Patch]:
+    def required_patches(self) -> Sequence[Patch]:
         """Return the seams that a peer uses."""
         return [
             *training.model_patches(),
@@ -97,11 +103,13 @@ class SyncServiceFeature(Feature):
 
     # The run.
 
-    def on_groups_built(self, groups: WorkerGroups) -> None:
+    @on(GroupsBuilt)
+    def on_groups_built(self, event: GroupsBuilt) -> None:
         """Have workers inside the job."""
-        self._groups = groups
+        self._groups = event.groups
 
-    def on_model_built(self, context: ModelContext) -> None:
+    @on(ModelBuilt)
+    def on_model_built(self, context: ModelBuilt) -> None:
         """Become a member, and take the values from which this job goes on: before the data, which it cuts."""
         if context.args.skip_train or context.optimizer is None:
             return
@@ -117,7 +125,7 @@ class SyncServiceFeature(Feature):
         self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
         if self._saved is None and self._groups is not None:
             # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
-            hooks.fire("before_weights_shared", context.args.iteration)
+            hooks.meet_before_sharing(context.args.iteration)
             peer.values.refresh(now=True)
         if self._saved is not None:
             peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
@@ -127,7 +135,7 @@ class SyncServiceFeature(Feature):
         if adopted is not None:
             peer.slices.write(adopted)
             peer.values.refresh(now=True)
-            hooks.fire("on_weights_replaced")
+            hooks.follow_weights()
         peer.client.rest()
         if adopted is not None:
             if claim.whole:
@@ -139,7 +147,7 @@ class SyncServiceFeature(Feature):
         place = f"{peer.interval.steps} steps after round {peer.client.round}"
         say(f"sync service: part {peer.client.index} of {peer.client.peers} of the samples, {place}")
 
-    def _resume_at(self, context: ModelContext, peer: Peer) -> None:
+    def _resume_at(self, context: ModelBuilt, peer: Peer) -> None:
         """Begin an interval with values other than the checkpoint's."""
         place, begun, index = peer.client.place, self._begun, peer.client.index
         assert place is not None  # the claim has said how far the training is
@@ -151,18 +159,19 @@ class SyncServiceFeature(Feature):
         resume_after(context, place)
         peer.begin_interval()
 
-    def after_step(self, context: StepContext) -> None:
+    @on(StepEnd)
+    def on_step_end(self, step: StepEnd) -> None:
         """Count the step, begin a round at the end of an interval, and apply one that is due."""
         peer = self._require_peer()
-        if not context.completed:
+        if not step.completed:
             return
         is_over = peer.interval.count_step()
-        if _LOSS in context.losses:
-            peer.count_loss(context.losses[_LOSS])
+        if _LOSS in step.losses:
+            peer.count_loss(step.losses[_LOSS])
         if peer.on_its_way is not None and peer.interval.steps == peer.delay:
             self._arrive(peer)
         if is_over:
-            hooks.fire("before_weights_shared", context.iteration)
+            hooks.meet_before_sharing(step.iteration)
         if is_over and peer.delay:
             self._set_out(peer)
         elif is_over:
@@ -215,7 +224,7 @@ class SyncServiceFeature(Feature):
         peer.slices.write(values)
         peer.memory = outcome.values
         peer.values.refresh(now=now)
-        hooks.fire("on_weights_replaced")
+        hooks.follow_weights()
         peer.last, peer.round = replace(outcome, values={}), outcome.number
         if not outcome.contributed:
             # It goes on from the others' weights; its moments would spoil them in the next step.
@@ -224,15 +233,17 @@ class SyncServiceFeature(Feature):
         for unit, reason in outcome.excluded.items():
             say(f"sync service: round {outcome.number} left this peer out of {unit}: {reason}")
 
-    def on_train_left(self, error: BaseException) -> None:
+    @on(TrainLeft)
+    def on_train_left(self, event: TrainLeft) -> None:
         """Finish the round on its way where the run was asked to exit; leave it where the run has failed."""
-        if isinstance(error, SystemExit):
+        if isinstance(event.error, SystemExit):
             self._arrive_early("the exit")
         elif self._peer is not None and self._peer.on_its_way is not None:
             self._peer.client.abandon()
             self._peer.on_its_way.abandon()
 
-    def on_train_end(self, context: TrainContext) -> None:
+    @on(TrainEnd)
+    def on_train_end(self, event: TrainEnd) -> None:
         """End the membership: nobody shall wait for this job any more."""
         peer = self._peer
         if peer is None:
@@ -259,35 +270,37 @@ class SyncServiceFeature(Feature):
         peer.client.close()
         self._ended, self._peer = self._place(peer), None
 
-    def on_log(self, context: LogContext) -> None:
+    @on(TrainingLog)
+    def on_training_log(self, log: TrainingLog) -> None:
         """Report the last round."""
         peer = self._require_peer()
-        context.timers.append(_TIMER)
-        if context.printing:
-            context.fields.append(("sync round", str(peer.round)))
+        log.timers.append(_TIMER)
+        if log.printing:
+            log.fields.append(("sync round", str(peer.round)))
             if peer.last is not None:
                 if not peer.client.asynchronous:
-                    context.fields.append(("peers", f"{len(peer.last.contributors)}/{peer.client.peers}"))
-                context.fields.append(("sync MB up", f"{peer.last.sent / 1e6:.3f}"))
-                context.fields.append(("down", f"{peer.last.received / 1e6:.3f}"))
+                    log.fields.append(("peers", f"{len(peer.last.contributors)}/{peer.client.peers}"))
+                log.fields.append(("sync MB up", f"{peer.last.sent / 1e6:.3f}"))
+                log.fields.append(("down", f"{peer.last.received / 1e6:.3f}"))
                 if peer.delay:
-                    context.fields.append(("sync wait s", f"{peer.waited:.3f}"))
-        if context.writing:
-            context.scalars["sync-service/round"] = peer.round
+                    log.fields.append(("sync wait s", f"{peer.waited:.3f}"))
+        if log.writing:
+            log.scalars["sync-service/round"] = peer.round
             if peer.last is not None:
-                context.scalars["sync-service/contributors"] = len(peer.last.contributors)
-                context.scalars["sync-service/bytes-up"] = peer.last.sent
-                context.scalars["sync-service/bytes-down"] = peer.last.received
+                log.scalars["sync-service/contributors"] = len(peer.last.contributors)
+                log.scalars["sync-service/bytes-up"] = peer.last.sent
+                log.scalars["sync-service/bytes-down"] = peer.last.received
                 if peer.delay:
-                    context.scalars["sync-service/seconds-waited"] = peer.waited
+                    log.scalars["sync-service/seconds-waited"] = peer.waited
 
     # Checkpoints.
 
-    def before_save(self) -> None:
+    @on(SaveStart)
+    def on_save_start(self, event: SaveStart) -> None:
         """Apply a round that is on its way: a checkpoint has none."""
         self._arrive_early("the checkpoint")
 
-    def on_save(self, context: SaveContext) -> None:
+    def save_state(self, context: SaveContext) -> None:
         """Say in the checkpoint where this peer is in its run."""
         if context.loading:
             checkpoint.request(context, self._saved)
@@ -296,7 +309,7 @@ class SyncServiceFeature(Feature):
         elif self._ended is not None:
             checkpoint.assemble(context, self._ended)
 
-    def on_load(self, context: LoadContext) -> None:
+    def load_state(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""
         self._sample_parts = checkpoint.parts_of_samples(context)
         self._begun = checkpoint.begun(context)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import ModelContext
+from megatron_ext.hooks import ModelBuilt
 from megatron_ext.params import ParameterView
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.arguments import ownership_of
@@ -48,7 +48,7 @@ class Peer:
     slices: PeerValues
     """What this rank moves, and its way to the workers inside the job."""
 
-    context: ModelContext
+    context: ModelBuilt
     """Model, scheduler and arguments."""
 
     values: InnerValues
@@ -108,7 +108,7 @@ class Peer:
         return tell
 
 
-def join(context: ModelContext, index: int | None, groups: WorkerGroups | None) -> Peer:
+def join(context: ModelBuilt, index: int | None, groups: WorkerGroups | None) -> Peer:
     """Return the peer that this job is, not yet a member; all ranks call it."""
     # Imported here because they import gRPC, which other runs can do without.
     from megatron_ext.sync_service.megatron.slices import Slices, catalog_of

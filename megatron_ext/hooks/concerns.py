@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What some abilities answer beside what all do: one protocol for each concern.
+
+A feature that has one lists it among its bases, and has all of its methods: half of one is refused by name.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_ext.params import Layout
+
+__all__ = [
+    "CONCERNS",
+    "AddsLayouts",
+    "CompletesArguments",
+    "CutsSamples",
+    "CutsWorkers",
+    "KeepsWeights",
+    "LoadContext",
+    "ReplacesSchedule",
+    "SaveContext",
+    "SavesState",
+    "WeighsExperts",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveContext:
+    """A checkpoint's state dict being assembled, for writing or as the request of a read."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    model: list[Any]
+    """The unwrapped model chunks."""
+
+    optimizer: Any
+    """The `MegatronOptimizer`, None when its state is not wanted."""
+
+    scheduler: Any
+    """The `OptimizerParamScheduler`, None when its state is not wanted."""
+
+    state: dict[str, Any]
+    """What Megatron's `generate_state_dict` returned; changed in place."""
+
+    metadata: dict[str, Any]
+    """The content metadata that shaped it."""
+
+    loading: bool
+    """Whether this is the request of a read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadContext:
+    """A checkpoint being read."""
+
+    args: Any
+    """Megatron's argument namespace."""
+
+    directory: str | None
+    """The iteration's directory, None when there is none."""
+
+    state: dict[str, Any]
+    """Common state (`common_only`) or the whole loaded state; changed in place."""
+
+    common_only: bool
+    """Whether only the common part was read, to find out what the checkpoint holds."""
+
+    release: bool = False
+    """Whether it is a release, of which Megatron loads the weights alone."""
+
+
+@runtime_checkable
+class CompletesArguments(Protocol):
+    """Has options in a file of its own."""
+
+    @abstractmethod
+    def complete_arguments(self, args: Any) -> None:
+        """Fill in arguments that a file of the user's gives; called before any feature validates them.
+
+        Raises:
+            UserError: the file cannot be used.
+        """
+
+
+@runtime_checkable
+class CutsWorkers(Protocol):
+    """Cuts the data-parallel dimension into workers (`seams.process_groups`), which meet at some iterations only."""
+
+    @abstractmethod
+    def worker_count(self, args: Any) -> int:
+        """Return into how many workers the data-parallel dimension is cut (1 = not at all)."""
+
+    @abstractmethod
+    def may_exit(self, iteration: int) -> bool:
+        """Return whether all ranks meet at this iteration and may vote on ending the run."""
+
+
+@runtime_checkable
+class AddsLayouts(Protocol):
+    """Trains in further parallel layouts (`seams.strategies`)."""
+
+    @abstractmethod
+    def guest_layouts(self, args: Any) -> Sequence[Layout]:
+        """Return further parallel layouts that need process groups, in the order in which they are numbered."""
+
+
+@runtime_checkable
+class ReplacesSchedule(Protocol):
+    """Runs the forward and backward passes of a step in place of Megatron's schedule (`seams.training`)."""
+
+    @abstractmethod
+    def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what a training step calls for its forward and backward passes instead of `original`."""
+
+    @abstractmethod
+    def lengths_of_step(self) -> Sequence[int] | None:
+        """Return the positions of every document of the last step's global batch; None where rows are full."""
+
+
+@runtime_checkable
+class CutsSamples(Protocol):
+    """Trains a part of the samples, and other jobs the rest (`seams.samples`)."""
+
+    @abstractmethod
+    def data_part(self, args: Any) -> tuple[int, int]:
+        """Return (index, count): which part of the training samples is this job's, of how many."""
+
+
+@runtime_checkable
+class WeighsExperts(Protocol):
+    """Changes how loaded experts look to the routers' loss (`seams.router`)."""
+
+    @abstractmethod
+    def expert_weights(self, experts: int) -> Tensor | None:
+        """Return the factors of the experts' token counts in load-balancing losses, fp32, (experts,); None for none."""
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """Keeps weights beside the model's, such as an anchor, which follow when another feature changes the model's."""
+
+    @abstractmethod
+    def meet_before_sharing(self, iteration: int) -> None:
+        """Another feature takes the weights that one worker has after this iteration for those of all."""
+
+    @abstractmethod
+    def follow_weights(self) -> None:
+        """Another feature has given all ranks that train one model new weights, the same to all workers."""
+
+
+@runtime_checkable
+class SavesState(Protocol):
+    """Has state of its own in checkpoints (`seams.checkpoint`)."""
+
+    @abstractmethod
+    def save_state(self, context: SaveContext) -> None:
+        """Put the state into a checkpoint's state dict that was generated, or ask for it in the request of a read."""
+
+    @abstractmethod
+    def load_state(self, context: LoadContext) -> None:
+        """Take the state out of what was read."""
+
+    @abstractmethod
+    def check_load(self, context: LoadContext) -> None:
+        """Say or refuse what a run means in which this feature is not enabled and that loads such a checkpoint.
+
+        Raises:
+            UserError: the state must not be dropped.
+        """
+
+
+CONCERNS = (
+    CompletesArguments,
+    CutsWorkers,
+    AddsLayouts,
+    ReplacesSchedule,
+    CutsSamples,
+    WeighsExperts,
+    KeepsWeights,
+    SavesState,
+)
+"""All protocols of this file."""

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every ability answers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.patching import Patch
+
+__all__ = ["Feature"]
+
+
+class Feature:
+    """One ability: its arguments and its patches; what it does in a run are its methods marked with `@on`.
+
+    A subclass adds the protocols of `megatron_ext.hooks.concerns` that it has: `class Mine(Feature, SavesState)`.
+    """
+
+    name: str = ""
+    """Short name, used in errors, patch names and log keys."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the ability's argument groups."""
+
+    def enabled(self, args: Any) -> bool:
+        """Return whether the parsed arguments ask for the ability."""
+        return False
+
+    def validate(self, args: Any) -> list[str]:
+        """Return every problem of the arguments, one sentence each: the field, and what to change.
+
+        Called before Megatron's own validation, also when the ability is off (for options that need it).
+        """
+        return []
+
+    def adjust_arguments(self, args: Any) -> list[str]:
+        """Change arguments that the ability decides; return one line to print for each change."""
+        return []
+
+    def required_patches(self) -> Sequence[Patch]:
+        """Return every patch that the ability may need; they are applied only when it is enabled.
+
+        An event is raised where the patch is applied that raises it: each event names it.
+        """
+        return ()

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A feature is refused by name, before a run begins, where something of it would never be called."""
+
+import re
+
+import pytest
+
+from megatron_ext.backends.cpu.feature import CpuFeature
+from megatron_ext.errors import UserError
+from megatron_ext.features import all_features
+from megatron_ext.hooks import CutsWorkers, Feature, Hooks, SavesState, StepEnd, feature_problems, on
+from megatron_ext.hooks.concerns import CONCERNS
+
+
+class HalfByBase(Feature, SavesState):
+    name = "half-by-base"
+
+    def save_state(self, context):
+        pass
+
+
+class HalfByMethods(Feature):
+    name = "half-by-methods"
+
+    def worker_count(self, args):
+        return 2
+
+
+class OtherArguments(Feature, CutsWorkers):
+    name = "other-arguments"
+
+    def worker_count(self):
+        return 2
+
+    def may_exit(self, iteration):
+        return True
+
+
+class Unmarked(Feature):
+    name = "unmarked"
+
+    def on_step_end(self, step):
+        pass
+
+
+class FormerHandler(Feature):
+    name = "former-handler"
+
+    def after_step(self, context):
+        pass
+
+
+class FormerPatches(Feature):
+    name = "former-patches"
+
+    def patches(self):
+        return []
+
+
+class Asks(Feature):
+    name = "asks"
+
+    def validate(self):
+        return []
+
+
+class ByMethods(Feature):
+    """Has a whole protocol without naming it, a helper, and a handler under a name of its own."""
+
+    name = "by-methods"
+
+    def worker_count(self, args, *, least=1):
+        return 3
+
+    def may_exit(self, iteration):
+        return True
+
+    def _on_something(self):
+        pass
+
+    @on(StepEnd)
+    def count(self, step):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (HalfByBase, "it has not all of SavesState: add load_state, check_load"),
+        (HalfByMethods, "it has not all of CutsWorkers: add may_exit"),
+        (OtherArguments, "worker_count(self) takes other arguments than CutsWorkers: (self, args)"),
+        (Unmarked, "on_step_end handles no event: mark it with @on(...), or let its name begin otherwise"),
+        (FormerHandler, "after_step handles no event: mark it with @on(...), or let its name begin otherwise"),
+        (FormerPatches, "patches is called required_patches"),
+        (Asks, "validate(self) takes other arguments than Feature: (self, args)"),
+        (dict, "it is no named megatron_ext.hooks.Feature"),
+        (Feature, "it is no named megatron_ext.hooks.Feature"),
+        ("text", "it is no named megatron_ext.hooks.Feature"),
+    ],
+)
+def test_what_would_never_be_called_is_said(kind, said):
+    assert feature_problems(kind) == [said]
+
+
+def test_features_of_this_package_and_protocols_without_a_base_are_whole():
+    kinds = [CpuFeature, ByMethods, *(type(feature) for feature in all_features())]
+    assert [feature_problems(kind) for kind in kinds] == [[]] * 6
+    hooks = Hooks()
+    hooks.activate([ByMethods()])
+    assert hooks.worker_count(None) == 3
+
+
+def test_registering_names_the_feature_and_changes_nothing_half():
+    hooks = Hooks()
+    hooks.register([ByMethods()])
+    with pytest.raises(UserError, match=re.escape("the feature 'half-by-methods': it has not all of CutsWorkers: add")):
+        hooks.register([ByMethods(), HalfByMethods()])
+    assert hooks.features == ()
+
+
+def test_every_protocol_of_the_file_is_asked_about():
+    from megatron_ext.hooks import concerns
+
+    listed = {name for name in concerns.__all__ if name not in ("CONCERNS", "LoadContext", "SaveContext")}
+    assert {protocol.__name__ for protocol in CONCERNS} == listed
