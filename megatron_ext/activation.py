@@ -39,7 +39,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
     Raises:
         PatchError: a patch does not fit the installed Megatron.
         UserError: the installed Megatron is of a release that was not tested; `backend` is none of the three, or not
-            the one that is in force.
+            the one that is in force; another package's feature cannot be used.
     """
     global _cpu
     from megatron_ext.errors import UserError
@@ -75,10 +75,10 @@ def patch_megatron(backend: Backend = "auto") -> None:
         patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
         patches.apply(datasets.patches())
         patches.apply(writers_queue.patches())
+        hooks.register((*((CpuFeature(),) if use_cpu else ()), *all_features()))
     except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
         raise
-    hooks.register((*((CpuFeature(),) if use_cpu else ()), *all_features()))
 
 
 def unpatch_megatron() -> None:

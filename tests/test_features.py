@@ -7,6 +7,7 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.features import all_features
+from tests.support.distributed import run_ranks
 
 OWN = ["hot-switch", "local-sgd", "spes", "sync-service"]
 FEATURE = """
@@ -71,6 +72,26 @@ def test_a_feature_that_cannot_be_used_is_named_with_its_package(
         all_features()
     assert f"package {package!r}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def patch_with(folder: str) -> tuple[str, int, bool]:
+    """Return what `patch_megatron` says beside the packages of a folder, and what it leaves behind."""
+    import sys
+
+    from megatron_ext.activation import patch_megatron, registry
+    from megatron_ext.hooks import hooks
+
+    sys.path.insert(0, folder)
+    with pytest.raises(UserError) as caught:
+        patch_megatron("cpu")
+    return str(caught.value), len(registry().applied), bool(hooks.features)
+
+
+def test_beside_a_feature_that_cannot_be_used_nothing_is_patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    installed(tmp_path, "their_gap", HALF, "their_gap:Own", monkeypatch)
+    ((said, applied, registered),) = run_ranks(patch_with, 1, str(tmp_path))
+    assert said.startswith("the feature 'their_gap' (their_gap:Own) of package 'their_gap' cannot be used: it has not")
+    assert (applied, registered) == (0, False)
 
 
 def test_two_packages_with_a_feature_of_one_name_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
