@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CONCERNS",
+    "NEEDING_PATCHES",
     "AddsLayouts",
     "CompletesArguments",
     "CutsSamples",
@@ -92,7 +93,10 @@ class CompletesArguments(Protocol):
 
 @runtime_checkable
 class CutsWorkers(Protocol):
-    """Cuts the data-parallel dimension into workers (`seams.process_groups`), which meet at some iterations only."""
+    """Cuts the data-parallel dimension into workers, which meet at some iterations only.
+
+    Asked by `seams.process_groups.patches()`, and about the exit by `seams.training.patches()`.
+    """
 
     @abstractmethod
     def worker_count(self, args: Any) -> int:
@@ -105,7 +109,7 @@ class CutsWorkers(Protocol):
 
 @runtime_checkable
 class AddsLayouts(Protocol):
-    """Trains in further parallel layouts (`seams.strategies`)."""
+    """Trains in further parallel layouts; asked by `seams.strategies.patches()`."""
 
     @abstractmethod
     def guest_layouts(self, args: Any) -> Sequence[Layout]:
@@ -114,7 +118,10 @@ class AddsLayouts(Protocol):
 
 @runtime_checkable
 class ReplacesSchedule(Protocol):
-    """Runs the forward and backward passes of a step in place of Megatron's schedule (`seams.training`)."""
+    """Runs the forward and backward passes of a step in place of Megatron's schedule.
+
+    Asked by `seams.training.loop_patches()`, and about the lengths by `seams.training.length_patches()`.
+    """
 
     @abstractmethod
     def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,7 +134,7 @@ class ReplacesSchedule(Protocol):
 
 @runtime_checkable
 class CutsSamples(Protocol):
-    """Trains a part of the samples, and other jobs the rest (`seams.samples`)."""
+    """Trains a part of the samples, and other jobs the rest; asked by `seams.samples.patches()`."""
 
     @abstractmethod
     def data_part(self, args: Any) -> tuple[int, int]:
@@ -136,7 +143,7 @@ class CutsSamples(Protocol):
 
 @runtime_checkable
 class WeighsExperts(Protocol):
-    """Changes how loaded experts look to the routers' loss (`seams.router`)."""
+    """Changes how loaded experts look to the routers' loss; asked by `seams.router.patches()`."""
 
     @abstractmethod
     def expert_weights(self, experts: int) -> Tensor | None:
@@ -158,7 +165,7 @@ class KeepsWeights(Protocol):
 
 @runtime_checkable
 class SavesState(Protocol):
-    """Has state of its own in checkpoints (`seams.checkpoint`)."""
+    """Has state of its own in checkpoints; asked by `seams.checkpoint.patches()`."""
 
     @abstractmethod
     def save_state(self, context: SaveContext) -> None:
@@ -177,14 +184,15 @@ class SavesState(Protocol):
         """
 
 
-CONCERNS = (
-    CompletesArguments,
+NEEDING_PATCHES = (
     CutsWorkers,
     AddsLayouts,
     ReplacesSchedule,
     CutsSamples,
     WeighsExperts,
-    KeepsWeights,
     SavesState,
 )
+"""The protocols whose questions are asked only where a patch is applied."""
+
+CONCERNS = (*NEEDING_PATCHES, CompletesArguments, KeepsWeights)
 """All protocols of this file."""

@@ -22,7 +22,7 @@ from megatron_ext.hooks.concerns import (
 from megatron_ext.hooks.events import Event
 from megatron_ext.hooks.feature import Feature
 from megatron_ext.hooks.handlers import handlers_of
-from megatron_ext.hooks.wholeness import feature_problems
+from megatron_ext.hooks.wholeness import feature_problems, unserved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,6 +61,24 @@ class Hooks:
         self.activate(feature for feature in self.features if feature.enabled(args))
         self._decided = True
         return self.active
+
+    def require_served(self, serves: Iterable[tuple[type, ...]]) -> None:
+        """Refuse active features that wait for what does not come.
+
+        Args:
+            serves: `Patch.serves` of all patches that are applied.
+
+        Raises:
+            UserError: a feature has a handler of an event, or a protocol, that none of them serves.
+        """
+        served = {kind for kinds in serves for kind in kinds}
+        for feature in self.active:
+            missing = unserved(type(feature), served)
+            if missing:
+                raise UserError(
+                    f"the feature {feature.name!r} has what no patch of this run calls: {', '.join(missing)}; add the "
+                    "patches that their descriptions in megatron_ext.hooks name to its required_patches"
+                )
 
     def activate(self, features: Iterable[Feature]) -> None:
         """Make these the active features, and find out once what each of them handles and answers."""

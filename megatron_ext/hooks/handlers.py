@@ -9,13 +9,20 @@ from typing import Any
 
 from megatron_ext.hooks.events import Event
 
-__all__ = ["handlers_of", "on"]
+__all__ = ["handlers_of", "needed_events", "on"]
 
-_MARK = "_megatron_ext_event"
+_MARK, _ALWAYS = "_megatron_ext_event", "_megatron_ext_always"
 
 
-def on[F, E: Event](event: type[E]) -> Callable[[Callable[[F, E], None]], Callable[[F, E], None]]:
+def on[F, E: Event](
+    event: type[E], *, always: bool = True
+) -> Callable[[Callable[[F, E], None]], Callable[[F, E], None]]:
     """Return the decorator of a feature's method that is called with every event of this type.
+
+    Args:
+        event: the type.
+        always: whether the feature needs the event, so that a run in which no patch raises it is refused. Off for what
+            only other features' patches raise.
 
     Raises:
         TypeError: `event` is no type of event, or the method takes something else than the event.
@@ -33,6 +40,7 @@ def on[F, E: Event](event: type[E]) -> Callable[[Callable[[F, E], None]], Callab
                 f"(self, event: {event.__name__})"
             ) from None
         setattr(method, _MARK, event)
+        setattr(method, _ALWAYS, always)
         return method
 
     return mark
@@ -43,10 +51,17 @@ def handlers_of(kind: type) -> dict[str, type[Event]]:
 
     A method that replaces a handler of a base class handles the same event, marked or not.
     """
-    found: dict[str, type[Event]] = {}
+    return {name: getattr(method, _MARK) for name, method in _marked(kind).items()}
+
+
+def needed_events(kind: type) -> set[type[Event]]:
+    """Return the events without which a class has handlers that are never called, and should be."""
+    return {getattr(method, _MARK) for method in _marked(kind).values() if getattr(method, _ALWAYS)}
+
+
+def _marked(kind: type) -> dict[str, Any]:
+    """Return the marked methods by name, of several with one name the last that is marked."""
+    found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
-        for name, value in vars(base).items():
-            event: Any = getattr(value, _MARK, None)
-            if event is not None:
-                found[name] = event
+        found.update({name: value for name, value in vars(base).items() if hasattr(value, _MARK)})
     return found

@@ -6,11 +6,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from megatron_ext.hooks.concerns import CONCERNS
+from megatron_ext.hooks.concerns import CONCERNS, NEEDING_PATCHES
 from megatron_ext.hooks.feature import Feature
-from megatron_ext.hooks.handlers import handlers_of
+from megatron_ext.hooks.handlers import handlers_of, needed_events
 
-__all__ = ["feature_problems"]
+__all__ = ["feature_problems", "unserved"]
 
 _LIKE_HANDLERS = ("on_", "before_", "after_")
 _QUESTIONS = ("add_arguments", "enabled", "validate", "adjust_arguments", "required_patches")
@@ -36,6 +36,12 @@ def feature_problems(kind: Any) -> list[str]:
         elif name.startswith(_LIKE_HANDLERS) and name not in handled and callable(getattr(kind, name)):
             problems.append(f"{name} handles no event: mark it with @on(...), or let its name begin otherwise")
     return [problem for problem in problems if problem]
+
+
+def unserved(kind: type, served: set[type]) -> list[str]:
+    """Return the names of events and protocols that a feature's class has and that are not among `served`."""
+    protocols = {protocol for protocol in NEEDING_PATCHES if issubclass(kind, protocol)}
+    return sorted(found.__name__ for found in (needed_events(kind) | protocols) - served)
 
 
 def _methods(protocol: type) -> list[str]:

@@ -120,7 +120,7 @@ class HotSwitchFeature(Feature, CompletesArguments, AddsLayouts, ReplacesSchedul
                 refuse_other_vocabulary(context, [strategy.tp for strategy in self._strategies.strategies])
             self._order_changes = order_changes(context)
 
-    @on(GroupsBuilt)
+    @on(GroupsBuilt, always=False)  # workers of local SGD, if there are any
     def on_groups_built(self, event: GroupsBuilt) -> None:
         """Switch inside each worker of local SGD."""
         from megatron_ext.hot_switch.runtime.step import WorkerPlace

@@ -163,6 +163,7 @@ def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Cal
             for line in feature.adjust_arguments(args):
                 say(line)
             registry.apply(feature.required_patches())
+        hooks.require_served(patch.serves for patch in registry.applied)
         return original(args, *rest, **kwargs)
 
     return validate_args

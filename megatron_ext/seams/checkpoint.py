@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import CheckpointRead, SaveContext, SaveStart, hooks
+from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStart, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero
@@ -65,6 +65,7 @@ def load_patches() -> list[Patch]:
             target=f"{_MODULE}:_load_base_checkpoint",
             wrap=_wrap_load,
             parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
+            serves=(CheckpointRead,),
             reason="let features see what a checkpoint holds, and take their state out of what was read",
         ),
         *repairs(),
@@ -78,6 +79,7 @@ def patches() -> list[Patch]:
             name="checkpoint/generate",
             target=f"{_MODULE}:generate_state_dict",
             wrap=_wrap_generate,
+            serves=(SaveStart, SavesState),
             parameters=(
                 "args",
                 "model",

@@ -24,6 +24,7 @@ def patches() -> list[Patch]:
             name="logging/training-log",
             target="megatron.training.training:training_log",
             wrap=_wrap_training_log,
+            serves=(TrainingLog,),
             parameters=("loss_dict", "total_loss_dict", "iteration", "skipped_iter", "is_first_iteration"),
             reason="let features average losses over workers and add their own values",
         ),

@@ -22,6 +22,7 @@ def patches() -> list[Patch]:
             target="megatron.training.models.gpt:GPTModelBuilder.build_distributed_models",
             wrap=_wrap_build,
             parameters=("self", "pg_collection", "ddp_config", "wrap_with_ddp", "data_parallel_random_init"),
+            serves=(BuilderDone,),
             rebind=False,
             reason="let features build more chunks in the way the model was built",
         )

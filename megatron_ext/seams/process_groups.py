@@ -20,7 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_ext.hooks import GroupsBuilt, WorldReady, hooks
+from megatron_ext.hooks import CutsWorkers, GroupsBuilt, WorldReady, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -113,6 +113,7 @@ def patches() -> list[Patch]:
         name="groups/build",
         target="megatron.core.parallel_state:initialize_model_parallel",
         wrap=_wrap_initialize,
+        serves=(WorldReady, GroupsBuilt, CutsWorkers),
         parameters=("create_gloo_process_groups", "distributed_timeout_minutes"),
         reason="build the groups inside each worker and the group across workers",
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_ext.hooks import hooks
+from megatron_ext.hooks import WeighsExperts, hooks
 from megatron_ext.patching import Patch
 
 __all__ = ["metrics_apart", "padding_patches", "patches"]
@@ -22,6 +22,7 @@ def patches() -> list[Patch]:
             name="router/load-balancing",
             target="megatron.core.transformer.moe.moe_utils:switch_load_balancing_loss_func",
             wrap=_wrap_loss,
+            serves=(WeighsExperts,),
             parameters=("tokens_per_expert", "num_experts"),
             reason="let features weight the experts' token counts in the load-balancing losses",
         )

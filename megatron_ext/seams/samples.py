@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import hooks
+from megatron_ext.hooks import CutsSamples, hooks
 from megatron_ext.patching import Patch
 
 __all__ = ["PartOfSamples", "patches"]
@@ -35,6 +35,7 @@ def patches() -> list[Patch]:
             name="data/loader",
             target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
             wrap=_wrap_loader,
+            serves=(CutsSamples,),
             parameters=("dataset", "consumed_samples"),
             reason="give every job its own part of the training samples",
         ),

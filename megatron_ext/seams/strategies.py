@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.hooks import hooks
+from megatron_ext.hooks import AddsLayouts, hooks
 from megatron_ext.params import DEFAULT_ORDER, Layout
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import let_layout_span_workers, spans_workers
@@ -94,6 +94,7 @@ def patches() -> list[Patch]:
             name="strategies/groups",
             target="megatron.core.parallel_state:initialize_model_parallel",
             wrap=_wrap_initialize,
+            serves=(AddsLayouts,),
             parameters=(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",

@@ -13,6 +13,7 @@ from megatron_ext.hooks import (
     EvaluationEnd,
     EvaluationStart,
     ModelBuilt,
+    ReplacesSchedule,
     StepEnd,
     StepStart,
     TrainEnd,
@@ -37,6 +38,7 @@ def chunk_patches() -> list[Patch]:
             target=target,
             wrap=_wrap_wrapping,
             parameters=(parameter,),
+            serves=(ChunksBuilt,),
             reason="let features freeze parameters before gradient buffers are made",
         )
         for name, target, parameter in (
@@ -55,6 +57,7 @@ def model_patches() -> list[Patch]:
             target=f"{_MODULE}:setup_model_and_optimizer",
             wrap=_wrap_setup,
             parameters=("model_type",),
+            serves=(ModelBuilt,),
             reason="tell features of model and optimizer before the data are built",
         )
     ]
@@ -80,6 +83,7 @@ def loop_patches() -> list[Patch]:
             target=f"{_MODULE}:train",
             wrap=_wrap_train,
             parameters=("model", "optimizer", "opt_param_scheduler", "config"),
+            serves=(TrainStart, TrainEnd, TrainLeft),
             reason="tell features that training starts and ends",
         ),
         Patch(
@@ -87,6 +91,7 @@ def loop_patches() -> list[Patch]:
             target=f"{_MODULE}:train_step",
             wrap=_wrap_step,
             parameters=("forward_backward_func", "iteration"),
+            serves=(StepStart, StepEnd, ReplacesSchedule),
             reason="tell features about every step, and let them run its forward and backward passes",
         ),
     ]
@@ -101,6 +106,7 @@ def patches() -> list[Patch]:
             target=f"{_MODULE}:evaluate",
             wrap=_wrap_evaluate,
             parameters=("model",),
+            serves=(EvaluationStart, EvaluationEnd),
             reason="evaluate on the weights that were asked for, and average the loss over all workers",
         ),
         Patch(

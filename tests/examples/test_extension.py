@@ -93,6 +93,20 @@ def test_its_values_are_checked_with_those_of_the_other_abilities(installed: Pat
     assert "--parameter-norm-interval: workers of local SGD would wait for its sum" in ended.traceback
 
 
+def use_without_patches(installed: Path) -> None:
+    """Let this process find the package, in which somebody has forgotten what raises the events."""
+    use(installed)
+    from megatron_ext_example.parameter_norm import ParameterNorm
+
+    ParameterNorm.required_patches = lambda self: []
+
+
+def test_a_feature_that_has_forgotten_its_patches_is_refused_before_training(installed: Path):
+    (ended,) = run_failing_pretrain(toy_gpt(**LOGS), 1, before=partial(use_without_patches, installed))
+    said = "the feature 'parameter-norm' has what no patch of this run calls: TrainStart, TrainingLog; add the patches"
+    assert said in ended.traceback
+
+
 def test_without_its_flag_it_changes_nothing(installed: Path):
     arguments = toy_gpt()
     with_package = run_pretrain(arguments, 1, before=partial(use, installed), probe=names_in_force)

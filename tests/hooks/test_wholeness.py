@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A feature is refused by name, before a run begins, where something of it would never be called."""
 
+import importlib
 import re
 
 import pytest
@@ -8,8 +9,20 @@ import pytest
 from megatron_ext.backends.cpu.feature import CpuFeature
 from megatron_ext.errors import UserError
 from megatron_ext.features import all_features
-from megatron_ext.hooks import CutsWorkers, Feature, Hooks, SavesState, StepEnd, feature_problems, on
-from megatron_ext.hooks.concerns import CONCERNS
+from megatron_ext.hooks import (
+    CutsWorkers,
+    Event,
+    Feature,
+    GroupsBuilt,
+    Hooks,
+    SavesState,
+    StepEnd,
+    StepStart,
+    WeighsExperts,
+    feature_problems,
+    on,
+)
+from megatron_ext.hooks.concerns import CONCERNS, NEEDING_PATCHES
 
 
 class HalfByBase(Feature, SavesState):
@@ -118,8 +131,48 @@ def test_registering_names_the_feature_and_changes_nothing_half():
     assert hooks.features == ()
 
 
+class Waits(Feature, WeighsExperts):
+    """Waits for a step, and for workers if there are any."""
+
+    name = "waits"
+
+    def enabled(self, args):
+        return True
+
+    def expert_weights(self, experts):
+        return None
+
+    @on(StepEnd)
+    def on_step_end(self, step):
+        pass
+
+    @on(GroupsBuilt, always=False)
+    def on_groups_built(self, event):
+        pass
+
+
+def test_a_feature_that_waits_for_what_no_patch_raises_is_refused():
+    hooks = Hooks()
+    hooks.register([Waits()])
+    hooks.require_served([])  # it is not active
+    hooks.enable(None)
+    hooks.require_served([(StepEnd, StepStart), (), (WeighsExperts,)])
+    for serves, missing in (([], "StepEnd, WeighsExperts"), ([(StepEnd,)], "WeighsExperts")):
+        with pytest.raises(UserError) as caught:
+            hooks.require_served(serves)
+        said = f"the feature 'waits' has what no patch of this run calls: {missing}; add the patches that their"
+        assert str(caught.value) == f"{said} descriptions in megatron_ext.hooks name to its required_patches"
+
+
+@pytest.mark.parametrize("kind", [*Event.__subclasses__(), *NEEDING_PATCHES], ids=lambda kind: kind.__name__)
+def test_every_event_and_protocol_names_the_patches_that_serve_it(kind):
+    [(module, function), *_] = re.findall(r"[Bb]y `seams\.(\w+)\.(\w+)\(\)`", kind.__doc__)
+    patches = getattr(importlib.import_module(f"megatron_ext.seams.{module}"), function)()
+    assert kind in {served for patch in patches for served in patch.serves}
+
+
 def test_every_protocol_of_the_file_is_asked_about():
     from megatron_ext.hooks import concerns
 
-    listed = {name for name in concerns.__all__ if name not in ("CONCERNS", "LoadContext", "SaveContext")}
-    assert {protocol.__name__ for protocol in CONCERNS} == listed
+    listed = {name for name, found in vars(concerns).items() if getattr(found, "_is_protocol", False)}
+    assert {protocol.__name__ for protocol in CONCERNS} == listed - {"Protocol"}

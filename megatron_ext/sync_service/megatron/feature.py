@@ -103,7 +103,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
 
     # The run.
 
-    @on(GroupsBuilt)
+    @on(GroupsBuilt, always=False)  # workers of local SGD, if there are any
     def on_groups_built(self, event: GroupsBuilt) -> None:
         """Have workers inside the job."""
         self._groups = event.groups
