@@ -32,7 +32,7 @@ def all_features() -> tuple[Feature, ...]:
     """Return one fresh object per ability.
 
     Raises:
-        UserError: another package's feature cannot be loaded, is no `Feature`, or has the name of another one.
+        UserError: another package's feature cannot be loaded, is no whole `Feature`, or has the name of another one.
     """
     own = [pkgutil.resolve_name(name)() for name in _OWN]
     origins: dict[str, str] = {feature.name: "megatron_ext" for feature in own}
@@ -58,8 +58,9 @@ def _loaded(entry: EntryPoint) -> Feature:
         if not problems:
             made: Feature = kind()
             return made
-    except Exception as problem:  # whatever it is, the run cannot begin without what the user has installed
-        said = " ".join(str(problem).split())
+    # Whatever it is, the run cannot begin without what the user has installed, and shall not end in silence.
+    except (Exception, SystemExit) as problem:
+        said = " ".join(str(problem).split()) or "no further message"
         raise UserError(
             f"{where} cannot be loaded: {type(problem).__name__}: {said}; mend or uninstall that package"
         ) from problem

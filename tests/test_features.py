@@ -56,6 +56,7 @@ def test_another_packages_feature_comes_after_the_four(tmp_path: Path, monkeypat
         ("their_gone", "", "their_gone:Own", r"'their_gone' \(their_gone:Own\) of package 'their_gone' cannot be"),
         ("their_error", "import nowhere_to_be_found", "their_error:Own", "No module named 'nowhere_to_be_found'"),
         ("their_text", "raise ImportError('first\\n  second\\n')", "their_text:Own", "ImportError: first second; mend"),
+        ("their_exit", "raise SystemExit", "their_exit:Own", "cannot be loaded: SystemExit: no further message; mend"),
         ("their_half", HALF, "their_half:Own", "used: it has not all of SavesState: add load_state, check_load"),
         ("their_start", FEATURE.format(name="x") + START, "their_start:Own", "loaded: OSError: no disk; mend"),
         ("their_other", "Own = dict", "their_other:Own", "it is no named megatron_ext.hooks.Feature"),
