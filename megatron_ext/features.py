@@ -32,7 +32,7 @@ def all_features() -> tuple[Feature, ...]:
     """Return one fresh object per ability.
 
     Raises:
-        UserError: another package's feature cannot be loaded, is no whole `Feature`, or has the name of another one.
+        UserError: another package's feature cannot be loaded, is not a whole `Feature`, or has the name of another one.
     """
     own = [pkgutil.resolve_name(name)() for name in _OWN]
     origins: dict[str, str] = {feature.name: "megatron_ext" for feature in own}

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The events that the seams raise, and the Feature that handles them.
 
-An ability of this package is one `Feature`. The seams (`megatron_ext.seams`) know Megatron and raise events; a feature
+A feature of this package is one `Feature`. The seams (`megatron_ext.seams`) know Megatron and raise events; a feature
 knows its algorithm and handles them; neither imports the other. Which features a run has is decided once, when its
 arguments are validated.
 

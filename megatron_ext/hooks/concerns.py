@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What some abilities answer beside what all do: one protocol for each concern.
+"""What some features answer beside what all do: one protocol for each concern.
 
 A feature that has one lists it among its bases, and has all of its methods: half of one is refused by name.
 """

@@ -113,7 +113,7 @@ class Hooks:
             for handler in handlers:
                 handler(event)
         elif not isinstance(event, Event):
-            raise TypeError(f"{event!r} is no event; raise an object of a type in megatron_ext.hooks.events")
+            raise TypeError(f"{event!r} is not an event; raise an object of a type in megatron_ext.hooks.events")
 
     def complete_arguments(self, args: Any) -> None:
         """Let every feature, active or not, read the file that it has arguments in."""

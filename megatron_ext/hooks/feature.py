@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every ability answers."""
+"""What every feature answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Feature"]
 
 
 class Feature:
-    """One ability: its arguments and its patches; what it does in a run are its methods marked with `@on`.
+    """One feature: its arguments and its patches; what it does in a run are its methods marked with `@on`.
 
     A subclass adds the protocols of `megatron_ext.hooks.concerns` that it has: `class Mine(Feature, SavesState)`.
     """
@@ -23,25 +23,25 @@ class Feature:
     """Short name, used in errors, patch names and log keys."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the ability's argument groups."""
+        """Add the feature's argument groups."""
 
     def enabled(self, args: Any) -> bool:
-        """Return whether the parsed arguments ask for the ability."""
+        """Return whether the parsed arguments ask for the feature."""
         return False
 
     def validate(self, args: Any) -> list[str]:
         """Return every problem of the arguments, one sentence each: the field, and what to change.
 
-        Called before Megatron's own validation, also when the ability is off (for options that need it).
+        Called before Megatron's own validation, also when the feature is off (for options that need it).
         """
         return []
 
     def adjust_arguments(self, args: Any) -> list[str]:
-        """Change arguments that the ability decides; return one line to print for each change."""
+        """Change arguments that the feature decides; return one line to print for each change."""
         return []
 
     def required_patches(self) -> Sequence[Patch]:
-        """Return every patch that the ability may need; they are applied only when it is enabled.
+        """Return every patch that the feature may need; they are applied only when it is enabled.
 
         An event is raised where the patch is applied that raises it: each event names it.
         """

@@ -25,10 +25,10 @@ def on[F, E: Event](
             only other features' patches raise.
 
     Raises:
-        TypeError: `event` is no type of event, or the method takes something else than the event.
+        TypeError: `event` is not a type of event, or the method takes something else than the event.
     """
     if not (isinstance(event, type) and issubclass(event, Event) and event is not Event):
-        raise TypeError(f"@on({event!r}): that is no event; megatron_ext.hooks.events has them all")
+        raise TypeError(f"@on({event!r}): that is not an event; megatron_ext.hooks.events has them all")
 
     def mark(method: Callable[[F, E], None]) -> Callable[[F, E], None]:
         try:

@@ -20,7 +20,7 @@ _RENAMED = {"patches": "required_patches"}
 def feature_problems(kind: Any) -> list[str]:
     """Return what keeps an object from being the class of a feature, one sentence each."""
     if not (isinstance(kind, type) and issubclass(kind, Feature) and kind.name):
-        return ["it is no named megatron_ext.hooks.Feature"]
+        return ["it is not a named megatron_ext.hooks.Feature"]
     problems = []
     for protocol in CONCERNS:
         asked = _methods(protocol)

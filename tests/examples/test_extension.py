@@ -84,7 +84,7 @@ def test_each_parameter_counts_once_in_every_layout(installed: Path, layout: str
     assert stock is not None and own == stock
 
 
-def test_its_values_are_checked_with_those_of_the_other_abilities(installed: Path):
+def test_its_values_are_checked_with_those_of_the_other_features(installed: Path):
     wrong = {"parameter_norm_interval": 3, "log_interval": 2, "use_local_sgd": True, "local_sgd_workers": 0}
     (ended,) = run_failing_pretrain(toy_gpt(**wrong), 1, before=partial(use, installed))
     assert ended.exit_code not in (0, None)

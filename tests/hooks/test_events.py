@@ -73,7 +73,7 @@ def test_a_feature_that_is_not_active_is_told_nothing():
 
 @pytest.mark.parametrize("wrong", ["after_step", StepEnd, None], ids=["name", "type", "nothing"])
 def test_only_an_event_can_be_raised(wrong):
-    with pytest.raises(TypeError, match=re.escape(f"{wrong!r} is no event; raise an object of a type in megatron_ext")):
+    with pytest.raises(TypeError, match=re.escape(f"{wrong!r} is not an event; raise an object of a type in meg")):
         Hooks().fire(wrong)
 
 
@@ -88,7 +88,7 @@ def test_an_event_has_its_own_values_and_keeps_them():
 
 @pytest.mark.parametrize("wrong", ["on_step_end", Event, int], ids=["name", "any", "other type"])
 def test_a_handler_of_no_event_is_refused_where_it_is_marked(wrong):
-    with pytest.raises(TypeError, match=re.escape(f"@on({wrong!r}): that is no event")):
+    with pytest.raises(TypeError, match=re.escape(f"@on({wrong!r}): that is not an event")):
         on(wrong)
 
 

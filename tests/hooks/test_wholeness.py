@@ -106,9 +106,9 @@ class ByMethods(Feature):
         (FormerHandler, "after_step handles no event: mark it with @on(...), or let its name begin otherwise"),
         (FormerPatches, "patches is called required_patches"),
         (Asks, "validate(self) takes other arguments than Feature: (self, args)"),
-        (dict, "it is no named megatron_ext.hooks.Feature"),
-        (Feature, "it is no named megatron_ext.hooks.Feature"),
-        ("text", "it is no named megatron_ext.hooks.Feature"),
+        (dict, "it is not a named megatron_ext.hooks.Feature"),
+        (Feature, "it is not a named megatron_ext.hooks.Feature"),
+        ("text", "it is not a named megatron_ext.hooks.Feature"),
     ],
 )
 def test_what_would_never_be_called_is_said(kind, said):
