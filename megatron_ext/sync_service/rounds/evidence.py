@@ -15,7 +15,7 @@ The newest round that the journal commits is J, so that round J + 1 is open. S i
 - S = J + 1, a whole file without a record, as releases before this one wrote them: if the round is closed and its
   contributions are there, it is made again, with the same bits. Otherwise the start is refused.
 - S = J + 1, a damaged file: the start is refused.
-- S > J + 1, or contributions to a round after the open one: lines were lost. The start is refused.
+- S > J + 1, or a folder for contributions to a round after the open one: lines were lost. The start is refused.
 
 A journal that is missing or empty is one that commits no round (J = -1). A refused start changes nothing. Nothing is
 ever removed at a start but what the journal shows to be over. `recovery` rebuilds a journal that has lost lines.
@@ -34,7 +34,7 @@ from megatron_ext.sync_service.values.contribution import peer_of
 from megatron_ext.sync_service.values.snapshot import Snapshot, newest_of, snapshot_name, snapshot_number
 from megatron_ext.sync_service.values.spool import round_of
 
-__all__ = ["check_lines", "check_start", "newest_snapshot", "whole_record"]
+__all__ = ["check_lines", "check_start", "lost_lines", "newest_snapshot", "newest_spooled", "whole_record"]
 
 
 def check_start(run: str, folder: Path, keep_snapshots: int, journal: bytes, state: RunState) -> RunRecord | None:
@@ -57,11 +57,11 @@ def check_start(run: str, folder: Path, keep_snapshots: int, journal: bytes, sta
     record = check_lines(run, folder, journal, open_round - 1)
     has_snapshot = (folder / "snapshots" / snapshot_name(open_round)).exists()
     if has_snapshot and record is None and not _can_be_made_again(folder, state):
-        raise _lost_lines(run, folder, open_round - 1)
+        raise lost_lines(run, folder, open_round - 1)
     if record is not None and not _is_closed_as(record, state):
         record = None
-    if _newest_contributions(folder) > open_round + (record is not None):
-        raise _lost_lines(run, folder, open_round - 1)
+    if newest_spooled(folder) > open_round + (record is not None):
+        raise lost_lines(run, folder, open_round - 1)
     _check_kept(run, folder, keep_snapshots, state)
     return record
 
@@ -86,13 +86,18 @@ def check_lines(run: str, folder: Path, journal: bytes, newest: int) -> RunRecor
     if found == newest + 1:
         record = whole_record(folder / "snapshots" / snapshot_name(found), run)
     if found > newest + 1 or (record is not None and not record.follows(journal)):
-        raise _lost_lines(run, folder, newest)
+        raise lost_lines(run, folder, newest)
     return record
 
 
 def newest_snapshot(folder: Path) -> int:
     """Return the newest round that there is a snapshot of in the folder of a run; -1 without any."""
     return newest_of(path.name for path in _entries(folder / "snapshots"))
+
+
+def newest_spooled(folder: Path) -> int:
+    """Return the newest round that there is a folder for contributions to, which may be empty; -1 without any."""
+    return max((number for path in _entries(folder / "spool") if (number := round_of(path)) is not None), default=-1)
 
 
 def whole_record(path: Path, run: str) -> RunRecord | None:
@@ -112,7 +117,7 @@ def whole_record(path: Path, run: str) -> RunRecord | None:
         ) from error
 
 
-def _lost_lines(run: str, folder: Path, newest: int) -> UserError:
+def lost_lines(run: str, folder: Path, newest: int) -> UserError:
     """Return the error that says that a journal has lost lines.
 
     Args:
@@ -121,15 +126,27 @@ def _lost_lines(run: str, folder: Path, newest: int) -> UserError:
         newest: the newest round that its journal commits; -1 for none.
     """
     found = []
-    if newest_snapshot(folder) > newest:
+    has_snapshot, spooled = newest_snapshot(folder) > newest, newest_spooled(folder)
+    if has_snapshot:
         names = sorted(path.name for path in _entries(folder / "snapshots") if snapshot_number(path.name) is not None)
         found.append(f"the snapshots {', '.join(names)}")
-    if _newest_contributions(folder) > newest + 1:
-        found.append(f"contributions to round {_newest_contributions(folder)}")
+    if spooled > newest + 1 and any((folder / "spool").glob(f"round-{spooled:08d}/*.frames")):
+        found.append(f"contributions to round {spooled}")
+    elif not has_snapshot:
+        found.append(f"the empty folder spool/round-{spooled:08d}, made when round {spooled - 1} was committed")
+    if has_snapshot:
+        way_out = (
+            "restore journal.jsonl from a copy, or rebuild it from the newest snapshot with: "
+            f"{recover_command(folder)}"
+        )
+    else:
+        way_out = (
+            "there is no snapshot that it could be rebuilt from, so restore journal.jsonl and the snapshots from a "
+            "copy, or begin a run under another name from a peer's checkpoint"
+        )
     return UserError(
         f"run {run}: {folder} has {' and '.join(found)}, but {_said_of_journal(folder, newest)}: the journal has lost "
-        "lines, and nothing was changed; restore journal.jsonl from a copy, or rebuild it from the newest snapshot "
-        f"with: {recover_command(folder)}"
+        f"lines, and nothing was changed; {way_out}"
     )
 
 
@@ -172,11 +189,6 @@ def _can_be_made_again(folder: Path, state: RunState) -> bool:
     """Return whether the open round is closed, and a file is there for every contribution to it."""
     found = {(round_of(path.parent), peer_of(path)) for path in (folder / "spool").glob("round-*/*.frames")}
     return state.closing is not None and all((state.made_for(peer), peer) in found for peer in state.closing)
-
-
-def _newest_contributions(folder: Path) -> int:
-    """Return the newest round that contributions were made for; -1 without any."""
-    return max((number for path in _entries(folder / "spool") if (number := round_of(path)) is not None), default=-1)
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
-from megatron_ext.sync_service.rounds.evidence import newest_snapshot, whole_record
+from megatron_ext.sync_service.rounds.evidence import lost_lines, newest_snapshot, newest_spooled, whole_record
 from megatron_ext.sync_service.rounds.folder_lock import locked
 from megatron_ext.sync_service.rounds.journal import JournalContent, line_of, parse_journal
 from megatron_ext.sync_service.rounds.members import Policy
@@ -169,6 +169,8 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
             f"run {run}: {folder / _JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
             "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it over"
         )
+    if newest == journal.newest and newest_spooled(folder) > newest + 1:
+        raise lost_lines(run, folder, newest)
     if newest == journal.newest and not journal.damage:
         return "the journal names all rounds that there are snapshots of"
     if newest == journal.newest:

@@ -425,6 +425,39 @@ def test_contributions_to_a_round_that_the_journal_does_not_know_are_refused_and
     assert contents(folder) == before
 
 
+def test_an_empty_folder_for_contributions_is_not_taken_for_contributions(service: Service):
+    folder = folder_of(service)
+    shutil.rmtree(folder / "spool")
+    (folder / f"spool/round-{ROUNDS + 1:08d}").mkdir(parents=True)  # as the server leaves it after the last round
+    (folder / "journal.jsonl").unlink()
+    assert service.start().wait() == 2
+    assert "has the snapshots round-" in service.output and "rebuild it from the newest snapshot" in service.output
+    assert "contributions to round" not in service.output and "empty folder" not in service.output
+
+
+@pytest.mark.parametrize("contributed", [True, False])
+def test_without_journal_and_snapshots_nobody_is_sent_to_recover(
+    service: Service, capsys: pytest.CaptureFixture[str], contributed: bool
+):
+    folder = folder_of(service)
+    (folder / "journal.jsonl").unlink()
+    for name in ("snapshots", "spool"):
+        shutil.rmtree(folder / name)
+    path = folder / f"spool/round-{ROUNDS + 1:08d}"
+    path.mkdir(parents=True)
+    found = f"the empty folder spool/{path.name}, made when round {ROUNDS} was committed"
+    if contributed:
+        (path / "p0.0000000000000001.frames").write_bytes(b"contributed")
+        found = f"contributions to round {ROUNDS + 1}"
+    before = contents(folder)
+    assert service.start().wait() == 2
+    for said in (service.output, refused_recovery(service.state, capsys)):
+        assert f"has {found}, but there is no journal.jsonl: the journal has lost lines" in said
+        assert "no snapshot that it could be rebuilt from, so restore journal.jsonl and the snapshots" in said
+        assert "server recover" not in said
+    assert contents(folder) == before
+
+
 @pytest.mark.parametrize("what", ["damaged", "cut"])
 def test_a_damaged_snapshot_of_the_open_round_is_refused_and_kept(service: Service, what: str):
     folder = folder_of(service)
