@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import grpc
@@ -96,14 +97,14 @@ def memory_and_threads(service: Service) -> tuple[int, int]:
     return int(lines["VmHWM"].split()[0]) >> 10, int(lines["Threads"])
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    """Return how long something takes at best: other processes are busy, too."""
+def assert_prompt(work: Callable[[], object]) -> None:
+    """Check each of five tries: usually within a second, as is promised, and never far beyond on a busy machine."""
     found = []
     for _ in range(5):
         begin = time.monotonic()
         work()
         found.append(time.monotonic() - begin)
-    return min(found)
+    assert median(found) < 1.0 and max(found) < 10.0, found
 
 
 def health_of(address: str) -> None:
@@ -128,9 +129,9 @@ def test_a_thousand_silent_calls_keep_neither_people_nor_peers_waiting(
         client.start(START)
         for _ in range(1000):
             calls.begin(method)
-        assert seconds_of(lambda: people.call("Status", pb2.StatusRequest())) < 1.0
-        assert seconds_of(lambda: health_of(service.address)) < 1.0
-        assert seconds_of(lambda: client.sync(START)) < 1.0
+        assert_prompt(lambda: people.call("Status", pb2.StatusRequest()))
+        assert_prompt(lambda: health_of(service.address))
+        assert_prompt(lambda: client.sync(START))
     people.close()
 
 
