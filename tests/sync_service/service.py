@@ -70,6 +70,11 @@ class Process:
         return self.log.read_text() if self.log.exists() else ""
 
     @property
+    def descriptors(self) -> int:
+        """How many it has open."""
+        return len(os.listdir(f"/proc/{self.pid}/fd"))
+
+    @property
     def exit_code(self) -> int | None:
         """How it has ended, minus the signal if by one; None while it runs."""
         path = self.log.with_name(self.log.name + ".exit")
@@ -105,7 +110,13 @@ class Service:
     extra: dict[str, Any] = field(default_factory=dict)
     server: Process | None = None
 
-    def start(self, *failpoints: str, file_size: int = 0, clock_jumps: bool = False) -> Process:
+    def start(
+        self,
+        *failpoints: str,
+        file_size: int = 0,
+        clock_jumps: bool = False,
+        descriptors: tuple[int, int] | None = None,
+    ) -> Process:
         """Start the server, at the same port every time."""
         config = self.folder / "server.yaml"
         config.write_text(json.dumps({"dir": str(self.state), "bind": self.address, "runs": self.runs, **self.extra}))
@@ -113,7 +124,8 @@ class Service:
         for name in failpoints:
             argv += ["--failpoint", name]
         log = self.folder / f"server.{len(self.processes)}.log"
-        self.server = Process(self.zygote, log, {"argv": argv, "file_size": file_size, "clock_jumps": clock_jumps})
+        limits = {"file_size": file_size, "descriptors": descriptors}
+        self.server = Process(self.zygote, log, {"argv": argv, "clock_jumps": clock_jumps, **limits})
         self.processes.append(self.server)
         until(lambda: "listening at" in self.output or self.server.exit_code is not None, "the server's start")
         return self.server

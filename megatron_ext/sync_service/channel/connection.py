@@ -340,6 +340,9 @@ class Connection:
             # In spite of its name, how long an attempt to connect may take: a far-away or busy server needs its time.
             ("grpc.min_reconnect_backoff_ms", 20_000),
             ("grpc.keepalive_time_ms", 15_000),
+            # In a long interval it is closed here, before the server does that and gRPC says so on stderr. The next
+            # call opens it again.
+            ("grpc.client_idle_timeout_ms", 10_000),
             # Connections of other channels of this process are none of ours.
             ("grpc.use_local_subchannel_pool", 1),
             # No proxy leads back to this machine.

@@ -27,11 +27,13 @@ from megatron_ext.sync_service.protocol.refusal import NameInUse, Reason, Refusa
 from megatron_ext.sync_service.protocol.wire import METHODS
 from megatron_ext.sync_service.server.call_limits import Caller, PeerLimits, Places, SilentCalls
 from megatron_ext.sync_service.server.config import ServerConfig
+from megatron_ext.sync_service.server.connections import Connections
 from megatron_ext.sync_service.server.grpc_health import HEALTH_METHODS, HealthService
 from megatron_ext.sync_service.server.origin import Origin
 from megatron_ext.sync_service.server.threads import Threads
 from megatron_ext.sync_service.server.values_servicer import FRAME_BYTES, ValuesServicer
 from megatron_ext.sync_service.shards.remote_shard import ShardProblem
+from megatron_ext.sync_service.values.durable import described
 
 __all__ = ["Calls"]
 
@@ -99,12 +101,18 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
     """Serves all methods. For one event loop."""
 
     def __init__(
-        self, servicer: ValuesServicer, health: HealthService, config: ServerConfig, token: TokenCheck
+        self,
+        servicer: ValuesServicer,
+        health: HealthService,
+        config: ServerConfig,
+        token: TokenCheck,
+        connections: Connections,
     ) -> None:
-        """Take what answers, and who may ask."""
+        """Take what answers, who may ask, and what is told who has shown the token."""
         self._servicer: Any = servicer
         self._health = health
         self._token = token
+        self._connections = connections
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._seconds = config.silent_seconds
@@ -159,6 +167,8 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
                 await context.abort(
                     grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong; give the server's token_file"
                 )
+            if not is_open:
+                self._connections.know(context.peer())
             call = _Call(context=context, origin=Origin.of_call(context))
             ended = None
             try:
@@ -396,6 +406,6 @@ def _status_of(error: Exception, method: str) -> tuple[Any, str]:
     if isinstance(error, DecodeError):
         return _STATUS["invalid"], f"a message of {method} cannot be read: {error}"
     if isinstance(error, OSError):
-        return grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server cannot write: {error}"
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, f"the server cannot write: {described(error)}"
     log.error("%s has failed", method, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"the server has failed in {method} ({type(error).__name__}); its log says more"

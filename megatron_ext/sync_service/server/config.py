@@ -19,6 +19,7 @@ from megatron_ext.yaml_file import read_yaml
 __all__ = ["ServerConfig", "read_config"]
 
 _LEAST = {
+    "connections": 16,
     "peer_streams": 1,
     "peer_bytes_in_flight": MAX_MESSAGE,
     "peer_slices": 1,
@@ -82,6 +83,13 @@ class ServerConfig:
     """File with the secret, at least 16 characters, by which the servers in shards know each other. All have the same,
     and no peer has it: its holder can change values. Needed with shards where peers have to show something, a
     token or a certificate; where they need not, everybody who reaches the servers may do everything anyway."""
+
+    connections: int = 8192
+    """Connections at a time, as far as the process may have file descriptors; an address has a quarter of them until
+    they have shown the token. Where there are more, its oldest ones end."""
+
+    idle_seconds: float = 30.0
+    """About how long a connection may be without a call; up to twice as long after one."""
 
     peer_streams: int = 1024
     """Uploads and downloads of a peer, all of its ranks together, that may be open at a time."""
@@ -155,8 +163,9 @@ class ServerConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 found.append(f"{name} is {getattr(self, name)}; it must be {least} or more")
-        if not can_be_waited(self.silent_seconds):
-            found.append(f"silent_seconds is {self.silent_seconds}; it must be above 0")
+        for name in ("silent_seconds", "idle_seconds"):
+            if not can_be_waited(getattr(self, name)):
+                found.append(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.keep_snapshots < 1:
             found.append(f"keep_snapshots is {self.keep_snapshots}; it must be 1 or more")
         if not self.runs:

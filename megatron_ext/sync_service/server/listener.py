@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.protocol.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.server.calls import Calls
+from megatron_ext.sync_service.server.connections import Connections
 
 __all__ = ["Listener"]
 
@@ -31,16 +32,26 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 20_000),
 ]
 
+_LONGEST_MS = (1 << 31) - 1
+"""That gRPC can take: almost 25 days."""
+
 
 class Listener:
-    """A port, at which no call is answered before `start`."""
+    """A port, at which no call is answered before `start`.
 
-    def __init__(self, bind: str, credentials: Any) -> None:
+    Attributes:
+        port: its number.
+        connections: at it.
+    """
+
+    def __init__(self, bind: str, credentials: Any, connections: int, idle_seconds: float) -> None:
         """Take the port.
 
         Args:
             bind: ADDRESS:PORT; port 0 for one that the system chooses.
             credentials: gRPC's, for TLS; None without.
+            connections: how many there may be.
+            idle_seconds: how long one may be without a call.
 
         Raises:
             UserError: it is not available.
@@ -51,8 +62,15 @@ class Listener:
         self._calls: Calls | None = None
         self._server: Any = None
 
+        options = [
+            *_OPTIONS,
+            # More are closed before a byte of them is read.
+            ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.max_connection_idle_ms", min(max(1, round(1000 * idle_seconds)), _LONGEST_MS)),
+        ]
+
         async def listen() -> int:
-            self._server = grpc.aio.server(options=_OPTIONS)
+            self._server = grpc.aio.server(options=options)
             if credentials is None:
                 return int(self._server.add_insecure_port(bind))
             return int(self._server.add_secure_port(bind, credentials))
@@ -62,6 +80,7 @@ class Listener:
         except RuntimeError as error:
             self.stop(0.0)
             raise UserError(f"bind {bind}: cannot listen there: {error}") from error
+        self.connections = Connections(self.port, connections // 4)
 
     def start(self, calls: Callable[[], Calls]) -> None:
         """Answer calls, by what `calls` makes in the event loop."""
@@ -72,6 +91,7 @@ class Listener:
             await self._server.start()
 
         self._wait_for(start())
+        self.connections.start()
 
     def stop(self, seconds: float) -> None:
         """End all calls, after some seconds for those that are about to end by themselves."""
@@ -84,6 +104,7 @@ class Listener:
 
         self._wait_for(stop())
         if self._calls is not None:
+            self.connections.close()
             self._calls.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

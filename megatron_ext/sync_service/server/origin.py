@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-__all__ = ["Operators", "Origin"]
+__all__ = ["Operators", "Origin", "end_of"]
 
 _NAMES = ("x509_common_name", "x509_subject_alternative_name", "x509_subject")
 
@@ -61,6 +61,13 @@ class Operators:
     def include(self, origin: Origin) -> bool:
         """Return whether the other end of a call is one of them."""
         return origin.shown == self._own or origin.certificate in self._names
+
+
+def end_of(peer: str) -> tuple[str, int] | None:
+    """Return address and port of gRPC's name of a caller, None where it has none."""
+    kind, _, rest = unquote(peer).partition(":")
+    address, _, port = rest.rpartition(":")
+    return (address.strip("[]").partition("%")[0], int(port)) if kind in ("ipv4", "ipv6") else None
 
 
 def _host_of(peer: str) -> str:

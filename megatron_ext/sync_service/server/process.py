@@ -22,6 +22,7 @@ from megatron_ext.sync_service.protocol.names import path_component
 from megatron_ext.sync_service.rounds.folder_lock import locked
 from megatron_ext.sync_service.server.calls import Calls
 from megatron_ext.sync_service.server.config import ServerConfig
+from megatron_ext.sync_service.server.descriptors import room_for_connections
 from megatron_ext.sync_service.server.grpc_health import HealthService
 from megatron_ext.sync_service.server.listener import Listener
 from megatron_ext.sync_service.server.origin import Operators
@@ -105,7 +106,8 @@ class Server:
         if self._shard_runs:
             first = self._config.shards[0]
             servicer = ShardServicer(self._shard_runs, self._config.shard, first, self._shard_secret)
-        self._listener.start(lambda: Calls(servicer, self._health, self._config, self._token))
+        connections = self._listener.connections
+        self._listener.start(lambda: Calls(servicer, self._health, config, self._token, connections))
         (folder / ADDRESS_FILE).write_text(self.address + "\n")
 
     def wait(self) -> None:
@@ -190,6 +192,7 @@ class Server:
         """Take the port, at which no call is answered before the server is started, and return its address as well."""
         config = self._config
         host, _, wanted = config.bind.rpartition(":")
+        room = room_for_connections(config)
         _try_out(host, int(wanted))
         credentials = None
         if config.tls_cert is not None and config.tls_key is not None:
@@ -197,7 +200,7 @@ class Server:
             problem = validity_problem(config.tls_cert, config.tls_key)
             if problem is not None:
                 log.warning("tls_cert %s: %s; no peer will trust this server", config.tls_cert, problem)
-        listener = Listener(config.bind, credentials)
+        listener = Listener(config.bind, credentials, room, config.idle_seconds)
         return listener, f"{host}:{listener.port}"
 
 

@@ -18,6 +18,7 @@ from megatron_ext.sync_service.shards.remote_shard import ShardProblem
 from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shards.shards import Shards
 from megatron_ext.sync_service.values.decision import Decision, decide, untouched
+from megatron_ext.sync_service.values.durable import described
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution, Made
 from megatron_ext.sync_service.values.snapshot import Snapshot
@@ -93,7 +94,7 @@ class RoundMaker:
     def _say_problem(self, error: OSError) -> None:
         with self._changed:
             what = "made" if isinstance(error, ShardProblem) else "written"
-            self.problem = f"round {self._store.state.open_round} cannot be {what}: {error}"
+            self.problem = f"round {self._store.state.open_round} cannot be {what}: {described(error)}"
             log.error("%s; trying again", self.problem)
             self._changed.notify_all()
             self._changed.wait(RETRY_SECONDS)

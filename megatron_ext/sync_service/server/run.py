@@ -34,6 +34,7 @@ from megatron_ext.sync_service.shards.remote_shard import RemoteShard, ShardProb
 from megatron_ext.sync_service.shards.sharding import part_of
 from megatron_ext.sync_service.shards.shards import Shards
 from megatron_ext.sync_service.values.contribution import Contribution
+from megatron_ext.sync_service.values.durable import described
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.open_values import OpenValues
 from megatron_ext.sync_service.values.receive import receive
@@ -548,7 +549,7 @@ class Run:
         except ShardProblem:
             raise  # its status says so
         except OSError as error:
-            said, self._unwritten = self._unwritten, f"what peers send cannot be written: {error}"
+            said, self._unwritten = self._unwritten, f"what peers send cannot be written: {described(error)}"
             if said != self._unwritten:
                 log.error("run %s: %s", self.name, self._unwritten)
             raise

@@ -1,12 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are still there, whole, after the machine has lost its power."""
+"""Files that are still there, whole, after the machine has lost its power; and why one cannot be written."""
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
-__all__ = ["replace_file", "sync_path"]
+__all__ = ["described", "lacks_descriptors", "replace_file", "sync_path"]
+
+
+def described(error: OSError) -> str:
+    """Return what an error says, with what mends it where that is not the disk."""
+    if not lacks_descriptors(error):
+        return str(error)
+    return (
+        f"{error}: the server's process has no file descriptor left, and its disk is not the reason; raise the hard "
+        "limit it is started with (ulimit -Hn, or LimitNOFILE= of a systemd unit), or lower connections in its "
+        "configuration"
+    )
+
+
+def lacks_descriptors(error: OSError) -> bool:
+    """Return whether too many files are open."""
+    return error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -28,7 +28,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.protocol.catalog import RESERVED, Catalog
 from megatron_ext.sync_service.protocol.checksum import crc32
 from megatron_ext.sync_service.protocol.frames import Box
-from megatron_ext.sync_service.values.durable import sync_path
+from megatron_ext.sync_service.values.durable import described, lacks_descriptors, sync_path
 from megatron_ext.sync_service.values.spares import SpareFiles
 from megatron_ext.sync_service.values.writeback import Writeback
 
@@ -318,6 +318,8 @@ class Snapshot:
             if path.stat().st_size != size:
                 raise ValueError(f"it has {path.stat().st_size} bytes instead of {size}")
         except (OSError, ValueError, struct.error, KeyError, TypeError) as error:
+            if isinstance(error, OSError) and lacks_descriptors(error):
+                raise UserError(f"{path}: cannot be opened: {described(error)}") from error
             raise UserError(f"{path}: cannot be read as a snapshot ({error}); restore it from a copy") from error
 
     def __contains__(self, name: str) -> bool:

@@ -285,7 +285,8 @@ def test_a_caller_has_half_of_the_threads_at_most_also_with_calls_that_were_canc
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("peer_slices", 1), ("peer_waiting_calls", 1), ("health_watches", 4), ("silent_calls", 4)]
+    ("name", "least"),
+    [("peer_slices", 1), ("peer_waiting_calls", 1), ("health_watches", 4), ("silent_calls", 4), ("connections", 16)],
 )
 def test_a_limit_that_lets_nobody_in_is_refused_in_the_configuration(name: str, least: int):
     config = {"dir": "x", "runs": {"r": RunConfig(peers=1)}}

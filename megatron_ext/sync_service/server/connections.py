@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Connections at the server's port: one address has few that have not shown who they are.
+
+gRPC bounds how many there are altogether, and how long one may be without a call, but not how many come from one
+address. So a thread looks at the process' sockets now and then, and hangs up the oldest of those that are too many. Who
+means it shows the token at once, with its first call, and is counted no longer.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import threading
+from collections import Counter
+from contextlib import suppress
+from typing import NamedTuple
+
+from megatron_ext.sync_service.server.origin import end_of
+from megatron_ext.sync_service.values.durable import described
+
+__all__ = ["Connections"]
+
+log = logging.getLogger(__name__)
+
+_SECONDS = 1.0
+"""Between two looks. One takes about 10 microseconds for each descriptor."""
+
+_SAY_AGAIN_LOOKS = 60
+
+
+class _End(NamedTuple):
+    """The other end of a connection."""
+
+    address: str
+    port: int
+
+
+class Connections:
+    """The connections at a port."""
+
+    def __init__(self, port: int, of_an_address: int) -> None:
+        """Take the port.
+
+        Args:
+            port: at which the server listens.
+            of_an_address: connections that one address has until they have shown who they are.
+        """
+        self._port = port
+        self._of_an_address = of_an_address
+        self._lock = threading.Lock()
+        self._known: set[_End] = set()
+        self._strangers: dict[_End, None] = {}  # the oldest first
+        self._looks_until_said = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="connections", daemon=True)
+
+    def start(self) -> None:
+        """Look at them until `close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no longer."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def know(self, peer: str) -> None:
+        """Count a connection no longer.
+
+        Args:
+            peer: gRPC's name of its other end, which has shown the token.
+        """
+        found = end_of(peer)
+        if found is not None:
+            with self._lock:
+                self._known.add(_End(*found))
+
+    def look(self) -> None:
+        """Hang up the oldest connections of every address that has too many."""
+        found = self._found()
+        with self._lock:
+            # One that has begun meanwhile is known again with its next call.
+            self._known.intersection_update(found)
+            known = set(self._known)
+        ends = [*(end for end in self._strangers if end in found), *found]
+        strangers = self._strangers = dict.fromkeys(end for end in ends if end not in known)
+        counts = Counter(_network_of(end.address) for end in strangers)
+        hung_up: Counter[str] = Counter()
+        for end in strangers:
+            network = _network_of(end.address)
+            if counts[network] - hung_up[network] > self._of_an_address:
+                _hang_up(found[end], self._port, end)
+                hung_up[network] += 1
+        self._say(hung_up)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_SECONDS):
+            try:
+                self.look()
+            except OSError as error:
+                log.error("cannot look at the connections: %s", described(error))
+
+    def _found(self) -> dict[_End, int]:
+        """Return the descriptors of all connections at the port, by their other ends."""
+        found = {}
+        for name in os.listdir("/dev/fd"):
+            end = _end_at(int(name), self._port)
+            if end is not None:
+                found[end] = int(name)
+        return found
+
+    def _say(self, hung_up: Counter[str]) -> None:
+        self._looks_until_said -= 1
+        if hung_up and self._looks_until_said <= 0:
+            self._looks_until_said = _SAY_AGAIN_LOOKS
+            log.warning(
+                "hung up the oldest of more than %d connections of %s that have shown no token, as many as an address "
+                "has of the limit connections; keep it away with a firewall if it is no peer",
+                *(self._of_an_address, ", ".join(sorted(hung_up))),
+            )
+
+
+def _end_at(descriptor: int, port: int) -> _End | None:
+    """Return the other end of the connection that a descriptor is, None if it is none at the port.
+
+    It may be closed meanwhile. It is not duplicated: gRPC would be told of it for longer than it has it.
+    """
+    try:
+        found = socket.socket(fileno=descriptor)
+    except OSError:
+        return None
+    try:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.getsockname()[1] != port:
+            return None
+        address, its_port = found.getpeername()[:2]
+    except OSError:  # it listens, or has ended
+        return None
+    finally:
+        found.detach()
+    return _End(_plain(address), its_port)
+
+
+def _hang_up(descriptor: int, port: int, end: _End) -> None:
+    """End a connection, if it is still there; gRPC closes it, as when the other end does that."""
+    if _end_at(descriptor, port) != end:
+        return
+    with suppress(OSError):
+        found = socket.socket(fileno=descriptor)
+        try:
+            found.shutdown(socket.SHUT_RDWR)
+        finally:
+            found.detach()
+
+
+def _plain(address: str) -> str:
+    """Return an address as gRPC writes it: an IPv4 address that is mapped into IPv6 is one of IPv4."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(found, "ipv4_mapped", None) or found)
+
+
+def _network_of(address: str) -> str:
+    """Return what one party has: an address of IPv4, the half of an address of IPv6 that is its network."""
+    found = ipaddress.ip_address(address)
+    if found.version == 4 or found.is_loopback:
+        return address
+    return str(ipaddress.ip_network((address, 64), strict=False))
