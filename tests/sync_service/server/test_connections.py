@@ -175,21 +175,44 @@ def test_a_connection_without_a_call_ends_and_a_peers_comes_back_by_itself(make_
     assert service.output.count("'peer': 'p0'") >= 1 and "hung up" not in service.output
 
 
-def test_who_has_shown_the_token_is_not_counted(make_service: MakeService, tmp_path: Path):
-    service, connection = guarded(make_service, tmp_path, connections=20, idle_seconds=3600.0)
-    service.start()
-    clients = [service.client("p0", START, connection=connection) for _ in range(8)]  # an address has 5 otherwise
-    channels = [client._connection for client in clients]
-    for channel in channels:
-        channel.call("Status", pb2.StatusRequest())
-    with strangers_at(service) as strangers:
-        strangers.connect(8)
-        until(lambda: strangers.hung_up >= 3, "the end of the strangers' oldest")
+@contextmanager
+def shown(service: Service, count: int) -> Iterator[list[list[grpc.ChannelConnectivity]]]:
+    """Hold connections that have shown the token, and yield how each has fared, from its first call on."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.insecure_channel(service.address, options) for _ in range(count)]
+    fared: list[list[grpc.ChannelConnectivity]] = [[] for _ in channels]
+    try:
+        for channel, states in zip(channels, fared, strict=True):
+            call: Any = channel.unary_unary(METHODS + "Status")
+            metadata = [("authorization", f"Bearer {TOKEN}")]
+            call(pb2.StatusRequest().SerializeToString(), timeout=60, metadata=metadata, wait_for_ready=True)
+            channel.subscribe(states.append)
+        until(lambda: all(fared), "the states of the connections")
+        yield fared
+    finally:
         for channel in channels:
-            channel.call("Status", pb2.StatusRequest())
-    assert "trying again" not in service.output
-    for channel in channels:
-        channel.close()
+            channel.close()
+
+
+def test_connections_that_have_shown_the_token_are_not_hung_up(make_service: MakeService, tmp_path: Path):
+    service, _ = guarded(make_service, tmp_path, connections=20, idle_seconds=3600.0)
+    service.start()
+    with shown(service, 8) as fared, strangers_at(service) as strangers:  # an address has 5 otherwise
+        strangers.connect(8)
+        until(lambda: strangers.hung_up == 3, "the end of the strangers' oldest")
+        assert all(states == [grpc.ChannelConnectivity.READY] for states in fared)
+
+
+def test_more_connections_than_there_may_be_are_refused_and_the_others_stay(make_service: MakeService, tmp_path: Path):
+    service, _ = guarded(make_service, tmp_path, connections=20, idle_seconds=3600.0)
+    server = service.start()
+    with shown(service, 20) as fared, strangers_at(service) as strangers:
+        before = server.descriptors
+        strangers.connect(8)
+        until(lambda: strangers.hung_up == 8, "the refusal of those that are too many")
+        assert all(states == [grpc.ChannelConnectivity.READY] for states in fared)
+        assert server.descriptors <= before
+    assert "hung up" not in service.output
 
 
 def test_the_soft_limit_is_raised_and_too_low_a_hard_one_is_refused_in_one_line(
