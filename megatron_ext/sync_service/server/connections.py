@@ -117,7 +117,7 @@ class Connections:
             self._looks_until_said = _SAY_AGAIN_LOOKS
             log.warning(
                 "hung up the oldest of more than %d connections of %s that have shown no token, as many as an address "
-                "has of the limit connections; keep it away with a firewall if it is no peer",
+                "has of the limit connections; keep it away with a firewall unless it is a peer",
                 *(self._of_an_address, ", ".join(sorted(hung_up))),
             )
 

@@ -11,7 +11,7 @@ __all__ = ["described", "lacks_descriptors", "replace_file", "sync_path"]
 
 
 def described(error: OSError) -> str:
-    """Return what an error says, with what mends it where that is not the disk."""
+    """Return what an error says, with the fix where the disk is not the reason."""
     if not lacks_descriptors(error):
         return str(error)
     return (

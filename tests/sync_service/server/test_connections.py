@@ -49,7 +49,7 @@ class Strangers:
         self._thread.start()
 
     def connect(self, count: int) -> None:
-        """Open so many."""
+        """Open `count` of them."""
         for _ in range(count):
             self._connect()
 
