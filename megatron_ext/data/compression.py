@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import gzip
 import io
 import lzma
@@ -24,6 +25,7 @@ __all__ = [
     "open_file",
     "opened",
     "uncompressed_name",
+    "unread_compression",
 ]
 
 _MAGIC = {
@@ -39,6 +41,14 @@ _ZSTD_SKIPPABLE, _ZSTD_SKIPPABLE_END = bytes(range(0x50, 0x60)), b"\x2a\x4d\x18"
 """First byte and what follows it of a frame without data, with which parallel zstd begins a file."""
 
 _COMPRESSION_OF_SUFFIX = {".gz": "gzip", ".bz2": "bzip2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
+
+_UNREAD_MAGIC = {
+    "lz4": (b"\x04\x22\x4d\x18", b"\x02\x21\x4c\x18"),
+    "compress": (b"\x1f\x9d",),
+    "lzip": (b"LZIP\x01",),
+}
+_UNREAD_SUFFIX = {".lz4": "lz4", ".br": "brotli", ".z": "compress", ".lz": "lzip", ".lzma": "lzma"}
+"""Compressions that are not read. Brotli has no first bytes of its own, and .br is the Breton language's, too."""
 
 BUFFER_BYTES = 1 << 16
 """What is read at once, and how far one can look ahead."""
@@ -64,6 +74,31 @@ def compression_of(head: bytes) -> str | None:
 def compression_of_name(name: str) -> str | None:
     """Return the compression that a file's name promises, or None."""
     return next((kind for suffix, kind in _COMPRESSION_OF_SUFFIX.items() if name.lower().endswith(suffix)), None)
+
+
+def unread_compression(head: bytes, name: str) -> str | None:
+    """Return how a file is compressed in a way that is not read, with what tells it, or None.
+
+    Args:
+        head: Its first bytes; a name counts only where they are no text.
+        name: Its name.
+    """
+    for kind, magics in _UNREAD_MAGIC.items():
+        if head.startswith(magics):
+            return f"{kind} data, as its first bytes say"
+    suffix = next((suffix for suffix in _UNREAD_SUFFIX if name.lower().endswith(suffix)), None)
+    if suffix is None or _is_text(head):
+        return None
+    return f"{_UNREAD_SUFFIX[suffix]} data, as its name says ({name[-len(suffix) :]})"
+
+
+def _is_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file are UTF-8 without control characters other than white space."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return all(character >= " " or character.isspace() for character in text)
 
 
 def uncompressed_name(name: str) -> str:

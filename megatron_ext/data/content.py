@@ -4,7 +4,8 @@
 The rule, in this order; a format that the user gives (`--format`) replaces all of it but 1:
 
 1. gzip, bzip2, xz and zstd are recognized by their first bytes, whatever the name, and what they hold is looked at in
-   the same way. A name that promises one of them (.gz, .bz2, .xz, .zst) and does not keep it is an error.
+   the same way. A name that promises one of them (.gz, .bz2, .xz, .zst) and does not keep it is an error. What is
+   compressed in another way (lz4, brotli, compress, lzip, lzma) is named, and not read.
 2. Parquet and Arrow are recognized by their first bytes; a name that ends in .parquet, .pq, .arrow or .feather is read
    as what it promises.
 3. Archives, UTF-16, UTF-32, and what has a zero byte near its start (binary data) are not read.
@@ -34,6 +35,7 @@ from megatron_ext.data.compression import (
     compression_of_name,
     open_file,
     opened,
+    unread_compression,
 )
 from megatron_ext.data.discover import FileFormat, SourceFile
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES
@@ -61,6 +63,8 @@ _NO_JSON = (
 )
 _LONG_RECORD = "write one JSON line per document, or use --format json, or --format text to take each file as one text"
 
+_PACK_AGAIN = "decompress the file, or pack it again with gzip, bzip2, xz or zstd"
+
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _UTF8_BOM = codecs.BOM_UTF8
 
@@ -87,7 +91,17 @@ class Unread:
     """A file that is not read."""
 
     kind: Literal[
-        "binary", "archive", "encoding", "compression", "length", "strings", "json", "record", "twice", "unreadable"
+        "binary",
+        "archive",
+        "encoding",
+        "compression",
+        "packed",
+        "length",
+        "strings",
+        "json",
+        "record",
+        "twice",
+        "unreadable",
     ]
     """The group it is counted in."""
 
@@ -109,6 +123,9 @@ def content_of(source: SourceFile) -> Content | Unread:
             if promised not in (None, compression):
                 suffix = "." + source.name.rsplit(".", 1)[1]
                 return Unread(kind="compression", message=f"not {promised} data although the name ends in {suffix}")
+            unread = unread_compression(_peek(raw), source.name) if compression is None else None
+            if unread is not None:
+                return Unread(kind="packed", message=f"{unread}, which is not read; {_PACK_AGAIN}")
             with opened(raw, compression, str(source.path)) as stream:
                 found = _format(stream, source, compression)
     except DamagedData as error:

@@ -27,6 +27,7 @@ _NAMES = {
     "archive": ("archive", "archives"),
     "encoding": ("file in UTF-16 or UTF-32", "files in UTF-16 or UTF-32"),
     "compression": ("damaged compressed file", "damaged compressed files"),
+    "packed": ("file compressed in a way that is not read", "files compressed in ways that are not read"),
     "length": ("text too long for one document", "texts too long for one document"),
     "strings": ("JSON array of strings", "JSON arrays of strings"),
     "json": ("file that is not JSON", "files that are not JSON"),
@@ -39,6 +40,7 @@ _NAMES = {
 
 _WAYS_OUT = {
     "encoding": "convert to UTF-8",
+    "packed": "decompress, or pack again with gzip, bzip2, xz or zstd",
     "length": "write one JSON line per document, --format jsonl",
     "strings": "--format json takes each string as a document, --format text each file",
     "json": "--format text takes each file as one text, --format jsonl reads lines",

@@ -12,6 +12,7 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.data.compression import DamagedData, compression_of, opened
+from tests.support.corpus import make, read_texts
 
 FIRST, SECOND = b"one\n" * 30_000, b"two\n" * 30_000
 PACKERS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "bzip2": bz2.compress, "xz": lzma.compress}
@@ -88,3 +89,53 @@ def test_a_file_whose_second_stream_is_damaged_is_refused_by_name(
     (tmp_path / name).write_bytes(data + data[:-4])
     assert main(["data", "prepare", str(tmp_path / name), "--output-prefix", str(tmp_path / "corpus")]) == 2
     assert f"{tmp_path / name}" in (error := capsys.readouterr().err) and "data is truncated" in error
+
+
+BROTLI = bytes.fromhex("0b0280") + b"hello\x03"
+"""What brotli makes of `hello`."""
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18\x64\x40\xa7" + FIRST[:9], "lz4 data, as its first bytes say"),
+        ("no suffix", b"\x02\x21\x4c\x18" + FIRST[:9], "lz4 data, as its first bytes say"),
+        ("a.jsonl.Z", b"\x1f\x9d\x90" + FIRST[:9], "compress data, as its first bytes say"),
+        ("a.jsonl", b"\x1f\x9d\x90" + FIRST[:9], "compress data, as its first bytes say"),
+        ("a.jsonl.lz", b"LZIP\x01\x0c" + FIRST[:9], "lzip data, as its first bytes say"),
+        ("a.jsonl.br", BROTLI, "brotli data, as its name says (.br)"),
+        ("a.JSONL.BR", BROTLI, "brotli data, as its name says (.BR)"),
+        ("a.lzma", lzma.compress(FIRST, lzma.FORMAT_ALONE), "lzma data, as its name says (.lzma)"),
+    ],
+)
+@pytest.mark.parametrize("file_format", ["auto", "text", "jsonl"])
+def test_what_is_compressed_in_a_way_that_is_not_read_is_said_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, data: bytes, what: str, file_format: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    prefix = str(tmp_path / "out" / "c")
+    arguments = ["data", "prepare", str(tmp_path), "--format", file_format, "--output-prefix", prefix]
+    (tmp_path / "out").mkdir()
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert f"{name}: {what}, which is not read; decompress the file, or pack it again with gzip, bzip2, xz" in said
+
+
+def test_several_files_that_are_compressed_in_such_ways_are_named_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "good.txt").write_text("text")
+    (tmp_path / "a.lz4").write_bytes(b"\x04\x22\x4d\x18" + FIRST[:9])
+    (tmp_path / "b.br").write_bytes(BROTLI)
+    assert main(["data", "prepare", str(tmp_path), "--output-prefix", str(tmp_path / "c")]) == 2
+    said = capsys.readouterr().err
+    assert "2 files compressed in ways that are not read (" in said
+    assert "): decompress, or pack again with gzip, bzip2, xz or zstd; leave them out (--exclude" in said
+
+
+def test_a_text_is_read_whatever_compression_its_name_ends_like(tmp_path: Path) -> None:
+    texts = {"notes.br": "Demat d'an holl\n", "table.z": "\u00e9\t1\n", "x.lz": "LZIP is a format\n"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        make(tmp_path / name, tmp_path / "corpus", overwrite=True)
+        assert read_texts(tmp_path / "corpus") == [text]
