@@ -29,6 +29,7 @@ __all__ = [
     "canonical",
     "differences",
     "gather_all",
+    "gather_at",
     "gather_objects",
     "held_by",
     "numbers_in_words",
@@ -54,6 +55,8 @@ def settings_of(
     if outer.outer_optim_class is not None:
         # A class and its import path are the same choice.
         outer = dataclasses.replace(outer, outer_optim_class=outer.class_path)
+    # What is in force where none is given.
+    outer = dataclasses.replace(outer, outer_optimizer_lr=outer.learning_rate)
     found = {"the version of megatron_ext": __version__}
     configs: tuple[FromArgs, ...] = (config, outer, gta, streaming)
     for each in configs:
@@ -142,6 +145,27 @@ def gather_all(mine: Any, across: Any, inside: Any) -> list[list[Any]]:
         return [[theirs] for theirs in of_workers]
     of_shards = gather_objects(of_workers, inside)
     return [list(of_ranks) for of_ranks in zip(*of_shards, strict=False)]
+
+
+def gather_at(place: str, mine: Any, across: Any, inside: Any) -> list[list[Any]]:
+    """Return what `gather_all` does, at a place to which ranks may come by mistake while others are at another one.
+
+    Args:
+        place: what a rank calls there.
+        mine: any object that can be pickled.
+        across: process group of the ranks that hold the same values, one per worker, in worker order.
+        inside: process group of all ranks of this worker; None when it is this one alone.
+
+    Raises:
+        UserError: other ranks have come to another place; on all ranks.
+    """
+    everyone = gather_all((place, mine), across, inside)
+    places = [each[0] for of_worker in everyone for each in of_worker]
+    if any(each != place for each in places):
+        shards = len(everyone[0])
+        said = held_by(places, lambda found: workers_in_words(found, shards))
+        raise UserError(f"ranks have come to {said}; all ranks must make the same calls in the same order")
+    return [[each[1] for each in of_worker] for of_worker in everyone]
 
 
 def refuse_together(

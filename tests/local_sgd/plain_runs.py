@@ -38,6 +38,7 @@ def wrapped(
     streaming=None,
     total=None,
     buffers="average",
+    inners="same",
     **fields,
 ):
     """Return an inner optimizer wrapped for local SGD."""
@@ -54,6 +55,7 @@ def wrapped(
         shard_group=inside,
         total_global_steps=total,
         buffers=buffers,
+        inner_optimizers=inners,
     )
     return StatefulPostLocalSGDOptimizer(inner, averager, names)
 

@@ -37,7 +37,7 @@ def on_rank(number, add=(), without_local_sgd=False):
     ("add", "said"),
     [
         (["--local-sgd-sync-interval", "3"], "--local-sgd-sync-interval is 2 on ranks 0, 1 and 3 on rank 2;"),
-        (["--outer-optimizer-lr", "0.5"], "--outer-optimizer-lr is not given on ranks 0, 1 and 0.5 on rank 2;"),
+        (["--outer-optimizer-lr", "0.5"], "--outer-optimizer-lr is 0.7 on ranks 0, 1 and 0.5 on rank 2;"),
         (["--local-sgd-codec", "bf16"], "--local-sgd-codec is not given on ranks 0, 1 and 'bf16' on rank 2;"),
         (["--local-sgd-fragments", "2"], "--local-sgd-fragments is 1 on ranks 0, 1 and 2 on rank 2;"),
         (["--local-sgd-pseudo-grad-reducer", "linear"], "-reducer is not given on ranks 0, 1 and 'linear' on rank 2;"),

@@ -55,6 +55,9 @@ class Settings:
     buffers: str
     """What becomes of the module's buffers."""
 
+    inner_optimizers: str
+    """Whether inner optimizers must be the same."""
+
     @property
     def apart(self) -> bool:
         """Whether workers have anchors of their own, so that no round brings all of them together."""
@@ -84,6 +87,7 @@ class Settings:
             **settings_of(self.config, self.outer, self.gta, self.streaming),
             "total_global_steps": canonical(self.total_global_steps),
             "buffers": canonical(self.buffers),
+            "inner_optimizers": canonical(self.inner_optimizers),
             "the number of ranks in shard_group": canonical(inside and dist.get_world_size(inside)),
         }
         everyone = gather_all((problems, settings, writer is not None, dist.get_rank()), across, inside)
@@ -117,4 +121,6 @@ class Settings:
             problems.append("total_global_steps has no effect without use_async; drop it")
         if self.buffers not in ("average", "own"):
             problems.append(f"buffers is {self.buffers!r}; it must be 'average' or 'own'")
+        if self.inner_optimizers not in ("same", "own"):
+            problems.append(f"inner_optimizers is {self.inner_optimizers!r}; it must be 'same' or 'own'")
         return problems

@@ -25,6 +25,7 @@ from megatron_ext.local_sgd.plain_torch.parameters import (
     require_same_memory,
     unit_of,
 )
+from megatron_ext.local_sgd.plain_torch.replaced_weights import ReplacedWeights
 from megatron_ext.local_sgd.plain_torch.same_model import ModelDescription, describe, require_same_model
 from megatron_ext.local_sgd.plain_torch.saved_state import StateGuard
 from megatron_ext.local_sgd.plain_torch.wording import as_fields, speaks_of_fields
@@ -54,6 +55,7 @@ class OuterOptimPeriodicModelAverager:
         shard_group: dist.ProcessGroup | None = None,
         total_global_steps: int | None = None,
         buffers: Literal["average", "own"] = "average",
+        inner_optimizers: Literal["same", "own"] = "same",
     ) -> None:
         """Check the configuration, and that all workers have the same; all ranks must call it.
 
@@ -72,6 +74,8 @@ class OuterOptimPeriodicModelAverager:
             buffers: 'average' = the module's persistent buffers (such as BatchNorm's running statistics) must be equal
                 when the optimizer is wrapped, and are made so wherever workers meet: by their mean where they are
                 floating-point numbers, else by the first worker's. 'own' = every worker keeps its own, unchecked.
+            inner_optimizers: 'same' = their class and all settings but learning rates must be equal on all workers when
+                they are wrapped. 'own' = they may differ, unchecked, as where workers try out settings.
 
         Raises:
             UserError: a value is bad, rounds cannot be written to the file, or another rank has other values or a bad
@@ -94,6 +98,7 @@ class OuterOptimPeriodicModelAverager:
             workers=local_sgd_config.local_sgd_workers,
             total_global_steps=total_global_steps,
             buffers=buffers,
+            inner_optimizers=inner_optimizers,
         )
         self._round_log, self._logged = self._settings.agree(self._across, self._inside)
         self._alone = workers == 1
@@ -104,6 +109,7 @@ class OuterOptimPeriodicModelAverager:
         self._hooks: ForwardHooks | None = None
         self._unchecked: torch.nn.Module | None = None
         self._guard: StateGuard | None = None
+        self._replaced: ReplacedWeights | None = None
         self._buffers: SharedBuffers | None = None
         self._launched_at = 0
         self._schedule = AsyncSchedule(
@@ -161,7 +167,10 @@ class OuterOptimPeriodicModelAverager:
     @torch.no_grad()
     @speaks_of_fields()
     def attach(
-        self, named_parameters: Iterable[tuple[str, torch.Tensor]], model: torch.nn.Module | None = None
+        self,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        model: torch.nn.Module | None = None,
+        inner: torch.optim.Optimizer | None = None,
     ) -> None:
         """Take the parameters to average; without warm-up their present values are the anchor.
 
@@ -170,11 +179,12 @@ class OuterOptimPeriodicModelAverager:
                 their local shards. What several ranks of `shard_group` hold alike counts once in norms: plain
                 tensors, and DTensors along the dimensions in which they are replicated.
             model: the module that has them, by these names; needed with `sync_in_forward`.
+            inner: the optimizer that trains them.
 
         Raises:
             UserError: it was called before, one is not fp32, there are more fragments than layers, the module is
-                missing or lacks a parameter, or the workers' models differ: their parameters, buffers (see `buffers`)
-                or frozen values; on all ranks.
+                missing or lacks a parameter, or the workers' models differ: their parameters, inner optimizers (see
+                `inner_optimizers`), buffers (see `buffers`) or frozen values; on all ranks.
             RuntimeError: the workers' values differ.
         """
         if self._engine is not None:
@@ -195,7 +205,8 @@ class OuterOptimPeriodicModelAverager:
                 observe=self._logged,
             )
             share = self._settings.buffers == "average"
-            described = describe(named, model, units, share)
+            compared = inner if self._settings.inner_optimizers == "same" else None
+            described = describe(named, model, units, share, compared)
             if model is not None and not self._alone:
                 refuse_unfit_buffers(model, self._across, share, self._settings.apart, self.config.use_async)
         except UserError as error:
@@ -222,6 +233,18 @@ class OuterOptimPeriodicModelAverager:
             self._buffers = SharedBuffers(model, self._across) if share else None
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
+        if not self._alone:
+            # After the hooks above, which refuse to load what is on its way.
+            self._replaced = ReplacedWeights(
+                synced,
+                model=model,
+                inner=inner,
+                across=self._across,
+                inside=self._inside,
+                is_anchored=lambda: not engine.in_warmup,
+                say=_say,
+            )
+            self._replaced.expect("wrapped")
 
     def _synced(
         self, named: Mapping[str, torch.Tensor], model: torch.nn.Module | None
@@ -258,6 +281,24 @@ class OuterOptimPeriodicModelAverager:
 
     @torch.no_grad()
     @speaks_of_fields()
+    def before_step(self) -> None:
+        """Make ready for an inner step; all ranks call it before each, and `average_parameters` after it.
+
+        Raises:
+            UserError: the weights are not those that local SGD's anchor belongs to, because others were loaded. Before
+                the first step after the optimizer was wrapped others that are the same on all workers become the
+                anchor, and a line says so.
+        """
+        self._check_weights()
+        self.land()
+
+    def _check_weights(self) -> None:
+        """Check that weights are those that the anchor belongs to."""
+        if self._replaced is not None:
+            self._replaced.check(self.engine.take_anchor)
+
+    @torch.no_grad()
+    @speaks_of_fields()
     def average_parameters(self, params: object = None) -> RoundReport | None:
         """Count one inner step, and do what is due of rounds; all ranks call it after each of their steps.
 
@@ -278,6 +319,8 @@ class OuterOptimPeriodicModelAverager:
                 "parameters were changed while a round was in flight; call averager.land() before the inner "
                 "optimizer's step, as StatefulPostLocalSGDOptimizer does"
             )
+        if self._replaced is not None:
+            self._replaced.forget()
         ended = self.end_round()
         self.step += 1
         if self.step == self.config.local_sgd_warmup_steps:
@@ -359,6 +402,7 @@ class OuterOptimPeriodicModelAverager:
         """
         if not self.config.use_async or self._schedule.total_steps is None:
             raise UserError("wait() is for workers of an asynchronous run: use_async=True, total_global_steps=N")
+        self._check_weights()
         while not self.finished:
             self._meet()
 
@@ -420,6 +464,7 @@ class OuterOptimPeriodicModelAverager:
     @speaks_of_fields()
     def synchronize(self) -> None:
         """Make all workers equal by a round of the whole model now, as at the end of training; all ranks call it."""
+        self._check_weights()
         self.end_round()
         if not self.engine.synced:
             self._take(self.engine.finish())
@@ -435,7 +480,7 @@ class OuterOptimPeriodicModelAverager:
             "own": engine.worker_state(),
             "scalars": engine.scalar_state(),
             "schedule": self._schedule.state(),
-            **self._require_guard().description(),
+            **self._require_guard().description({} if self._replaced is None else self._replaced.known()),
         }
 
     @torch.no_grad()
@@ -457,6 +502,8 @@ class OuterOptimPeriodicModelAverager:
         if guard.is_of_as_many(state):
             self._schedule.load(state["schedule"])
         self.step = int(state["step"])
+        if self._replaced is not None:
+            self._replaced.expect("loaded")
         if not guard.knows_its_weights(state):
             _say(
                 "the saved state is of an earlier release and does not say to which weights it belongs; they are not "

@@ -66,7 +66,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         if averager.keeps_in_step:
             averager.when_met = self._schedules.meet
         averager.when_healed = lambda: reset_non_finite_moments(self.optim)
-        averager.attach(named, model)
+        averager.attach(named, model, optim)
 
     def align_schedulers(self, *schedulers: Any) -> None:
         """Keep learning-rate schedulers of all workers at the same place; all ranks must call it, with the same ones.
@@ -105,6 +105,7 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # overloads
         """Make the inner step, then the outer round if it is due; `last_round` has its report."""
         _refuse_torchs_checkpoint_api()
+        self.averager.before_step()
         given: tuple[tuple[Any, ...], dict[str, Any]] = ((), {} if closure is None else {"closure": closure})
         for before in self._optimizer_step_pre_hooks.values():
             given = before(self, *given) or given
@@ -114,7 +115,6 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         return loss
 
     def _step(self, closure: Callable[[], float] | None = None) -> float | None:
-        self.averager.land()
         if hasattr(self, "found_inf"):
             loss = self._step_scaled()
         else:

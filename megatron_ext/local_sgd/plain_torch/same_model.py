@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_ext.local_sgd.agreement import (
+    canonical,
     differences,
     gather_all,
     gather_objects,
@@ -18,6 +19,7 @@ from megatron_ext.local_sgd.agreement import (
     workers_in_words,
 )
 from megatron_ext.local_sgd.plain_torch.buffers import persistent_buffers
+from megatron_ext.local_sgd.plain_torch.inner_optimizers import inner_problems, settings_by_parameter
 from megatron_ext.local_sgd.plain_torch.parameters import local_part
 from megatron_ext.outer.digest import tensor_digest
 
@@ -37,6 +39,12 @@ class ModelDescription:
     buffers: dict[str, str] = field(default_factory=dict)
     """By persistent buffer, its dtype and shape."""
 
+    inner: str = "not compared"
+    """The class of the inner optimizer."""
+
+    settings: dict[str, Mapping[str, str]] = field(default_factory=dict)
+    """By parameter, the inner optimizer's settings."""
+
     values: dict[str, str] = field(default_factory=dict)
     """By name, digests of what must be equal though no round moves it, or moves it from the start."""
 
@@ -45,7 +53,11 @@ class ModelDescription:
 
 
 def describe(
-    named: Mapping[str, torch.Tensor], model: torch.nn.Module | None, units: Sequence[str], share_buffers: bool
+    named: Mapping[str, torch.Tensor],
+    model: torch.nn.Module | None,
+    units: Sequence[str],
+    share_buffers: bool,
+    inner: torch.optim.Optimizer | None,
 ) -> ModelDescription:
     """Describe what a rank attaches.
 
@@ -54,6 +66,7 @@ def describe(
         model: the module, if it was given.
         units: of the parameters.
         share_buffers: whether workers must begin with equal buffers.
+        inner: the inner optimizer, if it is to be compared.
     """
     buffers = {} if model is None else persistent_buffers(model)
     others = {} if model is None else dict(model.named_parameters())
@@ -68,6 +81,8 @@ def describe(
             for name, value in {**others, **named}.items()
         },
         buffers={f"buffer {name}": f"{buffer.dtype} of shape {list(buffer.shape)}" for name, buffer in buffers.items()},
+        inner="not compared" if inner is None else canonical(type(inner)),
+        settings={} if inner is None else settings_by_parameter(inner, named),
         values={name: str(tensor_digest([value])) for name, value in alike.items()},
         units=list(units),
     )
@@ -107,6 +122,7 @@ def _problems(described: Sequence[ModelDescription]) -> list[str]:
             ]
     found = differences([each.trained for each in described], workers_in_words, "train the same ones on all workers")
     found += differences([each.buffers for each in described], workers_in_words, "build the model alike on all workers")
+    found = found or inner_problems([each.inner for each in described], [each.settings for each in described])
     found = found or _value_problems([each.values for each in described])
     more = f" (and {len(found) - 1} more differences of the models)" if len(found) > 1 else ""
     return [found[0] + more] if found else []

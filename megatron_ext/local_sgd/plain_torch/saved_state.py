@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
-from megatron_ext.local_sgd.agreement import gather_all, refuse_together
+from megatron_ext.local_sgd.agreement import gather_at, refuse_together
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import SyncedTensor
 from megatron_ext.local_sgd.streaming import StreamingConfig
@@ -58,15 +58,19 @@ class StateGuard:
             or gta.reducer == "pairwise"
         )
 
-    def description(self) -> dict[str, Any]:
-        """Return this run's record for a state."""
+    def description(self, replaced: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
+        """Return this run's record for a state.
+
+        Args:
+            replaced: by name, digests of values to which the state belongs, and not to those that have replaced them.
+        """
         return {
             "method": self._method,
             "tuning": self._tuning,
             "parameters": self._shapes,
             "units": self._units,
             "place": self._place,
-            "weights": self._digests(),
+            "weights": {**self._digests(), **{name: list(digest) for name, digest in replaced.items()}},
         }
 
     def knows_its_weights(self, state: Mapping[str, Any]) -> bool:
@@ -100,7 +104,7 @@ class StateGuard:
         except UserError as error:
             own.append(str(error))
         save = state.get("scalars", {}).get("rounds"), None if self._config.use_async else state.get("step")
-        everyone = gather_all((save, own), self._across, self._inside)
+        everyone = gather_at("the loading of a state", (save, own), self._across, self._inside)
         self._require_one_save([[saved for saved, _ in of_worker] for of_worker in everyone])
         refuse_together([[problems for _, problems in of_worker] for of_worker in everyone], own)
 

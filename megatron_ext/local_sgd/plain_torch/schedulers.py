@@ -17,7 +17,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.agreement import (
     canonical,
     differences,
-    gather_all,
+    gather_at,
     gather_objects,
     held_by,
     refuse_together,
@@ -56,7 +56,7 @@ class SchedulesInStep:
         own = [problem for scheduler in schedulers if (problem := _problem(scheduler)) is not None]
         kinds = {"the number of schedulers": canonical(len(schedulers))}
         kinds |= {f"scheduler {place}": type(each).__name__ for place, each in enumerate(schedulers)}
-        everyone = gather_all((own, kinds), self._across, self._inside)
+        everyone = gather_at("align_schedulers()", (own, kinds), self._across, self._inside)
         refuse_together([[problems for problems, _ in of_worker] for of_worker in everyone], own)
         ranks = [kinds for of_worker in everyone for _, kinds in of_worker]
         shards = len(everyone[0])

@@ -20,6 +20,11 @@ SETTINGS = {
         {"outer": {"outer_optimizer_lr": 0.5}},
         "outer_optimizer_lr is 0.7 on workers 0, 2 and 0.5 on worker 1",
     ),
+    "outer rate unless given": (
+        {},
+        {"outer": {"outer_optimizer_lr": 0.5}},
+        "outer_optimizer_lr is 0.7 on workers 0, 2 and 0.5 on worker 1",
+    ),
     "outer momentum": (
         {},
         {"outer": {"outer_optimizer_momentum": 0.5}},
