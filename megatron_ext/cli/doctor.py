@@ -75,7 +75,7 @@ class DoctorReport:
     """What works and what does not."""
 
     tested: list[dict[str, str]] = field(default_factory=list)
-    """`option`, `ability` and `test` of the Megatron options of the support table that work here."""
+    """`option`, `ability` and `test` of the Megatron options of the table of options that work here."""
 
     refused: list[dict[str, str]] = field(default_factory=list)
     """`option`, `ability`, `reason` and `way_out` of the Megatron options that are refused here."""
@@ -206,17 +206,18 @@ def _examine_megatron(report: DoctorReport) -> None:
 
 
 def _examine_options(report: DoctorReport) -> None:
-    from megatron_ext import support
     from megatron_ext.backends import cpu
+    from megatron_ext.options import ABILITIES, ROWS
 
-    for row in support.ROWS:
-        for ability in row.applies_to:
-            if ability == "cpu" and report.backend != "cpu":
-                continue
-            if row.status == "supported":
-                report.tested.append({"option": row.option, "ability": ability, "test": row.tested_by})
-            else:
-                report.refused.append(_refusal(row.option, ability, row.reason, row.way_out))
+    for ability in ABILITIES:
+        if ability == "cpu" and report.backend != "cpu":
+            continue
+        for row in ROWS:
+            verdict = row.verdicts[ability]
+            if verdict.tested_by:
+                report.tested.append({"option": row.option, "ability": ability, "test": verdict.tested_by})
+            elif verdict.refuses:
+                report.refused.append(_refusal(row.option, ability, verdict.reason, verdict.way_out))
     if report.backend == "cpu":
         report.refused += [_refusal(rule.option, "cpu", rule.why, rule.way_out) for rule in cpu.RULES]
 
@@ -271,7 +272,7 @@ def _print(report: DoctorReport) -> None:
 
 def _print_options(report: DoctorReport) -> None:
     """Print the options by feature, refused ones by reason: hundreds of single lines would hide the rest."""
-    from megatron_ext.support import ABILITIES
+    from megatron_ext.options import ABILITIES
 
     for ability, where in ABILITIES.items():
         tested = [entry["option"] for entry in report.tested if entry["ability"] == ability]

@@ -19,8 +19,8 @@ from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
+from megatron_ext.options import refusals
 from megatron_ext.params import GptShape, LatentAttention, ParamsError
-from megatron_ext.support import refusals
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
 
@@ -33,7 +33,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 
     Args:
         args: Megatron's arguments as parsed.
-        feature: the name of hot switching in the support table.
+        feature: the name of hot switching in the table of options.
     """
     config = HotSwitchConfig.from_args(args)
     if not config.active:

@@ -11,12 +11,12 @@ from megatron_ext.config_options import FromArgs
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
+from megatron_ext.options import refusals
 from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
 from megatron_ext.seams.arguments import asks_for_cuda_graphs
-from megatron_ext.support import refusals
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
 
@@ -36,7 +36,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 
     Args:
         args: Megatron's argument namespace.
-        feature: the name of local SGD in the support table.
+        feature: the name of local SGD in the table of options.
     """
     config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
     gta = GTAConfig.from_args(args)

@@ -101,7 +101,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         return bool(args.use_local_sgd and args.local_sgd_workers != 1)
 
     def validate(self, args: Any) -> list[str]:
-        """Check the options by themselves, against the run's shape, and against the support table."""
+        """Check the options by themselves, against the run's shape, and against the table of options."""
         return argument_problems(args, self.name)
 
     def adjust_arguments(self, args: Any) -> list[str]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext import support
+from megatron_ext.options import refusals
 from megatron_ext.seams.arguments import asks_for_cuda_graphs
 
 __all__ = ["ARGUMENT_DEFAULTS", "RULES", "Rule", "problems", "set_argument_defaults"]
@@ -66,7 +66,7 @@ def problems(args: argparse.Namespace) -> list[str]:
             "Transformer Engine or Apex is installed: Megatron would call their CUDA kernels on CPU tensors; "
             "use an environment without them"
         )
-    return found + support.refusals(args, "cpu")
+    return found + refusals(args, "cpu")
 
 
 def _fused_kernels_installed() -> bool:
@@ -275,4 +275,4 @@ RULES: tuple[Rule, ...] = (
         why="the test times GPUs",
     ),
 )
-"""Every rule; which options of data parallelism, optimizers and checkpoints are refused is in `support`."""
+"""Every rule; which options of data parallelism, optimizers and checkpoints ."""

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from megatron_ext.config_options import FromArgs
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.options import refusals
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.support import refusals
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
 from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
@@ -167,7 +167,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 
     Args:
         args: Megatron's argument namespace.
-        feature: the name of the sync service in the support table.
+        feature: the name of the sync service in the table of options.
     """
     config = SyncServiceConfig.from_args(args)
     problems = config.problems()

@@ -79,7 +79,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
         return args.sync_service is not None
 
     def validate(self, args: Any) -> list[str]:
-        """Check the options by themselves, and against the support table."""
+        """Check the options by themselves, and against the table of options."""
         self._reset()  # whatever a former run of this process was
         return argument_problems(args, self.name)
 

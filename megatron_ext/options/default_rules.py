@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of the areas that the support table covers which need no row of their own, and why."""
+"""Options of the areas that the table covers in full which need no row of their own, and why."""
 
 from __future__ import annotations
 

@@ -3,15 +3,27 @@
 
 from __future__ import annotations
 
-from megatron_ext.support.row import asks_for, option, refused, says, tested
-from megatron_ext.support.verdicts import BACKENDS, NEEDS_TE, STRATEGIES, UNTRIED, UNTRIED_HOT, UNTRIED_ON_CPU, WORKERS
+from megatron_ext.options.common_verdicts import (
+    AS_ANY_JOB,
+    BACKENDS,
+    NEEDS_TE,
+    OPEN,
+    STRATEGIES,
+    UNTRIED,
+    UNTRIED_HOT,
+    UNTRIED_THERE,
+    WORKERS,
+)
+from megatron_ext.options.row import is_set, row, says
+from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["OPTIMIZERS"]
 
+_NO_VALUES = refused("the fp32 values that a round moves are not where Megatron's Adam and SGD keep them")
 _EMERGING = says("optimizer", "muon", "dist_muon", "adaptive_muon", "soap", "lion")
 
 OPTIMIZERS = (
-    option(
+    row(
         "--optimizer sgd",
         says("optimizer", "sgd"),
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_sgd_learns"),
@@ -19,8 +31,9 @@ OPTIMIZERS = (
             f"{WORKERS}test_rounds.py::test_sgd_with_interval_one_and_no_momentum_is_synchronous_training"
         ),
         hot_switch=tested(f"{STRATEGIES}test_training.py::test_strategies_without_data_in_a_step_change_nothing"),
+        sync_service=AS_ANY_JOB,
     ),
-    option(
+    row(
         "--optimizer muon, dist_muon, adaptive_muon, soap or lion (layer-wise optimizers)",
         _EMERGING,
         cpu=refused("the package with these optimizers has not been tested on CPU", "use adam or sgd"),
@@ -28,79 +41,106 @@ OPTIMIZERS = (
             "the outer step knows the parameter shards of Megatron's Adam and SGD alone", "use adam or sgd"
         ),
         hot_switch=refused("it has not been tested with several strategies", "use adam or sgd"),
+        sync_service=refused("a round knows the parameter shards of Megatron's Adam and SGD alone", "use adam or sgd"),
     ),
-    option(
+    row(
         "--use-precision-aware-optimizer",
         cpu=NEEDS_TE,
         local_sgd=refused("the fp32 values that the outer step works on are inside the fused optimizer"),
         hot_switch=UNTRIED_HOT,
+        sync_service=_NO_VALUES,
     ),
-    option(
+    row(
         "--optimizer-cpu-offload",
         cpu=refused("the optimizer is in the CPU's memory already"),
         local_sgd=refused("the outer step cannot follow the optimizer's copies to the host yet"),
         hot_switch=UNTRIED_HOT,
+        sync_service=_NO_VALUES,
     ),
-    option(
+    row(
         "--optimizer-cuda-graph",
         cpu=refused("there are no CUDA graphs"),
         local_sgd=refused("a captured step would not see what the outer step writes"),
         hot_switch=UNTRIED_HOT,
+        sync_service=refused("a captured step would not see what a round writes"),
     ),
-    option(
+    row(
         "--cuda-graph-impl full_iteration",
         says("cuda_graph_impl", "full_iteration"),
         local_sgd=refused("a captured iteration cannot have an outer step in some iterations alone"),
         hot_switch=refused("a captured iteration cannot switch strategies"),
+        cpu=OPEN,
+        sync_service=refused("a captured iteration would not see what a round writes"),
     ),
-    option(
+    row(
         "--overlap-param-gather-with-optimizer-step",
         cpu=refused("Megatron does not combine it with torch_dist checkpoints"),
         local_sgd=refused("parameters would be gathered before the outer step has changed them"),
         hot_switch=UNTRIED_HOT,
+        sync_service=refused("parameters would be gathered before a round has changed them"),
     ),
-    option(
+    row(
         "--reuse-grad-buf-for-mxfp8-param-ag",
         cpu=NEEDS_TE,
         local_sgd=refused("the outer step refreshes parameters while that buffer holds gradients"),
         hot_switch=UNTRIED_HOT,
+        sync_service=refused("a round refreshes parameters while that buffer holds gradients"),
     ),
-    option("--fp8-param-gather", cpu=NEEDS_TE, local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
-    option("--fp4-param-gather", cpu=NEEDS_TE, local_sgd=UNTRIED, hot_switch=UNTRIED_HOT),
-    option(
+    row(
+        "--fp8-param-gather",
+        cpu=NEEDS_TE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=UNTRIED_THERE,
+    ),
+    row(
+        "--fp4-param-gather",
+        cpu=NEEDS_TE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=UNTRIED_THERE,
+    ),
+    row(
         "--qk-clip",
         cpu=NEEDS_TE,
         local_sgd=refused("it reduces attention logits over all data-parallel ranks at every step"),
         hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
     ),
-    option(
+    row(
         "--mtp-num-layers",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_multi_token_prediction"),
         local_sgd=UNTRIED,
         hot_switch=refused("the parameter view does not know its layers"),
+        sync_service=UNTRIED_THERE,
     ),
-    option(
+    row(
         "--freeze-all-layers",
-        cpu=UNTRIED_ON_CPU,
+        cpu=UNTRIED_THERE,
         local_sgd=refused("there would be nothing to train"),
         hot_switch=refused("there would be nothing to train"),
+        sync_service=refused("there would be nothing to train"),
     ),
-    option(
+    row(
         "--iterations-to-skip",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_skipped_iterations_train_nothing"),
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
+        sync_service=refused("a skipped iteration is no step, so that the peer would lack rounds that others wait for"),
     ),
-    option(
+    row(
         "--result-rejected-tracker-filename",
-        asks_for("result_rejected_tracker_filename"),
+        is_set("result_rejected_tracker_filename"),
         local_sgd=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
         hot_switch=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
+        cpu=OPEN,
+        sync_service=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
     ),
-    option(
+    row(
         "--perform-rl-step",
         cpu=refused("Megatron's inference engine, which makes the samples, runs on GPUs"),
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
+        sync_service=UNTRIED_THERE,
     ),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The support table: what it refuses, what it promises, and that the docs say the same."""
+"""The table of options: what it refuses, what it promises, and that the docs say the same."""
 
 import ast
 import dataclasses
@@ -9,67 +9,105 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext import support
-from megatron_ext.support.without_rows import WITHOUT_ROWS
+from megatron_ext.options import ABILITIES, ROWS, Row, refusals
+from megatron_ext.options.default_rules import WITHOUT_ROWS
+from megatron_ext.options.verdict import OptionVerdict, accepted, refused
+from megatron_ext.support import markdown
 from tests.support.distributed import REPOSITORY, run_ranks
 
 
+def all_verdicts():
+    """Every option with every ability's verdict on it, those under a circumstance included."""
+    for row in ROWS:
+        for ability, verdict in row.verdicts.items():
+            for each in (verdict, *verdict.exceptions.values()):
+                yield row.option, ability, each
+
+
 def test_the_docs_are_the_table():
-    assert (REPOSITORY / "docs" / "support-table.md").read_text(encoding="utf-8") == support.markdown()
+    assert (REPOSITORY / "docs" / "support-table.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_every_supported_row_names_a_test_that_exists():
-    missing = []
-    for row in support.ROWS:
-        if row.status == "supported":
-            file, _, name = row.tested_by.partition("::")
+def test_every_supported_option_names_a_test_that_exists():
+    missing, found = [], 0
+    for option, _, verdict in all_verdicts():
+        if verdict.status == "supported":
+            file, _, name = verdict.tested_by.partition("::")
             path = Path(REPOSITORY, file)
             tree = ast.parse(path.read_text(encoding="utf-8")) if path.exists() else ast.Module([], [])
             if name not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}:
-                missing.append((row.option, row.tested_by))
-    assert missing == []
+                missing.append((option, verdict.tested_by))
+            found += 1
+    assert missing == [] and found > 90
 
 
-def test_no_option_has_two_verdicts_for_one_ability():
-    pairs = [(row.option, ability) for row in support.ROWS for ability in row.applies_to]
-    assert len(pairs) == len(set(pairs))
+def test_no_option_has_two_rows():
+    options = [row.option for row in ROWS]
+    assert len(options) == len(set(options))
 
 
 def test_no_way_out_leads_to_another_refusal():
-    for row in support.ROWS:
-        named = set(re.findall(r"--[a-z0-9-]+", row.way_out)) - {row.option.split()[0]}
-        for other in support.ROWS:
-            if other.applies_to == row.applies_to and other.option in named:
-                assert other.status == "supported", (row.option, other.option)
+    for option, ability, verdict in all_verdicts():
+        named = set(re.findall(r"--[a-z0-9-]+", verdict.way_out)) - {option.split()[0]}
+        for other in ROWS:
+            assert other.option not in named or not other.verdicts[ability].refuses, (option, other.option)
+
+
+def test_an_ability_that_leaves_the_say_to_another_leaves_it_to_one_that_has_it():
+    for option, ability, verdict in all_verdicts():
+        if verdict.status == "like another":
+            (row,) = (row for row in ROWS if row.option == option)
+            assert verdict.ability != ability and row.verdicts[verdict.ability].status != "like another"
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         {"status": "supported"},
-        {"status": "refused"},
-        {"status": "refused", "tested_by": "tests/x.py::y", "reason": "z"},
-        {"status": "refused", "reason": "z", "applies_to": ("gpu",)},
-        {"status": "refused", "reason": "z", "applies_to": ()},
+        {"status": "refused", "reason": "z"},
+        {"status": "needs a GPU", "way_out": "z"},
+        {"status": "refused", "tested_by": "tests/x.py::y", "reason": "z", "way_out": "z"},
+        {"status": "accepted"},
+        {"status": "like another"},
     ],
 )
-def test_a_row_that_does_not_say_enough_cannot_be_made(wrong):
+def test_a_verdict_that_does_not_say_enough_cannot_be_made(wrong):
+    with pytest.raises(ValueError, match="table of options: "):
+        OptionVerdict(**wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"verdicts": dict.fromkeys([*ABILITIES][1:], accepted("z"))},
+        {"verdicts": dict.fromkeys([*ABILITIES, "gpu"], accepted("z"))},
+        {"flags": ()},
+        {"flags": ("flag",)},
+    ],
+)
+def test_a_row_without_a_verdict_for_each_ability_or_without_flags_cannot_be_made(wrong):
+    verdicts = dict.fromkeys(ABILITIES, refused("z"))
+    right = {"option": "--flag", "flags": ("--flag",), "asked": bool, "verdicts": verdicts}
+    Row(**right)
     with pytest.raises(ValueError, match="--flag"):
-        support.Row(**{"option": "--flag", "applies_to": ("cpu",), "asked": bool, **wrong})
+        Row(**{**right, **wrong})
 
 
 def test_an_unknown_ability_is_an_error():
     with pytest.raises(KeyError):
-        support.refusals(None, "gpu")
+        refusals(None, "gpu")
 
 
 def test_a_row_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        support.ROWS[0].status = "supported"
+        ROWS[0].option = "--flag"
+    with pytest.raises(TypeError):
+        ROWS[0].verdicts["cpu"] = refused("z")
 
 
 # Flags for every row that may be refused with either ability.
 DOUBTFUL = [
+    "",
     "--ddp-param-name-patterns-for-fp32-local-accumulation bias",
     "--create-all-gather-group",
     "--nccl-communicator-config-path nccl.yaml",
@@ -165,8 +203,8 @@ PLAIN = [
 ]
 
 
-def verdicts(lines):
-    """For each command line and ability: (options of all rows that were asked for, refusals)."""
+def said_of(lines):
+    """For each command line: the options of all rows that it asks for, and the refusals of each ability."""
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments
@@ -176,25 +214,28 @@ def verdicts(lines):
     results = []
     for line in lines:
         args = parser.parse_args(line.split())
-        asked = {(row.option, row.applies_to, row.status) for row in support.ROWS if row.asked(args)}
-        results.append((asked, {ability: support.refusals(args, ability) for ability in support.ABILITIES}))
+        asked = {row.option for row in ROWS if row.asked(args)}
+        results.append((asked, {ability: refusals(args, ability) for ability in ABILITIES}))
     return results
 
 
 def test_every_refused_row_fires_on_its_option_and_names_it():
-    (results,) = run_ranks(verdicts, 1, DOUBTFUL)
+    (results,) = run_ranks(said_of, 1, DOUBTFUL)
+    plain = results[0][0]
     fired = set()
-    for line, (asked, refusals) in zip(DOUBTFUL, results, strict=True):
-        refused_by = {ability for _, applies_to, status in asked if status == "refused" for ability in applies_to}
-        assert asked, line
-        for ability, sentences in refusals.items():
+    for line, (asked, said) in zip(DOUBTFUL[1:], results[1:], strict=True):
+        refused_by = {
+            ability for row in ROWS if row.option in asked for ability in ABILITIES if row.verdicts[ability].refuses
+        }
+        assert asked - plain, line
+        for ability, sentences in said.items():
             assert (ability in refused_by) == bool(sentences), (line, ability)
-            assert all(sentence.startswith(line.split()[0]) for sentence in sentences), sentences
-            assert all(support.ABILITIES[ability] in sentence and "; " in sentence for sentence in sentences)
-        fired |= {(option, applies_to) for option, applies_to, status in asked if status == "refused"}
-    expected = {(row.option, row.applies_to) for row in support.ROWS if row.status == "refused"}
+            assert all(line.split()[0] in sentence for sentence in sentences), sentences
+            assert all(ABILITIES[ability] in sentence and "; " in sentence for sentence in sentences)
+        fired |= asked
+    refusing = {row.option for row in ROWS if any(verdict.refuses for verdict in row.verdicts.values())}
     # Megatron's own parser refuses zarr before we could.
-    assert {option for option, _ in expected - fired} <= {"--ckpt-format zarr"}
+    assert refusing - fired <= {"--ckpt-format zarr"}
 
 
 AREAS = {"checkpointing", "distributed init", "regularization", "learning rate and weight decay", "mixed precision"}
@@ -224,18 +265,16 @@ def test_every_megatron_option_of_these_areas_has_a_verdict_or_a_reason_to_have_
     (flags,) = run_ranks(flags_of_the_areas, 1)
     assert len(flags) > 150
     patterns = [pattern for group in WITHOUT_ROWS.values() for pattern in group]
-    # A peer of the sync service is an ordinary job between its rounds: the table names what these cannot follow alone.
-    for ability in ("cpu", "local-sgd"):
-        named = {row.option.split()[0] for row in support.ROWS if ability in row.applies_to}
-        undecided = [
-            flag for flag in flags if flag not in named and not any(fnmatchcase(flag, pattern) for pattern in patterns)
-        ]
-        assert undecided == [], ability
+    named = {flag for row in ROWS for flag in row.flags}
+    undecided = [
+        flag for flag in flags if flag not in named and not any(fnmatchcase(flag, pattern) for pattern in patterns)
+    ]
+    assert undecided == []
     useless = [pattern for pattern in patterns if not any(fnmatchcase(flag, pattern) for flag in flags)]
     assert useless == []
 
 
 def test_what_is_supported_is_not_refused():
-    (results,) = run_ranks(verdicts, 1, PLAIN)
-    for line, (_, refusals) in zip(PLAIN, results, strict=True):
-        assert refusals == {ability: [] for ability in support.ABILITIES}, line
+    (results,) = run_ranks(said_of, 1, PLAIN)
+    for line, (_, said) in zip(PLAIN, results, strict=True):
+        assert said == {ability: [] for ability in ABILITIES}, line

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from megatron_ext.support.row import refused, tested
+from megatron_ext.options.verdict import accepted, like, refused, tested
 
 __all__ = [
     "APART",
+    "AS_ANY_JOB",
+    "AS_A_PEER",
     "BACKENDS",
     "BOOKKEEPING",
     "CONTINUES",
@@ -15,13 +17,16 @@ __all__ = [
     "HOT_SAME",
     "HOT_STATIC",
     "NEEDS_TE",
+    "NO_PEER_FSDP",
+    "OPEN",
+    "PEERS",
     "RESILIENCY",
     "RESUME",
     "SAME",
     "STRATEGIES",
     "UNTRIED",
     "UNTRIED_HOT",
-    "UNTRIED_ON_CPU",
+    "UNTRIED_THERE",
     "WORKERS",
     "WORKERS_BOOKKEEPING",
 ]
@@ -29,6 +34,10 @@ __all__ = [
 BACKENDS = "tests/backends/"
 STRATEGIES = "tests/hot_switch/"
 WORKERS = "tests/local_sgd/"
+PEERS = "tests/sync_service/megatron/"
+
+OPEN = accepted("nothing is known against it, and no test is named for it")
+"""A gap of the table: nobody has looked, or has said so."""
 
 SAME = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
 RESUME = tested(f"{BACKENDS}test_cpu_resume.py::test_a_resumed_run_ends_with_the_same_bits")
@@ -44,8 +53,12 @@ HOT_SAME = tested(f"{STRATEGIES}test_training.py::test_options_that_change_no_re
 HOT_RESUME = tested(f"{STRATEGIES}test_checkpoints.py::test_a_resumed_run_ends_with_the_same_bits")
 HOT_BOOKKEEPING = tested(f"{STRATEGIES}test_checkpoints.py::test_options_for_keeping_and_reading_checkpoints")
 
+AS_ANY_JOB = accepted("between two rounds a peer is an ordinary job")
+AS_A_PEER = like("sync-service")
+NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use --use-distributed-optimizer")
+
 UNTRIED_HOT = refused("it has not been tested with several strategies")
 UNTRIED = refused("it has not been tested with workers that train apart")
-UNTRIED_ON_CPU = refused("it has not been tested there")
+UNTRIED_THERE = refused("it has not been tested there")
 NEEDS_TE = refused("it needs Transformer Engine")
 RESILIENCY = refused("it needs NVIDIA's resiliency extension, which has not been tested")

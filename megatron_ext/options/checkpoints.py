@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on checkpoints."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import (
+    AS_ANY_JOB,
+    BACKENDS,
+    BOOKKEEPING,
+    HOT_BOOKKEEPING,
+    RESILIENCY,
+    STRATEGIES,
+    UNTRIED,
+    UNTRIED_HOT,
+    UNTRIED_THERE,
+    WORKERS,
+    WORKERS_BOOKKEEPING,
+)
+from megatron_ext.options.row import row, says
+from megatron_ext.options.verdict import refused, tested
+
+__all__ = ["CHECKPOINTS"]
+
+_REPLACE = tested(f"{BACKENDS}test_cpu_table.py::test_non_persistent_checkpoints_replace_each_other")
+_WEIGHTS = tested(f"{BACKENDS}test_cpu_resume.py::test_weights_alone_can_be_saved_and_loaded")
+_FRESH = tested(
+    f"{WORKERS}test_checkpoint.py::test_a_sync_point_loads_without_optimizer_state_and_starts_a_fresh_outer_one"
+)
+_HOT_WEIGHTS = tested(f"{STRATEGIES}test_checkpoints.py::test_the_weights_alone_begin_with_a_fresh_optimizer")
+_HOT_FINETUNE = tested(f"{STRATEGIES}test_checkpoints.py::test_finetuning_begins_with_the_first_sequence")
+
+CHECKPOINTS = (
+    row(
+        "--save-retain-interval",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--no-save-rng",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--no-load-rng",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--no-save-optim",
+        cpu=_WEIGHTS,
+        local_sgd=refused(
+            "a checkpoint from the middle of an interval could not be resumed without the optimizers' states",
+            "drop it, and load with --no-load-optim where the weights alone are wanted",
+        ),
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--no-load-optim",
+        cpu=_WEIGHTS,
+        local_sgd=_FRESH,
+        hot_switch=_HOT_WEIGHTS,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--finetune",
+        cpu=_WEIGHTS,
+        local_sgd=_FRESH,
+        hot_switch=_HOT_FINETUNE,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--pretrained-checkpoint",
+        cpu=_WEIGHTS,
+        local_sgd=_FRESH,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--load-main-params-from-ckpt",
+        cpu=UNTRIED_THERE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--override-ckpt-iteration",
+        cpu=UNTRIED_THERE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-checkpoint-args",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-mp-args-from-checkpoint-args",
+        cpu=UNTRIED_THERE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--auto-detect-ckpt-format",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--exit-on-missing-checkpoint",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
+        sync_service=AS_ANY_JOB,
+    ),
+    *(
+        row(
+            f"--save-{what}-interval",
+            cpu=UNTRIED_THERE,
+            local_sgd=UNTRIED,
+            hot_switch=UNTRIED_HOT,
+            sync_service=AS_ANY_JOB,
+        )
+        for what in ("params", "activations", "tokens-per-expert", "wgrads", "dgrads")
+    ),
+    row(
+        "--async-save",
+        cpu=refused("Megatron's writer, a process of its own, picks a CUDA device"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=UNTRIED_THERE,
+    ),
+    row(
+        "--non-persistent-ckpt-type global",
+        says("non_persistent_ckpt_type", "global"),
+        cpu=_REPLACE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--non-persistent-ckpt-type local or in_memory",
+        says("non_persistent_ckpt_type", "local", "in_memory"),
+        cpu=RESILIENCY,
+        local_sgd=RESILIENCY,
+        hot_switch=RESILIENCY,
+        sync_service=RESILIENCY,
+    ),
+)

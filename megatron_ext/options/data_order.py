@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on the samples, and the order in which they are read."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import (
+    AS_ANY_JOB,
+    BACKENDS,
+    OPEN,
+    UNTRIED,
+    UNTRIED_HOT,
+    UNTRIED_THERE,
+)
+from megatron_ext.options.row import row, says
+from megatron_ext.options.verdict import refused, tested
+
+__all__ = ["DATA_ORDER"]
+
+_GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
+_IGNORED = refused("Megatron 0.19 reads it and ignores it")
+
+DATA_ORDER = (
+    row(
+        "--dataloader-type external",
+        says("dataloader_type", "external"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=refused("samples that Megatron does not choose cannot be cut into the peers' parts"),
+    ),
+    row(
+        "--phase-transition-iterations",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=refused("sequences are counted from the first phase on, so that a new corpus would not begin at 0"),
+        sync_service=refused("the peers' parts would have to be cut anew in every phase"),
+    ),
+    row(
+        "--rampup-batch-size",
+        cpu=_IGNORED,
+        local_sgd=refused("Megatron 0.19 reads it and ignores it"),
+        hot_switch=refused("Megatron 0.19 reads it and ignores it"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--step-batch-size-schedule",
+        cpu=_GROWS,
+        local_sgd=UNTRIED,
+        sync_service=refused("it counts the samples of the whole job, of which a peer makes a part"),
+        hot_switch=UNTRIED_HOT,
+    ),
+    row(
+        "--decrease-batch-size-if-needed",
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        cpu=OPEN,
+        sync_service=UNTRIED_THERE,
+    ),
+    row(
+        "--sft",
+        local_sgd=refused("the lengths of its packed samples are added up over all ranks in every step"),
+        cpu=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+)

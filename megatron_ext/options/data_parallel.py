@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on data parallelism and process groups."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import (
+    APART,
+    AS_ANY_JOB,
+    BACKENDS,
+    HOT_SAME,
+    HOT_STATIC,
+    NO_PEER_FSDP,
+    SAME,
+    STRATEGIES,
+    UNTRIED,
+    UNTRIED_HOT,
+    UNTRIED_THERE,
+)
+from megatron_ext.options.row import row, says
+from megatron_ext.options.verdict import refused, tested
+
+__all__ = ["DATA_PARALLEL"]
+
+_LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_what_one_rank_computes")
+_BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
+_BUCKETS = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
+
+DATA_PARALLEL = (
+    row(
+        "--use-distributed-optimizer",
+        cpu=_LAYOUTS,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--overlap-grad-reduce",
+        cpu=_LAYOUTS,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--overlap-param-gather",
+        cpu=_LAYOUTS,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--ddp-bucket-size",
+        cpu=_LAYOUTS,
+        local_sgd=APART,
+        hot_switch=_BUCKETS,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--ddp-num-buckets",
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--ddp-pad-buckets-for-high-nccl-busbw",
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--no-align-grad-reduce",
+        says("align_grad_reduce", False),
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--no-align-param-gather",
+        says("align_param_gather", False),
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--ddp-param-name-patterns-for-fp32-local-accumulation",
+        cpu=UNTRIED_THERE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--ddp-average-in-collective",
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=refused("Megatron does not combine it with --calculate-per-token-loss, which hot switching sets"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--grad-reduce-in-bf16",
+        cpu=_BF16_SUMS,
+        local_sgd=APART,
+        hot_switch=refused("guests' gradients are added in fp32"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        cpu=_BF16_SUMS,
+        local_sgd=APART,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--calculate-per-token-loss",
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--data-parallel-random-init",
+        cpu=tested(f"{BACKENDS}test_cpu_table.py::test_random_weights_per_replica_are_made_equal"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--check-weight-hash-across-dp-replicas-interval",
+        cpu=SAME,
+        local_sgd=refused("between two rounds the workers' weights differ by design"),
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--num-distributed-optimizer-instances above 1",
+        lambda args: args.num_distributed_optimizer_instances > 1,
+        cpu=refused("Megatron's hierarchical groups need the einops package and have not been tested on gloo"),
+        local_sgd=refused(
+            "the workers take the place of the instances",
+            "drop it: the optimizer is sharded inside each worker",
+        ),
+        hot_switch=UNTRIED_HOT,
+        sync_service=UNTRIED_THERE,
+    ),
+    row(
+        "--init-model-with-meta-device",
+        cpu=refused("without FSDP Megatron leaves the weights without values"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-torch-fsdp2",
+        cpu=refused("Megatron builds its device mesh for CUDA", "use --use-distributed-optimizer"),
+        local_sgd=refused(
+            "it shards the parameters over all data-parallel ranks, so no worker would have a whole model",
+            "use --use-distributed-optimizer",
+        ),
+        hot_switch=refused("guests take whole parameters from home", "use --use-distributed-optimizer"),
+        sync_service=NO_PEER_FSDP,
+    ),
+    row(
+        "--use-megatron-fsdp",
+        cpu=refused("its buffers and streams are CUDA's", "use --use-distributed-optimizer"),
+        local_sgd=refused("the outer step cannot write into its sharded parameters", "use --use-distributed-optimizer"),
+        hot_switch=refused("guests take whole parameters from home", "use --use-distributed-optimizer"),
+        sync_service=NO_PEER_FSDP,
+    ),
+)

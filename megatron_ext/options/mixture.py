@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on mixtures of experts."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import (
+    AS_ANY_JOB,
+    OPEN,
+    PEERS,
+    WORKERS,
+)
+from megatron_ext.options.row import row
+from megatron_ext.options.verdict import refused, tested
+
+__all__ = ["MIXTURE"]
+
+MIXTURE = (
+    row(
+        "--moe-router-enable-expert-bias",
+        local_sgd=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases"),
+        cpu=OPEN,
+        hot_switch=OPEN,
+        sync_service=tested(f"{PEERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_peers_biases"),
+    ),
+    row(
+        "--moe-router-load-balancing-type quantile_balancing",
+        lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
+        local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
+        sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
+        cpu=OPEN,
+        hot_switch=OPEN,
+    ),
+    row(
+        "--moe-expert-rank-capacity-factor",
+        local_sgd=refused("all ranks are asked in every step whether one has overflowed"),
+        hot_switch=refused("which tokens are dropped would depend on the strategies"),
+        cpu=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+)

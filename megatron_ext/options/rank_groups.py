@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on the groups of ranks, and on tensor, pipeline and context parallelism."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import (
+    APART,
+    AS_ANY_JOB,
+    BACKENDS,
+    HOT_SAME,
+    NEEDS_TE,
+    SAME,
+    UNTRIED,
+    UNTRIED_HOT,
+    UNTRIED_THERE,
+)
+from megatron_ext.options.row import is_set, row, says
+from megatron_ext.options.verdict import refused, tested
+
+__all__ = ["RANK_GROUPS"]
+
+_GTP = refused("Megatron does not combine it with groups inside the data-parallel dimension")
+
+RANK_GROUPS = (
+    row(
+        "--tensor-parallel-num-weight-shards above the TP size (GTP)",
+        lambda args: (args.tensor_parallel_num_weight_shards or 1) > args.tensor_model_parallel_size,
+        cpu=NEEDS_TE,
+        local_sgd=_GTP,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--expert-tensor-parallel-num-weight-shards above the ETP size (GTP)",
+        lambda args: (
+            (args.expert_tensor_parallel_num_weight_shards or 1)
+            > (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+        ),
+        cpu=NEEDS_TE,
+        local_sgd=_GTP,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--hybrid-context-parallel",
+        cpu=NEEDS_TE,
+        local_sgd=refused("it makes groups of context-parallel ranks that would cross workers"),
+        hot_switch=refused("it cuts rows in another way for every micro-batch"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-tp-pp-dp-mapping",
+        cpu=tested(f"{BACKENDS}test_cpu_layouts.py::test_the_order_of_ranks_does_not_matter"),
+        local_sgd=UNTRIED,
+        hot_switch=refused("strategies number their ranks in Megatron's default order"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-nccl-ub",
+        is_set("nccl_ub"),
+        cpu=refused("it registers buffers with NCCL"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--create-all-gather-group",
+        cpu=UNTRIED_THERE,
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--nccl-communicator-config-path",
+        cpu=refused("it configures NCCL"),
+        local_sgd=refused("the groups inside and across workers would not get its settings"),
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-sharp",
+        cpu=refused("it configures NCCL"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--high-priority-stream-groups",
+        cpu=refused("it configures NCCL"),
+        local_sgd=UNTRIED,
+        hot_switch=UNTRIED_HOT,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--disable-gloo-process-groups",
+        says("use_gloo_process_groups", False),
+        cpu=SAME,
+        local_sgd=APART,
+        hot_switch=HOT_SAME,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--lazy-mpu-init",
+        cpu=refused("Megatron's process groups would never be built"),
+        local_sgd=refused("Megatron's process groups would never be built"),
+        hot_switch=refused("Megatron's process groups would never be built"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--fake-process-group",
+        cpu=refused("nothing would be trained"),
+        local_sgd=refused("nothing would be trained"),
+        hot_switch=refused("nothing would be trained"),
+        sync_service=AS_ANY_JOB,
+    ),
+)

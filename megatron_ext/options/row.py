@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a row of the table of options is, and short words to write rows with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from megatron_ext.options.common_verdicts import AS_A_PEER
+from megatron_ext.options.verdict import ABILITIES, OptionVerdict
+
+__all__ = ["Asked", "Row", "differs", "is_set", "row", "says"]
+
+Asked = Callable[[Any], bool]
+"""Whether Megatron's arguments, parsed and not yet validated, ask for an option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One of Megatron's options, or some of its values, and all that this package says about it."""
+
+    option: str
+    """What sentences call it: the flag, with the value that is meant where the row speaks of one."""
+
+    flags: tuple[str, ...]
+    """The flags of Megatron's parser that the row speaks of."""
+
+    asked: Asked
+    """Whether a run asks for it."""
+
+    verdicts: Mapping[str, OptionVerdict]
+    """By each of `ABILITIES`."""
+
+    def __post_init__(self) -> None:
+        """Check that the row is whole.
+
+        Raises:
+            ValueError: it lacks a verdict or a flag, or has a verdict for what is no ability.
+        """
+        if set(self.verdicts) != set(ABILITIES):
+            odd = sorted(set(self.verdicts) ^ set(ABILITIES))
+            raise ValueError(f"table of options, {self.option}: one verdict for each ability, not for {odd}")
+        if not self.flags or not all(flag.startswith("--") for flag in self.flags):
+            raise ValueError(f"table of options, {self.option}: the flags {self.flags} are none of a command line")
+
+
+def row(
+    option: str,
+    asked: Asked | None = None,
+    *,
+    cpu: OptionVerdict,
+    local_sgd: OptionVerdict,
+    hot_switch: OptionVerdict,
+    sync_service: OptionVerdict,
+    spes: OptionVerdict = AS_A_PEER,
+    flags: tuple[str, ...] | None = None,
+) -> Row:
+    """Return a row.
+
+    Args:
+        option: what sentences call it: the flag, perhaps with a value.
+        asked: whether the arguments ask for it; by default whether the flag's own variable is set.
+        cpu: verdict of the CPU backend.
+        local_sgd: verdict of local SGD.
+        hot_switch: verdict of hot switching.
+        sync_service: verdict of a job that meets others at the sync service.
+        spes: verdict of such a job that trains a part of the experts.
+        flags: the flags that the row speaks of; by default the first word of `option`.
+    """
+    flag = option.split()[0]
+    return Row(
+        option=option,
+        flags=flags or (flag,),
+        asked=asked or is_set(flag.removeprefix("--").replace("-", "_")),
+        verdicts=MappingProxyType(
+            {
+                "cpu": cpu,
+                "local-sgd": local_sgd,
+                "hot-switch": hot_switch,
+                "sync-service": sync_service,
+                "spes": spes,
+            }
+        ),
+    )
+
+
+def is_set(name: str) -> Asked:
+    """Return whether the variable `name` is set to anything but its empty value."""
+    return lambda args: bool(getattr(args, name))
+
+
+def differs(name: str, *values: Any) -> Asked:
+    """Return whether the variable `name` has none of `values`."""
+    return lambda args: getattr(args, name) not in values
+
+
+def says(name: str, *values: Any) -> Asked:
+    """Return whether the variable `name` has one of `values`."""
+    return lambda args: getattr(args, name) in values

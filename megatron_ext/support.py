@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The support page: the table of options (`megatron_ext.options`) as Markdown, for people.
+
+`python -m megatron_ext.support` prints it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.options import ABILITIES, ROWS, OptionVerdict
+
+__all__ = ["markdown"]
+
+
+def markdown() -> str:
+    """Return the table for the documentation."""
+    lines = [
+        "# Megatron options: supported, or refused by name",
+        "",
+        "A supported option names the test that runs it; one that is refused, or needs a GPU, ends the run at its",
+        "start with the sentence below. This file is written by `python -m megatron_ext.support >",
+        "docs/support-table.md`, from the rows in [options](../megatron_ext/options).",
+    ]
+    for ability, where in ABILITIES.items():
+        lines += ["", f"## {where[0].upper()}{where[1:]}", "", *_section(ability)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(ability: str) -> Iterator[str]:
+    """Yield the lines on an ability."""
+    verdicts = list(_verdicts(ability))
+    told = [(option, verdict) for option, verdict in verdicts if verdict.status not in _UNTOLD]
+    if told:
+        yield from ("| option | status | test, or reason and way out |", "|---|---|---|")
+    for option, verdict in told:
+        detail = f"`{verdict.tested_by}`" if verdict.tested_by else f"{verdict.reason}; {verdict.way_out}"
+        yield f"| `{option}` | {verdict.status} | {detail} |"
+    accepted: dict[str, list[str]] = {}
+    for option, verdict in verdicts:
+        if verdict.status == "accepted":
+            accepted.setdefault(verdict.reason, []).append(f"`{option}`")
+    for reason, options in accepted.items():
+        yield from ("", f"Accepted without a test that is named, because {reason}: {', '.join(options)}.")
+    for other in dict.fromkeys(verdict.ability for _, verdict in verdicts if verdict.status == "like another"):
+        yield from ("", f"Of all other options holds what is said of a run {ABILITIES[other]}.")
+
+
+_UNTOLD = ("accepted", "like another")
+
+
+def _verdicts(ability: str) -> Iterator[tuple[str, OptionVerdict]]:
+    """Yield every option with its verdict, and again under each circumstance in which it has another one."""
+    for row in ROWS:
+        verdict = row.verdicts[ability]
+        yield row.option, verdict
+        for circumstance, other in verdict.exceptions.items():
+            yield f"{row.option} with {circumstance}", other
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
