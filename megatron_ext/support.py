@@ -24,6 +24,8 @@ def markdown() -> str:
     ]
     for ability, where in ABILITIES.items():
         lines += ["", f"## {where[0].upper()}{where[1:]}", "", *_section(ability)]
+    lines += ["", "## Other defaults on CPU", ""]
+    lines += [f"- `{row.option}`" for row in ROWS if row.cpu_default]
     return "\n".join(lines) + "\n"
 
 

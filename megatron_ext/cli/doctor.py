@@ -206,7 +206,6 @@ def _examine_megatron(report: DoctorReport) -> None:
 
 
 def _examine_options(report: DoctorReport) -> None:
-    from megatron_ext.backends import cpu
     from megatron_ext.options import ABILITIES, ROWS
 
     for ability in ABILITIES:
@@ -218,8 +217,6 @@ def _examine_options(report: DoctorReport) -> None:
                 report.tested.append({"option": row.option, "ability": ability, "test": verdict.tested_by})
             elif verdict.refuses:
                 report.refused.append(_refusal(row.option, ability, verdict.reason, verdict.way_out))
-    if report.backend == "cpu":
-        report.refused += [_refusal(rule.option, "cpu", rule.why, rule.way_out) for rule in cpu.RULES]
 
 
 def _refusal(option: str, ability: str, reason: str, way_out: str) -> dict[str, str]:

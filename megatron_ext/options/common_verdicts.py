@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.verdict import accepted, like, refused, tested
+from megatron_ext.options.verdict import accepted, like, needs_gpu, refused, tested
 
 __all__ = [
     "APART",
     "AS_ANY_JOB",
     "AS_A_PEER",
     "BACKENDS",
+    "BARE",
     "BOOKKEEPING",
     "CONTINUES",
     "HOT_BOOKKEEPING",
@@ -18,6 +19,7 @@ __all__ = [
     "HOT_STATIC",
     "NEEDS_TE",
     "NO_PEER_FSDP",
+    "NO_TE_ON_CPU",
     "OPEN",
     "PEERS",
     "RESILIENCY",
@@ -39,6 +41,7 @@ PEERS = "tests/sync_service/megatron/"
 OPEN = accepted("nothing is known against it, and no test is named for it")
 """A gap of the table: nobody has looked, or has said so."""
 
+BARE = tested(f"{BACKENDS}test_cpu_options.py::test_a_command_without_any_word_about_the_backend_runs")
 SAME = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
 RESUME = tested(f"{BACKENDS}test_cpu_resume.py::test_a_resumed_run_ends_with_the_same_bits")
 BOOKKEEPING = tested(f"{BACKENDS}test_cpu_resume.py::test_options_for_keeping_and_reading_checkpoints")
@@ -61,4 +64,5 @@ UNTRIED_HOT = refused("it has not been tested with several strategies")
 UNTRIED = refused("it has not been tested with workers that train apart")
 UNTRIED_THERE = refused("it has not been tested there")
 NEEDS_TE = refused("it needs Transformer Engine")
+NO_TE_ON_CPU = needs_gpu("it needs Transformer Engine, which needs a GPU")
 RESILIENCY = refused("it needs NVIDIA's resiliency extension, which has not been tested")

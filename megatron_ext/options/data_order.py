@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
+    APART,
     AS_ANY_JOB,
     BACKENDS,
+    BARE,
+    HOT_STATIC,
     OPEN,
     UNTRIED,
     UNTRIED_HOT,
@@ -62,5 +65,14 @@ DATA_ORDER = (
         cpu=OPEN,
         hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--num-workers 0",
+        says("num_workers", 0),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"num_workers": 0},
     ),
 )

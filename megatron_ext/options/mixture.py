@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
+    NO_TE_ON_CPU,
     OPEN,
     PEERS,
     WORKERS,
 )
-from megatron_ext.options.row import row
-from megatron_ext.options.verdict import refused, tested
+from megatron_ext.options.row import given, row, says
+from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
 
@@ -35,6 +36,38 @@ MIXTURE = (
         local_sgd=refused("all ranks are asked in every step whether one has overflowed"),
         hot_switch=refused("which tokens are dropped would depend on the strategies"),
         cpu=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--moe-grouped-gemm",
+        cpu=needs_gpu("grouped matrix products are CUDA kernels", "without it the experts run one after the other"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--moe-latent-size",
+        given("moe_latent_size"),
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row("--moe-permute-fusion", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row("--moe-router-fusion", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--moe-token-dispatcher-type flex",
+        says("moe_token_dispatcher_type", "flex"),
+        cpu=needs_gpu("DeepEP and HybridEP are CUDA libraries", "use alltoall or allgather"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--moe-enable-deepep",
+        cpu=needs_gpu("DeepEP is a CUDA library", "use --moe-token-dispatcher-type alltoall"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
     ),
 )

@@ -65,14 +65,6 @@ OPTIMIZERS = (
         sync_service=refused("a captured step would not see what a round writes"),
     ),
     row(
-        "--cuda-graph-impl full_iteration",
-        says("cuda_graph_impl", "full_iteration"),
-        local_sgd=refused("a captured iteration cannot have an outer step in some iterations alone"),
-        hot_switch=refused("a captured iteration cannot switch strategies"),
-        cpu=OPEN,
-        sync_service=refused("a captured iteration would not see what a round writes"),
-    ),
-    row(
         "--overlap-param-gather-with-optimizer-step",
         cpu=refused("Megatron does not combine it with torch_dist checkpoints"),
         local_sgd=refused("parameters would be gathered before the outer step has changed them"),

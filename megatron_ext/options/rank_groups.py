@@ -3,23 +3,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_ANY_JOB,
     BACKENDS,
+    BARE,
     HOT_SAME,
+    HOT_STATIC,
     NEEDS_TE,
+    NO_TE_ON_CPU,
+    OPEN,
     SAME,
     UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
 )
-from megatron_ext.options.row import is_set, row, says
-from megatron_ext.options.verdict import refused, tested
+from megatron_ext.options.row import (
+    given,
+    is_set,
+    row,
+    says,
+)
+from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["RANK_GROUPS"]
 
 _GTP = refused("Megatron does not combine it with groups inside the data-parallel dimension")
+
+
+def _splits_sequences(args: Any) -> bool:
+    switches = getattr(args, "hot_switch_strategies", None) or getattr(args, "hot_switch_strategy_file", None)
+    return args.context_parallel_size > 1 and not switches
+
 
 RANK_GROUPS = (
     row(
@@ -112,5 +129,49 @@ RANK_GROUPS = (
         local_sgd=refused("nothing would be trained"),
         hot_switch=refused("nothing would be trained"),
         sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--context-parallel-size above 1",
+        _splits_sequences,
+        cpu=needs_gpu(
+            "Megatron's attention over a split sequence is in Transformer Engine alone",
+            "use 1, or hot switching, which brings its own",
+        ),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--distributed-backend nccl",
+        says("distributed_backend", "nccl"),
+        cpu=needs_gpu("NCCL moves GPU memory", "use gloo, the default here"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--pipeline-model-parallel-comm-backend",
+        given("pipeline_model_parallel_comm_backend"),
+        cpu=needs_gpu("NCCL and UCC move GPU memory"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-ring-exchange-p2p",
+        cpu=needs_gpu("it needs a torch that was built with ring exchange"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row("--tp-comm-overlap", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--distributed-backend gloo",
+        says("distributed_backend", "gloo"),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"distributed_backend": "gloo"},
     ),
 )

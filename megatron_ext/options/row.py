@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from megatron_ext.options.common_verdicts import AS_A_PEER
 from megatron_ext.options.verdict import ABILITIES, OptionVerdict
 
-__all__ = ["Asked", "Row", "differs", "is_set", "row", "says"]
+__all__ = ["Asked", "Row", "differs", "given", "is_set", "row", "says"]
 
 Asked = Callable[[Any], bool]
 """Whether Megatron's arguments, parsed and not yet validated, ask for an option."""
@@ -32,6 +32,10 @@ class Row:
 
     verdicts: Mapping[str, OptionVerdict]
     """By each of `ABILITIES`."""
+
+    cpu_default: Mapping[str, Any] = field(default_factory=dict)
+    """The value that the CPU backend gives it when the command line does not say, by its name in the namespace; empty
+    where Megatron's own default is good there."""
 
     def __post_init__(self) -> None:
         """Check that the row is whole.
@@ -56,6 +60,7 @@ def row(
     sync_service: OptionVerdict,
     spes: OptionVerdict = AS_A_PEER,
     flags: tuple[str, ...] | None = None,
+    cpu_default: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
     """Return a row.
 
@@ -68,12 +73,14 @@ def row(
         sync_service: verdict of a job that meets others at the sync service.
         spes: verdict of such a job that trains a part of the experts.
         flags: the flags that the row speaks of; by default the first word of `option`.
+        cpu_default: its value on CPU by its name in the namespace, where Megatron's own default is not good there.
     """
     flag = option.split()[0]
     return Row(
         option=option,
         flags=flags or (flag,),
         asked=asked or is_set(flag.removeprefix("--").replace("-", "_")),
+        cpu_default=cpu_default,
         verdicts=MappingProxyType(
             {
                 "cpu": cpu,
@@ -89,6 +96,11 @@ def row(
 def is_set(name: str) -> Asked:
     """Return whether the variable `name` is set to anything but its empty value."""
     return lambda args: bool(getattr(args, name))
+
+
+def given(name: str) -> Asked:
+    """Return whether the variable `name` has a value."""
+    return lambda args: getattr(args, name) is not None
 
 
 def differs(name: str, *values: Any) -> Asked:

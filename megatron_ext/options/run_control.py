@@ -14,7 +14,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
 )
 from megatron_ext.options.row import row
-from megatron_ext.options.verdict import refused, tested
+from megatron_ext.options.verdict import tested
 
 __all__ = ["RUN_CONTROL"]
 
@@ -59,20 +59,6 @@ RUN_CONTROL = (
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
         cpu=OPEN,
-        sync_service=AS_ANY_JOB,
-    ),
-    row(
-        "--log-max-attention-logit",
-        local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
-        cpu=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
-    ),
-    row(
-        "--log-straggler",
-        cpu=SAME,
-        local_sgd=refused("its report gathers from all ranks, which makes the workers wait for each other"),
-        hot_switch=UNTRIED_HOT,
         sync_service=AS_ANY_JOB,
     ),
 )

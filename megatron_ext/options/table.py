@@ -10,9 +10,13 @@ from megatron_ext.options.checkpoint_formats import CHECKPOINT_FORMATS
 from megatron_ext.options.checkpoints import CHECKPOINTS
 from megatron_ext.options.data_order import DATA_ORDER
 from megatron_ext.options.data_parallel import DATA_PARALLEL
+from megatron_ext.options.implementations import IMPLEMENTATIONS
+from megatron_ext.options.memory_savings import MEMORY_SAVINGS
 from megatron_ext.options.mixture import MIXTURE
+from megatron_ext.options.model_function import MODEL_FUNCTION
 from megatron_ext.options.optimizers import OPTIMIZERS
 from megatron_ext.options.rank_groups import RANK_GROUPS
+from megatron_ext.options.recording import RECORDING
 from megatron_ext.options.row import Row
 from megatron_ext.options.run_control import RUN_CONTROL
 from megatron_ext.options.verdict import ABILITIES, OptionVerdict
@@ -23,11 +27,15 @@ ROWS: tuple[Row, ...] = (
     *DATA_PARALLEL,
     *RANK_GROUPS,
     *OPTIMIZERS,
+    *IMPLEMENTATIONS,
+    *MEMORY_SAVINGS,
+    *MODEL_FUNCTION,
     *MIXTURE,
     *DATA_ORDER,
     *CHECKPOINT_FORMATS,
     *CHECKPOINTS,
     *RUN_CONTROL,
+    *RECORDING,
 )
 """The table."""
 

@@ -5,7 +5,7 @@ from tests.support.distributed import run_ranks
 from tests.support.presets import toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
-# Every rule of `options.RULES`, by flags that break it.
+# Every row of the table of options that needs a GPU, by flags that ask for it.
 REFUSED = [
     "--context-parallel-size 2",
     "--distributed-backend nccl",
@@ -60,21 +60,23 @@ ALLOWED = [
 
 
 def parse(command_lines):
-    """Return (problems, options of the rules that fired, number of rules) for each command line."""
+    """Return (problems, options that need a GPU and are asked for, number of such rows) for each command line."""
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments
 
-    from megatron_ext.backends.cpu import RULES, problems, set_argument_defaults
+    from megatron_ext.backends.cpu import problems, set_argument_defaults
+    from megatron_ext.options import ROWS
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     set_argument_defaults(parser)
+    rows = [row for row in ROWS if row.verdicts["cpu"].status == "needs a GPU"]
     results = []
     for line in command_lines:
         args = parser.parse_args(line.split())
-        fired = [rule.option for rule in RULES if rule.asked(args)]
-        results.append((problems(args), fired, len(RULES)))
+        fired = [row.option for row in rows if row.asked(args)]
+        results.append((problems(args), fired, len(rows)))
     return results
 
 
@@ -86,7 +88,7 @@ def test_each_option_that_cannot_work_is_refused_alone_and_by_name():
         assert " cannot work on CPU: " in found[0]
         assert "; " in found[0]
     fired = {option for _, options, _ in results for option in options}
-    assert len(fired) == results[0][2]  # every rule has its line here
+    assert len(fired) == results[0][2]  # every row has its line here
 
 
 def test_what_works_is_not_refused():

@@ -13,6 +13,7 @@ from megatron_ext.options import ABILITIES, ROWS, Row, refusals
 from megatron_ext.options.default_rules import WITHOUT_ROWS
 from megatron_ext.options.verdict import OptionVerdict, accepted, refused
 from megatron_ext.support import markdown
+from tests.backends.test_cpu_options import REFUSED as NEEDS_A_GPU
 from tests.support.distributed import REPOSITORY, run_ranks
 
 
@@ -192,6 +193,7 @@ DOUBTFUL = [
     "--sft",
     "--dataloader-type external",
     "--phase-transition-iterations 3",
+    *NEEDS_A_GPU,
 ]
 PLAIN = [
     "",
@@ -209,33 +211,37 @@ def said_of(lines):
 
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
+    from megatron_ext.backends.cpu import set_argument_defaults
+
+    on_gpu = argparse.ArgumentParser(allow_abbrev=False)
+    add_megatron_arguments(on_gpu)
+    on_cpu = argparse.ArgumentParser(parents=[on_gpu], add_help=False, conflict_handler="resolve", allow_abbrev=False)
+    set_argument_defaults(on_cpu)
     results = []
     for line in lines:
-        args = parser.parse_args(line.split())
-        asked = {row.option for row in ROWS if row.asked(args)}
-        results.append((asked, {ability: refusals(args, ability) for ability in ABILITIES}))
+        asked, said = {}, {}
+        for ability in ABILITIES:
+            args = (on_cpu if ability == "cpu" else on_gpu).parse_args(line.split())
+            asked[ability] = {row.option for row in ROWS if row.asked(args)}
+            said[ability] = refusals(args, ability)
+        results.append((asked, said))
     return results
 
 
 def test_every_refused_row_fires_on_its_option_and_names_it():
     (results,) = run_ranks(said_of, 1, DOUBTFUL)
-    plain = results[0][0]
-    fired = set()
+    plain, _ = results[0]
+    missing = {(row.option, name) for row in ROWS for name, verdict in row.verdicts.items() if verdict.refuses}
     for line, (asked, said) in zip(DOUBTFUL[1:], results[1:], strict=True):
-        refused_by = {
-            ability for row in ROWS if row.option in asked for ability in ABILITIES if row.verdicts[ability].refuses
-        }
-        assert asked - plain, line
+        assert asked["cpu"] - plain["cpu"] or asked["local-sgd"] - plain["local-sgd"], line
         for ability, sentences in said.items():
-            assert (ability in refused_by) == bool(sentences), (line, ability)
-            assert all(line.split()[0] in sentence for sentence in sentences), sentences
+            refused_by = {row.option for row in ROWS if row.option in asked[ability] and row.verdicts[ability].refuses}
+            assert bool(refused_by) == bool(sentences), (line, ability)
             assert all(ABILITIES[ability] in sentence and "; " in sentence for sentence in sentences)
-        fired |= asked
-    refusing = {row.option for row in ROWS if any(verdict.refuses for verdict in row.verdicts.values())}
+            assert not sentences or any(line.split()[0] in sentence for sentence in sentences), sentences
+            missing -= {(option, ability) for option in refused_by}
     # Megatron's own parser refuses zarr before we could.
-    assert refusing - fired <= {"--ckpt-format zarr"}
+    assert {option for option, _ in missing} <= {"--ckpt-format zarr"}
 
 
 AREAS = {"checkpointing", "distributed init", "regularization", "learning rate and weight decay", "mixed precision"}

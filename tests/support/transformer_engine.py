@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs on a double of Transformer Engine, which cannot run without a GPU."""
 
+import dataclasses
 from typing import Any
 
 __all__ = ["accept_transformer_engine", "fuse_the_accumulation_of_gradients"]
@@ -11,11 +12,17 @@ def accept_transformer_engine() -> None:
     import torch
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    from megatron_ext.backends.cpu import cuda_calls, options
+    from megatron_ext.backends.cpu import cuda_calls
     from megatron_ext.hot_switch.runtime import document_attention as attention
+    from megatron_ext.options import table
+    from megatron_ext.options.verdict import accepted
 
     ours = {"--transformer-impl transformer_engine", "--moe-grouped-gemm"}
-    options.RULES = tuple(rule for rule in options.RULES if rule.option not in ours)
+    here = accepted("the double does it")
+    table.ROWS = tuple(
+        dataclasses.replace(row, verdicts={**row.verdicts, "cpu": here}) if row.option in ours else row
+        for row in table.ROWS
+    )
     # Its kernels for documents of several lengths take 16 bits only.
     attention._FUSED_DTYPES.add(torch.float32)
     # Grouped experts ask whether the device is new enough.

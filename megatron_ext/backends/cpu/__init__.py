@@ -4,10 +4,9 @@
 from megatron_ext.backends.cpu.backend import CpuBackend, available_device_is_cuda, patches
 from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS
 from megatron_ext.backends.cpu.megatron_gaps import compile_helpers_patch
-from megatron_ext.backends.cpu.options import RULES, problems, set_argument_defaults
+from megatron_ext.backends.cpu.options import problems, set_argument_defaults
 
 __all__ = [
-    "RULES",
     "TORCH_VERSIONS",
     "CpuBackend",
     "available_device_is_cuda",

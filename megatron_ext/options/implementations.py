@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on who computes a layer: Transformer Engine, Megatron's own code, kernels, and number formats."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import (
+    APART,
+    AS_ANY_JOB,
+    BARE,
+    HOT_STATIC,
+    NO_TE_ON_CPU,
+    OPEN,
+)
+from megatron_ext.options.row import (
+    Asked,
+    given,
+    row,
+    says,
+)
+from megatron_ext.options.verdict import needs_gpu
+
+__all__ = ["IMPLEMENTATIONS"]
+
+_UNFUSED = needs_gpu("Megatron's own attention is the only one on CPU", "use auto")
+_LOCAL = "use local, the default here"
+_BF16 = needs_gpu("it needs Transformer Engine, which needs a GPU", "use --bf16")
+_CUDA_KERNELS = needs_gpu("its kernels are CUDA kernels")
+
+
+def _attention(name: str) -> Asked:
+    # A namespace may hold the enum or, from a test or a YAML file, its name.
+    return lambda args: getattr(args.attention_backend, "name", args.attention_backend) == name
+
+
+IMPLEMENTATIONS = (
+    row(
+        "--transformer-impl transformer_engine",
+        says("transformer_impl", "transformer_engine"),
+        cpu=needs_gpu("it needs Transformer Engine, which needs a GPU", _LOCAL),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--transformer-impl inference_optimized",
+        says("transformer_impl", "inference_optimized"),
+        cpu=needs_gpu("its layers call CUDA kernels", _LOCAL),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--attention-backend flash",
+        _attention("flash"),
+        cpu=_UNFUSED,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--attention-backend fused",
+        _attention("fused"),
+        cpu=_UNFUSED,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--use-flash-attn",
+        cpu=needs_gpu("FlashAttention is a CUDA kernel"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row("--use-te-activation-func", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--use-transformer-engine-op-fuser", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB
+    ),
+    row("--fused-residual-rmsnorm", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row("--use-kitchen-attention", cpu=_CUDA_KERNELS, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row("--batch-invariant-mode", cpu=_CUDA_KERNELS, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row("--delay-wgrad-compute", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--defer-embedding-wgrad-compute",
+        cpu=needs_gpu("it needs the fused gradient accumulation, a CUDA kernel"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row("--fp8-format", given("fp8"), cpu=_BF16, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row("--fp4-format", given("fp4"), cpu=_BF16, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--fp32-residual-connection with --bf16 or --fp16",
+        lambda args: bool(args.fp32_residual_connection and (args.bf16 or args.fp16)),
+        cpu=needs_gpu("torch's norms take one number format for input and weight", "drop it or train in fp32"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--transformer-impl local",
+        says("transformer_impl", "local"),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"transformer_impl": "local"},
+    ),
+    row(
+        "--no-gradient-accumulation-fusion",
+        says("gradient_accumulation_fusion", False),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"gradient_accumulation_fusion": False},
+    ),
+    row(
+        "--no-masked-softmax-fusion",
+        says("masked_softmax_fusion", False),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"masked_softmax_fusion": False},
+    ),
+    row(
+        "--no-bias-gelu-fusion",
+        says("bias_gelu_fusion", False),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"bias_gelu_fusion": False},
+    ),
+    row(
+        "--no-bias-swiglu-fusion",
+        says("bias_swiglu_fusion", False),
+        cpu=BARE,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"bias_swiglu_fusion": False},
+    ),
+    row(
+        "--no-bias-dropout-fusion",
+        says("bias_dropout_fusion", False),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"bias_dropout_fusion": False},
+    ),
+    row(
+        "--no-rope-fusion",
+        says("apply_rope_fusion", False),
+        cpu=BARE,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"apply_rope_fusion": False},
+    ),
+    row(
+        "--no-persist-layer-norm",
+        says("no_persist_layer_norm", True),
+        cpu=BARE,
+        local_sgd=APART,
+        hot_switch=HOT_STATIC,
+        sync_service=AS_ANY_JOB,
+        cpu_default={"no_persist_layer_norm": True},
+    ),
+)

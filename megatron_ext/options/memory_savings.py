@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on CUDA graphs, and on recomputing and offloading activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, OPEN
+from megatron_ext.options.row import Asked, row, says
+from megatron_ext.options.verdict import needs_gpu, refused
+
+__all__ = ["MEMORY_SAVINGS"]
+
+_HAS_THE_MEMORY = needs_gpu("activations are in the CPU's memory already")
+_NO_BIAS = "add --disable-bias-linear or use core_attn"
+
+
+def _captures(args: Any) -> bool:
+    return bool(args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph)
+
+
+def _recomputes(module: str) -> Asked:
+    return lambda args: module in (args.recompute_modules or ())
+
+
+MEMORY_SAVINGS = (
+    row(
+        "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
+        _captures,
+        cpu=needs_gpu("there are no CUDA graphs"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+        flags=("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
+    ),
+    row(
+        "--cpu-offloading-num-layers",
+        lambda args: bool(args.cpu_offloading_num_layers > 0),
+        cpu=_HAS_THE_MEMORY,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--fine-grained-activation-offloading",
+        cpu=_HAS_THE_MEMORY,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--recompute-modules layernorm",
+        _recomputes("layernorm"),
+        cpu=needs_gpu("it needs Transformer Engine, which needs a GPU", "use core_attn"),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--recompute-modules mlp without --disable-bias-linear",
+        lambda args: _recomputes("mlp")(args) and args.add_bias_linear,
+        cpu=needs_gpu("the recompute function of Megatron 0.19 hangs on a layer that returns its bias", _NO_BIAS),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--recompute-modules moe without --disable-bias-linear",
+        lambda args: _recomputes("moe")(args) and args.add_bias_linear,
+        cpu=needs_gpu("the recompute function of Megatron 0.19 fails on experts with a bias", _NO_BIAS),
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--cuda-graph-impl full_iteration",
+        says("cuda_graph_impl", "full_iteration"),
+        local_sgd=refused("a captured iteration cannot have an outer step in some iterations alone"),
+        hot_switch=refused("a captured iteration cannot switch strategies"),
+        cpu=OPEN,
+        sync_service=refused("a captured iteration would not see what a round writes"),
+    ),
+)
