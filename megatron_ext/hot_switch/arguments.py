@@ -14,8 +14,8 @@ from megatron_ext.data.corpus_files import check_corpus, check_split
 from megatron_ext.data.split import MEGATRONS_SPLIT
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
+from megatron_ext.hot_switch.model_config import circumstance_of
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
-from megatron_ext.hot_switch.refused_options import refused_options
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
@@ -63,7 +63,14 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems.append(
             f"--hot-switch-attention {config.hot_switch_attention} is not known; use one of {', '.join(ATTENTIONS)}"
         )
-    return problems + _corpus_problems(args) + refused_options(args) + refusals(args, feature)
+    if getattr(args, "local_sgd_sync_in_forward", False):
+        problems.append(
+            "--local-sgd-sync-in-forward is not supported with hot switching: guests need the synced weights before "
+            "home's forward pass; drop it"
+        )
+    if config.hot_switch_attention in ATTENTIONS:
+        problems += refusals(args, feature, circumstance_of(args))
+    return problems + _corpus_problems(args) + refusals(args, feature)
 
 
 def _corpus_problems(args: Any) -> list[str]:

@@ -28,7 +28,7 @@ from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problem
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.data.batches import BatchReader
 from megatron_ext.hot_switch.data.training_documents import open_documents
-from megatron_ext.hot_switch.refused_options import refused_config
+from megatron_ext.hot_switch.model_config import refused_config
 from megatron_ext.hot_switch.runtime.loading import order_changes, refuse_other_vocabulary
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 from megatron_ext.params import Layout

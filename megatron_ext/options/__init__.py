@@ -7,7 +7,7 @@ named after the areas of Megatron, a verdict is made by one of the functions of 
 """
 
 from megatron_ext.options.row import Row
-from megatron_ext.options.table import ROWS, refusals
+from megatron_ext.options.table import ROWS, refusals, refused_rows
 from megatron_ext.options.verdict import ABILITIES, OptionVerdict
 
-__all__ = ["ABILITIES", "ROWS", "OptionVerdict", "Row", "refusals"]
+__all__ = ["ABILITIES", "ROWS", "OptionVerdict", "Row", "refusals", "refused_rows"]

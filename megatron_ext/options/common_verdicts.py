@@ -29,6 +29,7 @@ __all__ = [
     "UNTRIED",
     "UNTRIED_HOT",
     "UNTRIED_THERE",
+    "UNTRIED_WITH_GUESTS",
     "WORKERS",
     "WORKERS_BOOKKEEPING",
 ]
@@ -66,3 +67,4 @@ UNTRIED_THERE = refused("it has not been tested there")
 NEEDS_TE = refused("it needs Transformer Engine")
 NO_TE_ON_CPU = needs_gpu("it needs Transformer Engine, which needs a GPU")
 RESILIENCY = refused("it needs NVIDIA's resiliency extension, which has not been tested")
+UNTRIED_WITH_GUESTS = refused("it has not been tested with guests")

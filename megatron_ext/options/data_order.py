@@ -14,11 +14,13 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_HOT,
     UNTRIED_THERE,
 )
-from megatron_ext.options.row import row, says
+from megatron_ext.options.row import differs, row, says
 from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["DATA_ORDER"]
 
+_OWN_ORDER = refused("hot switching reads documents in an order of its own", named="--dataloader-type")
+_PLAIN_DOCUMENTS = refused("hot switching reads plain documents", "drop them", named="--sft, --fim-data")
 _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
 _IGNORED = refused("Megatron 0.19 reads it and ignores it")
 
@@ -28,7 +30,7 @@ DATA_ORDER = (
         says("dataloader_type", "external"),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=_OWN_ORDER,
         sync_service=refused("samples that Megatron does not choose cannot be cut into the peers' parts"),
     ),
     row(
@@ -63,7 +65,7 @@ DATA_ORDER = (
         "--sft",
         local_sgd=refused("the lengths of its packed samples are added up over all ranks in every step"),
         cpu=OPEN,
-        hot_switch=OPEN,
+        hot_switch=_PLAIN_DOCUMENTS,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -74,5 +76,41 @@ DATA_ORDER = (
         hot_switch=HOT_STATIC,
         sync_service=AS_ANY_JOB,
         cpu_default={"num_workers": 0},
+    ),
+    row(
+        "--dataloader-type",
+        differs("dataloader_type", None, "single"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=_OWN_ORDER,
+    ),
+    row(
+        "a blend of data",
+        lambda args: args.data_path is not None and len(args.data_path) != 1,
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("hot switching reads the documents of one corpus", "give --data-path one prefix"),
+        flags=("--data-path",),
+    ),
+    row(
+        "data without --data-path (--data-args-path, --per-split-data-args-path or --train-data-path)",
+        lambda args: not args.mock_data and args.data_path is None,
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused(
+            "hot switching reads the documents of one corpus, which --split divides", "give --data-path its prefix"
+        ),
+        flags=("--data-args-path", "--per-split-data-args-path", "--train-data-path"),
+    ),
+    row("--fim-data", cpu=OPEN, local_sgd=OPEN, sync_service=AS_ANY_JOB, hot_switch=_PLAIN_DOCUMENTS),
+    row(
+        "--dataloader-inter-document-masking",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("hot switching keeps documents apart itself"),
     ),
 )

@@ -10,17 +10,19 @@ from megatron_ext.options.common_verdicts import (
     HOT_STATIC,
     NO_TE_ON_CPU,
     OPEN,
+    STRATEGIES,
+    UNTRIED_WITH_GUESTS,
 )
-from megatron_ext.options.row import (
-    Asked,
-    given,
-    row,
-    says,
-)
-from megatron_ext.options.verdict import needs_gpu
+from megatron_ext.options.row import Asked, differs, given, row, says
+from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["IMPLEMENTATIONS"]
 
+_SCALES = refused(
+    "the scales and copies of weights that Transformer Engine keeps would be home's only",
+    "use --bf16",
+    named="--fp8-format, --fp4-format or --te-precision-config-file",
+)
 _UNFUSED = needs_gpu("Megatron's own attention is the only one on CPU", "use auto")
 _LOCAL = "use local, the default here"
 _BF16 = needs_gpu("it needs Transformer Engine, which needs a GPU", "use --bf16")
@@ -38,15 +40,22 @@ IMPLEMENTATIONS = (
         says("transformer_impl", "transformer_engine"),
         cpu=needs_gpu("it needs Transformer Engine, which needs a GPU", _LOCAL),
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=tested(f"{STRATEGIES}test_transformer_engine.py::test_hot_equals_static").but(
+            "--hot-switch-attention rows",
+            refused(
+                "its attention takes no mask between the documents of a row",
+                "drop it or use --transformer-impl local",
+                named="--hot-switch-attention rows with --transformer-impl transformer_engine",
+            ),
+        ),
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--transformer-impl inference_optimized",
-        says("transformer_impl", "inference_optimized"),
+        differs("transformer_impl", "local", "transformer_engine"),
         cpu=needs_gpu("its layers call CUDA kernels", _LOCAL),
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=refused("its layers do not train", "use transformer_engine or local"),
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -72,23 +81,73 @@ IMPLEMENTATIONS = (
         hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
     ),
-    row("--use-te-activation-func", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
     row(
-        "--use-transformer-engine-op-fuser", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB
+        "--use-te-activation-func",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.use_te_activation_func",),
     ),
-    row("--fused-residual-rmsnorm", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--use-transformer-engine-op-fuser",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.use_transformer_engine_op_fuser",),
+    ),
+    row(
+        "--fused-residual-rmsnorm",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.fused_residual_rmsnorm",),
+    ),
     row("--use-kitchen-attention", cpu=_CUDA_KERNELS, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
-    row("--batch-invariant-mode", cpu=_CUDA_KERNELS, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
-    row("--delay-wgrad-compute", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--batch-invariant-mode",
+        cpu=_CUDA_KERNELS,
+        local_sgd=OPEN,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.batch_invariant_mode",),
+    ),
+    row(
+        "--delay-wgrad-compute",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.delay_wgrad_compute",),
+    ),
     row(
         "--defer-embedding-wgrad-compute",
         cpu=needs_gpu("it needs the fused gradient accumulation, a CUDA kernel"),
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=UNTRIED_WITH_GUESTS,
         sync_service=AS_ANY_JOB,
+        in_config=("transformer.defer_embedding_wgrad_compute",),
     ),
-    row("--fp8-format", given("fp8"), cpu=_BF16, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
-    row("--fp4-format", given("fp4"), cpu=_BF16, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--fp8-format",
+        given("fp8"),
+        cpu=_BF16,
+        local_sgd=OPEN,
+        hot_switch=_SCALES,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.fp8",),
+    ),
+    row(
+        "--fp4-format",
+        given("fp4"),
+        cpu=_BF16,
+        local_sgd=OPEN,
+        hot_switch=_SCALES,
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.fp4",),
+    ),
     row(
         "--fp32-residual-connection with --bf16 or --fp16",
         lambda args: bool(args.fp32_residual_connection and (args.bf16 or args.fp16)),
@@ -169,4 +228,13 @@ IMPLEMENTATIONS = (
         sync_service=AS_ANY_JOB,
         cpu_default={"no_persist_layer_norm": True},
     ),
+    row(
+        "--te-precision-config-file",
+        given("te_precision_config_file"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=_SCALES,
+    ),
+    row("--te-rng-tracker", cpu=OPEN, local_sgd=OPEN, sync_service=AS_ANY_JOB, hot_switch=UNTRIED_WITH_GUESTS),
 )

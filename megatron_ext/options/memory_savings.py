@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, OPEN
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, OPEN, UNTRIED_WITH_GUESTS
 from megatron_ext.options.row import Asked, row, says
 from megatron_ext.options.verdict import needs_gpu, refused
 
 __all__ = ["MEMORY_SAVINGS"]
 
+_PER_STRATEGY = refused(
+    "what is offloaded when is remembered for one strategy's micro-batches",
+    named="--cpu-offloading-num-layers or --fine-grained-activation-offloading",
+)
 _HAS_THE_MEMORY = needs_gpu("activations are in the CPU's memory already")
 _NO_BIAS = "add --disable-bias-linear or use core_attn"
 
@@ -29,7 +33,9 @@ MEMORY_SAVINGS = (
         _captures,
         cpu=needs_gpu("there are no CUDA graphs"),
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=refused(
+            "guests' parameters lie elsewhere in every step, and a graph would use them where they were"
+        ),
         sync_service=AS_ANY_JOB,
         flags=("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
     ),
@@ -38,15 +44,17 @@ MEMORY_SAVINGS = (
         lambda args: bool(args.cpu_offloading_num_layers > 0),
         cpu=_HAS_THE_MEMORY,
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=_PER_STRATEGY,
         sync_service=AS_ANY_JOB,
+        in_config=("transformer.cpu_offloading_num_layers",),
     ),
     row(
         "--fine-grained-activation-offloading",
         cpu=_HAS_THE_MEMORY,
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=_PER_STRATEGY,
         sync_service=AS_ANY_JOB,
+        in_config=("transformer.fine_grained_activation_offloading",),
     ),
     row(
         "--recompute-modules layernorm",
@@ -79,5 +87,13 @@ MEMORY_SAVINGS = (
         hot_switch=refused("a captured iteration cannot switch strategies"),
         cpu=OPEN,
         sync_service=refused("a captured iteration would not see what a round writes"),
+    ),
+    row(
+        "--distribute-saved-activations",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        in_config=("transformer.distribute_saved_activations",),
     ),
 )

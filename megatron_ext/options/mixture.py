@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import (
-    AS_ANY_JOB,
-    NO_TE_ON_CPU,
-    OPEN,
-    PEERS,
-    WORKERS,
-)
+from typing import Any
+
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OPEN, PEERS, UNTRIED_WITH_GUESTS, WORKERS
 from megatron_ext.options.row import given, row, says
-from megatron_ext.options.verdict import needs_gpu, refused, tested
+from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _balances(args: Any, *types: str) -> bool:
+    return not set(types).isdisjoint(_listed(args.moe_router_load_balancing_type))
+
 
 MIXTURE = (
     row(
@@ -29,7 +34,7 @@ MIXTURE = (
         local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
         sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
         cpu=OPEN,
-        hot_switch=OPEN,
+        hot_switch=accepted("the row on quantile_balancing or sinkhorn has the say"),
     ),
     row(
         "--moe-expert-rank-capacity-factor",
@@ -69,5 +74,44 @@ MIXTURE = (
         local_sgd=OPEN,
         hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--overlap-moe-expert-parallel-comm",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=UNTRIED_WITH_GUESTS,
+        in_config=("transformer.overlap_moe_expert_parallel_comm",),
+    ),
+    row(
+        "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
+        lambda args: bool(_balances(args, "seq_aux_loss", "global_aux_loss") and any(_listed(args.moe_aux_loss_coeff))),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused(
+            "the one would take a row of documents for a sequence, the other keeps counts that would be one strategy's "
+            "only",
+            "use aux_loss",
+        ),
+        in_config=("transformer.moe_router_load_balancing_type", "transformer.moe_aux_loss_coeff"),
+    ),
+    row(
+        "--moe-router-load-balancing-type quantile_balancing or sinkhorn",
+        lambda args: bool(args.num_experts) and _balances(args, "quantile_balancing", "sinkhorn"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("home's would follow home's tokens alone", "use another type"),
+        in_config=("transformer.moe_router_load_balancing_type",),
+    ),
+    row(
+        "--moe-expert-capacity-factor",
+        given("moe_expert_capacity_factor"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("which tokens are dropped would depend on the strategies"),
+        in_config=("transformer.moe_expert_capacity_factor",),
     ),
 )

@@ -20,12 +20,7 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_HOT,
     UNTRIED_THERE,
 )
-from megatron_ext.options.row import (
-    given,
-    is_set,
-    row,
-    says,
-)
+from megatron_ext.options.row import given, is_set, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["RANK_GROUPS"]
@@ -164,7 +159,14 @@ RANK_GROUPS = (
         hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
     ),
-    row("--tp-comm-overlap", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--tp-comm-overlap",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=refused("its buffers are made for home's tensor parallel ranks"),
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.tp_comm_overlap",),
+    ),
     row(
         "--distributed-backend gloo",
         says("distributed_backend", "gloo"),
@@ -173,5 +175,59 @@ RANK_GROUPS = (
         hot_switch=HOT_STATIC,
         sync_service=AS_ANY_JOB,
         cpu_default={"distributed_backend": "gloo"},
+    ),
+    row(
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        given("microbatch_group_size_per_vp_stage"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused(
+            "a step may have fewer micro-batches than that", "drop it: groups are as large as the pipeline has stages"
+        ),
+    ),
+    row(
+        "--hierarchical-context-parallel-sizes",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("all ranks that share a row exchange keys and values at once"),
+    ),
+    row(
+        "virtual pipeline stages",
+        lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused(
+            "each strategy has its own",
+            "drop --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank, "
+            "and give vpp in --hot-switch-strategy-file",
+        ),
+        flags=("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    ),
+    row(
+        "uneven pipeline stages",
+        lambda args: bool(
+            args.decoder_first_pipeline_num_layers
+            or args.decoder_last_pipeline_num_layers
+            or args.account_for_embedding_in_pipeline_split
+            or args.account_for_loss_in_pipeline_split
+            or args.pipeline_model_parallel_layout
+        ),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused(
+            "each strategy has its own",
+            "drop what says so, and give first_stage_layers and last_stage_layers in --hot-switch-strategy-file",
+        ),
+        flags=(
+            "--decoder-first-pipeline-num-layers",
+            "--decoder-last-pipeline-num-layers",
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+            "--pipeline-model-parallel-layout",
+        ),
     ),
 )

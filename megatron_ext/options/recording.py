@@ -3,13 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import (
-    AS_ANY_JOB,
-    NO_TE_ON_CPU,
-    OPEN,
-    SAME,
-    UNTRIED_HOT,
-)
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OPEN, SAME, UNTRIED_HOT
 from megatron_ext.options.row import given, row
 from megatron_ext.options.verdict import needs_gpu, refused
 
@@ -20,8 +14,9 @@ RECORDING = (
         "--log-max-attention-logit",
         local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
         cpu=NO_TE_ON_CPU,
-        hot_switch=OPEN,
+        hot_switch=refused("it would see the logits of home's rows only"),
         sync_service=AS_ANY_JOB,
+        in_config=("transformer.log_max_attention_logit",),
     ),
     row(
         "--log-straggler",
@@ -59,5 +54,26 @@ RECORDING = (
         local_sgd=OPEN,
         hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--moe-routing-trace-path",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("it would trace the tokens of home's rows only"),
+    ),
+    row(
+        "--logits-load-dir",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("it would compare the logits of home's rows only"),
+    ),
+    row(
+        "--check-for-spiky-loss",
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("it would judge all losses by those of home's rows only"),
     ),
 )

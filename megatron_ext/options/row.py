@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ext.options.common_verdicts import AS_A_PEER
-from megatron_ext.options.verdict import ABILITIES, OptionVerdict
+from megatron_ext.options.verdict import ABILITIES, CIRCUMSTANCES, OptionVerdict
 
 __all__ = ["Asked", "Row", "differs", "given", "is_set", "row", "says"]
 
@@ -33,6 +33,10 @@ class Row:
     verdicts: Mapping[str, OptionVerdict]
     """By each of `ABILITIES`."""
 
+    in_config: tuple[str, ...] = ()
+    """Where a script can ask for it without an argument, or for what `asked` looks at: attributes of the
+    `GPTModelConfig` that it may build, whose last parts are the arguments' names, as `transformer.fp8`."""
+
     cpu_default: Mapping[str, Any] = field(default_factory=dict)
     """The value that the CPU backend gives it when the command line does not say, by its name in the namespace; empty
     where Megatron's own default is good there."""
@@ -41,11 +45,15 @@ class Row:
         """Check that the row is whole.
 
         Raises:
-            ValueError: it lacks a verdict or a flag, or has a verdict for what is no ability.
+            ValueError: it lacks a verdict or a flag, or has one for what is no ability, or no circumstance of one.
         """
         if set(self.verdicts) != set(ABILITIES):
             odd = sorted(set(self.verdicts) ^ set(ABILITIES))
             raise ValueError(f"table of options, {self.option}: one verdict for each ability, not for {odd}")
+        for ability, verdict in self.verdicts.items():
+            unknown = sorted(set(verdict.exceptions) - CIRCUMSTANCES.get(ability, frozenset()))
+            if unknown:
+                raise ValueError(f"table of options, {self.option}: {ability} has no circumstance {unknown}")
         if not self.flags or not all(flag.startswith("--") for flag in self.flags):
             raise ValueError(f"table of options, {self.option}: the flags {self.flags} are none of a command line")
 
@@ -60,6 +68,7 @@ def row(
     sync_service: OptionVerdict,
     spes: OptionVerdict = AS_A_PEER,
     flags: tuple[str, ...] | None = None,
+    in_config: tuple[str, ...] = (),
     cpu_default: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
     """Return a row.
@@ -73,6 +82,7 @@ def row(
         sync_service: verdict of a job that meets others at the sync service.
         spes: verdict of such a job that trains a part of the experts.
         flags: the flags that the row speaks of; by default the first word of `option`.
+        in_config: attributes of the `GPTModelConfig` by which a script can ask for it too.
         cpu_default: its value on CPU by its name in the namespace, where Megatron's own default is not good there.
     """
     flag = option.split()[0]
@@ -80,6 +90,7 @@ def row(
         option=option,
         flags=flags or (flag,),
         asked=asked or is_set(flag.removeprefix("--").replace("-", "_")),
+        in_config=in_config,
         cpu_default=cpu_default,
         verdicts=MappingProxyType(
             {

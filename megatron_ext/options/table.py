@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from megatron_ext.options.checkpoint_formats import CHECKPOINT_FORMATS
@@ -19,9 +18,9 @@ from megatron_ext.options.rank_groups import RANK_GROUPS
 from megatron_ext.options.recording import RECORDING
 from megatron_ext.options.row import Row
 from megatron_ext.options.run_control import RUN_CONTROL
-from megatron_ext.options.verdict import ABILITIES, OptionVerdict
+from megatron_ext.options.verdict import ABILITIES, CIRCUMSTANCES, OptionVerdict
 
-__all__ = ["ROWS", "refusals"]
+__all__ = ["ROWS", "refusals", "refused_rows"]
 
 ROWS: tuple[Row, ...] = (
     *DATA_PARALLEL,
@@ -40,23 +39,30 @@ ROWS: tuple[Row, ...] = (
 """The table."""
 
 
-def refusals(args: Any, ability: str) -> list[str]:
+def refusals(args: Any, ability: str, circumstance: str = "") -> list[str]:
     """Return one sentence for each option in `args` that is refused together with `ability`.
 
     Args:
         args: Megatron's arguments as parsed, before Megatron validates and changes them.
         ability: a key of `ABILITIES`.
+        circumstance: one of the ability's in `CIRCUMSTANCES`, to get what is refused because of it alone.
 
     Raises:
-        KeyError: the table does not know `ability`.
+        KeyError: the table does not know `ability` or `circumstance`.
     """
     where = ABILITIES[ability]
-    said = [verdict.sentence(row.option, where) for row, verdict in _refused(args, ability)]
+    said = [verdict.sentence(row.option, where) for row, verdict in refused_rows(args, ability, circumstance)]
     return list(dict.fromkeys(said))  # options may share a sentence
 
 
-def _refused(args: Any, ability: str) -> Iterator[tuple[Row, OptionVerdict]]:
+def refused_rows(args: Any, ability: str, circumstance: str = "") -> list[tuple[Row, OptionVerdict]]:
+    """Return the rows whose options `refusals` speaks of, each with the verdict that refuses it."""
+    if circumstance and circumstance not in CIRCUMSTANCES[ability]:
+        raise KeyError(circumstance)
+    found = []
     for row in ROWS:
         verdict = row.verdicts[ability]
-        if verdict.refuses and row.asked(args):
-            yield row, verdict
+        judged = verdict.exceptions.get(circumstance) if circumstance else verdict
+        if judged is not None and judged.refuses and row.asked(args):
+            found.append((row, judged))
+    return found

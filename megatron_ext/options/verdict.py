@@ -30,7 +30,9 @@ ABILITIES = {
 }
 """The abilities and backends that the table knows, and how a sentence speaks of them."""
 
-CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType({})
+CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
+    {"hot-switch": frozenset({"--hot-switch-attention documents", "--hot-switch-attention rows"})}
+)
 """By ability, what of its own decides whether an option goes with it: an option of ours, or a kind of peer."""
 
 Status = Literal["supported", "refused", "needs a GPU", "accepted", "like another"]
