@@ -24,6 +24,8 @@ def markdown() -> str:
     ]
     for ability, where in ABILITIES.items():
         lines += ["", f"## {where[0].upper()}{where[1:]}", "", *_section(ability)]
+    lines += ["", "## What all peers of a run share", "", "A peer whose value is another one is refused, by name.", ""]
+    lines += [f"- `{row.option}`" for row in ROWS if row.peers_share]
     lines += ["", "## Other defaults on CPU", ""]
     lines += [f"- `{row.option}`" for row in ROWS if row.cpu_default]
     return "\n".join(lines) + "\n"

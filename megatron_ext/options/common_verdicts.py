@@ -20,6 +20,7 @@ __all__ = [
     "NEEDS_TE",
     "NO_PEER_FSDP",
     "NO_TE_ON_CPU",
+    "OF_THE_MODEL",
     "OPEN",
     "PEERS",
     "RESILIENCY",
@@ -68,3 +69,4 @@ NEEDS_TE = refused("it needs Transformer Engine")
 NO_TE_ON_CPU = needs_gpu("it needs Transformer Engine, which needs a GPU")
 RESILIENCY = refused("it needs NVIDIA's resiliency extension, which has not been tested")
 UNTRIED_WITH_GUESTS = refused("it has not been tested with guests")
+OF_THE_MODEL = accepted("it is inside the model, which is taken as it is")

@@ -9,12 +9,13 @@ from megatron_ext.options.common_verdicts import (
     BACKENDS,
     BARE,
     HOT_STATIC,
+    OF_THE_MODEL,
     OPEN,
     UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
 )
-from megatron_ext.options.row import differs, row, says
+from megatron_ext.options.row import differs, is_set, row, says
 from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["DATA_ORDER"]
@@ -84,6 +85,7 @@ DATA_ORDER = (
         local_sgd=OPEN,
         sync_service=AS_ANY_JOB,
         hot_switch=_OWN_ORDER,
+        peers_share="dataloader_type",
     ),
     row(
         "a blend of data",
@@ -112,5 +114,43 @@ DATA_ORDER = (
         local_sgd=OPEN,
         sync_service=AS_ANY_JOB,
         hot_switch=refused("hot switching keeps documents apart itself"),
+        peers_share="dataloader_inter_document_masking",
+    ),
+    row(
+        "--seed",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="seed",
+    ),
+    row(
+        "--seq-length",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="seq_length",
+    ),
+    row("--split", cpu=OPEN, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB, peers_share="split"),
+    row(
+        "--train-samples, or --train-iters times --global-batch-size",
+        is_set("train_samples"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+        flags=("--train-samples", "--train-iters", "--global-batch-size"),
+        peers_share=lambda args: args.train_samples or args.train_iters * args.global_batch_size,
+    ),
+    row(
+        "vocabulary with its padding (--make-vocab-size-divisible-by)",
+        is_set("make_vocab_size_divisible_by"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+        flags=("--make-vocab-size-divisible-by", "--padded-vocab-size"),
+        peers_share="padded_vocab_size",
     ),
 )

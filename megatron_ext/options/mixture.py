@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OPEN, PEERS, UNTRIED_WITH_GUESTS, WORKERS
+from megatron_ext.options.common_verdicts import (
+    AS_ANY_JOB,
+    NO_TE_ON_CPU,
+    OF_THE_MODEL,
+    OPEN,
+    PEERS,
+    UNTRIED_WITH_GUESTS,
+    WORKERS,
+)
 from megatron_ext.options.row import given, row, says
 from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
 
@@ -113,5 +121,94 @@ MIXTURE = (
         sync_service=AS_ANY_JOB,
         hot_switch=refused("which tokens are dropped would depend on the strategies"),
         in_config=("transformer.moe_expert_capacity_factor",),
+        peers_share="moe_expert_capacity_factor",
+    ),
+    row(
+        "--moe-mlp-glu-interleave-size",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_mlp_glu_interleave_size",
+    ),
+    row(
+        "--moe-shared-expert-glu-interleave-size",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_shared_expert_glu_interleave_size",
+    ),
+    row(
+        "--moe-layer-freq",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_layer_freq",
+    ),
+    row(
+        "--moe-router-topk",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_router_topk",
+    ),
+    row(
+        "--moe-router-num-groups",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_router_num_groups",
+    ),
+    row(
+        "--moe-router-group-topk",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_router_group_topk",
+    ),
+    row(
+        "--moe-router-pre-softmax",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_router_pre_softmax",
+    ),
+    row(
+        "--moe-router-score-function",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_router_score_function",
+    ),
+    row(
+        "--moe-router-topk-scaling-factor",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_router_topk_scaling_factor",
+    ),
+    row(
+        "--moe-apply-probs-on-input",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_apply_probs_on_input",
+    ),
+    row(
+        "--moe-token-drop-policy",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="moe_token_drop_policy",
     ),
 )

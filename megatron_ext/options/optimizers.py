@@ -105,6 +105,7 @@ OPTIMIZERS = (
         local_sgd=UNTRIED,
         hot_switch=refused("the parameter view does not know its layers"),
         sync_service=UNTRIED_THERE,
+        peers_share="mtp_num_layers",
     ),
     row(
         "--freeze-all-layers",

@@ -33,6 +33,10 @@ class Row:
     verdicts: Mapping[str, OptionVerdict]
     """By each of `ABILITIES`."""
 
+    peers_share: str | Callable[[Any], object] = ""
+    """What all peers of a run must have in common: the name of an argument, or a function of all of them; empty where
+    each peer has its own. The mean of two models that compute different things is neither, equal shapes or not."""
+
     in_config: tuple[str, ...] = ()
     """Where a script can ask for it without an argument, or for what `asked` looks at: attributes of the
     `GPTModelConfig` that it may build, whose last parts are the arguments' names, as `transformer.fp8`."""
@@ -68,6 +72,7 @@ def row(
     sync_service: OptionVerdict,
     spes: OptionVerdict = AS_A_PEER,
     flags: tuple[str, ...] | None = None,
+    peers_share: str | Callable[[Any], object] = "",
     in_config: tuple[str, ...] = (),
     cpu_default: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
@@ -82,6 +87,7 @@ def row(
         sync_service: verdict of a job that meets others at the sync service.
         spes: verdict of such a job that trains a part of the experts.
         flags: the flags that the row speaks of; by default the first word of `option`.
+        peers_share: the argument that all peers of a run must have in common, or a function of all arguments.
         in_config: attributes of the `GPTModelConfig` by which a script can ask for it too.
         cpu_default: its value on CPU by its name in the namespace, where Megatron's own default is not good there.
     """
@@ -90,6 +96,7 @@ def row(
         option=option,
         flags=flags or (flag,),
         asked=asked or is_set(flag.removeprefix("--").replace("-", "_")),
+        peers_share=peers_share,
         in_config=in_config,
         cpu_default=cpu_default,
         verdicts=MappingProxyType(

@@ -10,17 +10,18 @@ from megatron_ext.options.checkpoints import CHECKPOINTS
 from megatron_ext.options.data_order import DATA_ORDER
 from megatron_ext.options.data_parallel import DATA_PARALLEL
 from megatron_ext.options.implementations import IMPLEMENTATIONS
+from megatron_ext.options.layer_function import LAYER_FUNCTION
 from megatron_ext.options.memory_savings import MEMORY_SAVINGS
 from megatron_ext.options.mixture import MIXTURE
-from megatron_ext.options.model_function import MODEL_FUNCTION
 from megatron_ext.options.optimizers import OPTIMIZERS
+from megatron_ext.options.positions import POSITIONS
 from megatron_ext.options.rank_groups import RANK_GROUPS
 from megatron_ext.options.recording import RECORDING
 from megatron_ext.options.row import Row
 from megatron_ext.options.run_control import RUN_CONTROL
 from megatron_ext.options.verdict import ABILITIES, CIRCUMSTANCES, OptionVerdict
 
-__all__ = ["ROWS", "refusals", "refused_rows"]
+__all__ = ["ROWS", "refusals", "refused_rows", "shared_by_peers"]
 
 ROWS: tuple[Row, ...] = (
     *DATA_PARALLEL,
@@ -28,7 +29,8 @@ ROWS: tuple[Row, ...] = (
     *OPTIMIZERS,
     *IMPLEMENTATIONS,
     *MEMORY_SAVINGS,
-    *MODEL_FUNCTION,
+    *LAYER_FUNCTION,
+    *POSITIONS,
     *MIXTURE,
     *DATA_ORDER,
     *CHECKPOINT_FORMATS,
@@ -65,4 +67,18 @@ def refused_rows(args: Any, ability: str, circumstance: str = "") -> list[tuple[
         judged = verdict.exceptions.get(circumstance) if circumstance else verdict
         if judged is not None and judged.refuses and row.asked(args):
             found.append((row, judged))
+    return found
+
+
+def shared_by_peers(args: Any) -> dict[str, str]:
+    """Return the options that all peers of a run must have in common, each with its value as peers compare it.
+
+    Args:
+        args: Megatron's arguments, checked.
+    """
+    found = {}
+    for row in ROWS:
+        share = row.peers_share
+        if share:
+            found[row.option] = str(getattr(args, share) if isinstance(share, str) else share(args))
     return found

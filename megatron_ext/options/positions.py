@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on positions, masks and what counts in the loss: what a model computes of a row of tokens."""
+
+from __future__ import annotations
+
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, OF_THE_MODEL, OPEN
+from megatron_ext.options.row import differs, given, row
+from megatron_ext.options.verdict import refused
+
+__all__ = ["POSITIONS"]
+
+_POSITIONS = ("none", "rope", "learned_absolute")
+
+POSITIONS = (
+    row(
+        "--window-attn-skip-freq",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="window_attn_skip_freq",
+    ),
+    row(
+        "--rotary-base",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rotary_base",
+    ),
+    row(
+        "--rotary-percent",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rotary_percent",
+    ),
+    row(
+        "--rotary-interleaved",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rotary_interleaved",
+    ),
+    row(
+        "--rotary-seq-len-interpolation-factor",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rotary_seq_len_interpolation_factor",
+    ),
+    row(
+        "--use-rope-scaling",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="use_rope_scaling",
+    ),
+    row(
+        "--rope-scaling-factor",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rope_scaling_factor",
+    ),
+    row(
+        "--no-rope-freq",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="no_rope_freq",
+    ),
+    row(
+        "--rope-type",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rope_type",
+    ),
+    row(
+        "--rotary-scaling-factor",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="rotary_scaling_factor",
+    ),
+    row(
+        "--yarn-original-max-position-embeddings",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="yarn_original_max_position_embeddings",
+    ),
+    row(
+        "--yarn-beta-fast",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="yarn_beta_fast",
+    ),
+    row(
+        "--yarn-beta-slow",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="yarn_beta_slow",
+    ),
+    row(
+        "--yarn-correction-range-round-to-int",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="yarn_correction_range_round_to_int",
+    ),
+    row(
+        "--mscale",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="mscale",
+    ),
+    row(
+        "--mscale-all-dim",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="mscale_all_dim",
+    ),
+    row(
+        "--reset-position-ids",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="reset_position_ids",
+    ),
+    row(
+        "--reset-attention-mask",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="reset_attention_mask",
+    ),
+    row(
+        "--eod-mask-loss",
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
+        sync_service=AS_ANY_JOB,
+        peers_share="eod_mask_loss",
+    ),
+    row(
+        "--window-size",
+        given("window_size"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("Megatron's unfused attention forgets the documents' mask with it"),
+        in_config=("transformer.window_size",),
+        peers_share="window_size",
+    ),
+    row(
+        "--position-embedding-type",
+        differs("position_embedding_type", *_POSITIONS),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        sync_service=AS_ANY_JOB,
+        hot_switch=refused("it has not been tested with packed rows", f"use one of {', '.join(_POSITIONS)}"),
+        in_config=("position_embedding_type",),
+        peers_share="position_embedding_type",
+    ),
+)
