@@ -16,7 +16,6 @@ from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
-from megatron_ext.seams.arguments import asks_for_cuda_graphs
 
 __all__ = ["argument_problems", "ending_notice", "notices"]
 
@@ -48,16 +47,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             for flag in _changed(streaming, outer, gta)
         ]
     problems += method_problems(config, outer, gta, streaming)
-    if config.sync_in_forward and args.use_distributed_optimizer and not args.overlap_param_gather:
-        problems.append(
-            "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: without it all "
-            "parameters are gathered before the forward pass; add it (with --overlap-grad-reduce) or drop the option"
-        )
-    if config.sync_in_forward and asks_for_cuda_graphs(args):
-        problems.append(
-            "--local-sgd-sync-in-forward is not combined with CUDA graphs, whose replay does not wait for a round's "
-            "results; drop --cuda-graph-impl, --enable-cuda-graph and --external-cuda-graph, or the option"
-        )
+    if config.sync_in_forward:
+        problems += refusals(args, feature, "--local-sgd-sync-in-forward")
     if config.use_async:
         problems.append(
             "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop, where every rank "
@@ -78,11 +69,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if too_many is not None:
         problems.append(too_many)
     problems += _shape_problems(args, config)
-    if gta.reducer == "pairwise" and args.moe_router_enable_expert_bias:
-        problems.append(
-            "--local-sgd-pseudo-grad-reducer pairwise is not combined with --moe-router-enable-expert-bias, of whose "
-            "biases rounds take the mean over all workers; drop one of them"
-        )
+    if gta.reducer == "pairwise":
+        problems += refusals(args, feature, "--local-sgd-pseudo-grad-reducer pairwise")
     length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:
         length, said = args.train_samples // args.global_batch_size, f"--train-samples {args.train_samples}"

@@ -17,10 +17,11 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_THERE,
 )
 from megatron_ext.options.row import row, says
-from megatron_ext.options.verdict import refused, tested
+from megatron_ext.options.verdict import accepted, clash, refused, tested
 
 __all__ = ["DATA_PARALLEL"]
 
+_PLAIN_GATHER = accepted("the row on --use-distributed-optimizer has the say")
 _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_what_one_rank_computes")
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _BUCKETS = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
@@ -167,5 +168,20 @@ DATA_PARALLEL = (
         local_sgd=refused("the outer step cannot write into its sharded parameters", "use --use-distributed-optimizer"),
         hot_switch=refused("guests take whole parameters from home", "use --use-distributed-optimizer"),
         sync_service=NO_PEER_FSDP,
+    ),
+    row(
+        "--use-distributed-optimizer without --overlap-param-gather",
+        lambda args: bool(args.use_distributed_optimizer and not args.overlap_param_gather),
+        cpu=_PLAIN_GATHER,
+        local_sgd=_PLAIN_GATHER.but(
+            "--local-sgd-sync-in-forward",
+            clash(
+                "--local-sgd-sync-in-forward with --use-distributed-optimizer needs --overlap-param-gather: "
+                "without it all parameters are gathered before the forward pass",
+                "add it (with --overlap-grad-reduce) or drop the option",
+            ),
+        ),
+        hot_switch=_PLAIN_GATHER,
+        sync_service=_PLAIN_GATHER,
     ),
 )

@@ -233,8 +233,8 @@ IMPLEMENTATIONS = (
         given("te_precision_config_file"),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=_SCALES,
+        sync_service=AS_ANY_JOB,
     ),
-    row("--te-rng-tracker", cpu=OPEN, local_sgd=OPEN, sync_service=AS_ANY_JOB, hot_switch=UNTRIED_WITH_GUESTS),
+    row("--te-rng-tracker", cpu=OPEN, local_sgd=OPEN, hot_switch=UNTRIED_WITH_GUESTS, sync_service=AS_ANY_JOB),
 )

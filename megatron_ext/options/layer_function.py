@@ -210,7 +210,6 @@ LAYER_FUNCTION = (
         differs("softmax_type", "vanilla"),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=OPEN.but(
             "--hot-switch-attention documents",
             refused(
@@ -218,22 +217,23 @@ LAYER_FUNCTION = (
                 "use --transformer-impl local with --hot-switch-attention rows",
             ),
         ),
-        in_config=("transformer.softmax_type",),
+        sync_service=AS_ANY_JOB,
         peers_share="softmax_type",
+        in_config=("transformer.softmax_type",),
     ),
     row(
         "--mla-down-proj-fusion",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("the parameter view does not know it"),
+        sync_service=AS_ANY_JOB,
     ),
     row(
         "--spec",
         given("spec"),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("the parameter view knows Megatron's own GPT layers only"),
+        sync_service=AS_ANY_JOB,
     ),
 )

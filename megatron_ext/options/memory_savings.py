@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, OPEN, UNTRIED_WITH_GUESTS
+from megatron_ext.options.common_verdicts import AS_A_PEER, AS_ANY_JOB, OPEN, UNTRIED_WITH_GUESTS
 from megatron_ext.options.row import Asked, row, says
-from megatron_ext.options.verdict import needs_gpu, refused
+from megatron_ext.options.verdict import clash, needs_gpu, refused
 
 __all__ = ["MEMORY_SAVINGS"]
 
@@ -32,11 +32,26 @@ MEMORY_SAVINGS = (
         "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
         _captures,
         cpu=needs_gpu("there are no CUDA graphs"),
-        local_sgd=OPEN,
+        local_sgd=OPEN.but(
+            "--local-sgd-sync-in-forward",
+            clash(
+                "--local-sgd-sync-in-forward is not combined with CUDA graphs, whose replay does not wait for a "
+                "round's results",
+                "drop --cuda-graph-impl, --enable-cuda-graph and --external-cuda-graph, or the option",
+            ),
+        ),
         hot_switch=refused(
             "guests' parameters lie elsewhere in every step, and a graph would use them where they were"
         ),
         sync_service=AS_ANY_JOB,
+        spes=AS_A_PEER.but(
+            "--spes-using-decayed-aux-loss",
+            clash(
+                "--spes-using-decayed-aux-loss weights token counts by factors that change from step to step, "
+                "which a captured CUDA graph would not see",
+                "drop the graphs (--cuda-graph-impl), or the option",
+            ),
+        ),
         flags=("--cuda-graph-impl", "--enable-cuda-graph", "--external-cuda-graph"),
     ),
     row(
@@ -83,17 +98,17 @@ MEMORY_SAVINGS = (
     row(
         "--cuda-graph-impl full_iteration",
         says("cuda_graph_impl", "full_iteration"),
+        cpu=OPEN,
         local_sgd=refused("a captured iteration cannot have an outer step in some iterations alone"),
         hot_switch=refused("a captured iteration cannot switch strategies"),
-        cpu=OPEN,
         sync_service=refused("a captured iteration would not see what a round writes"),
     ),
     row(
         "--distribute-saved-activations",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
         in_config=("transformer.distribute_saved_activations",),
     ),
 )

@@ -6,16 +6,18 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.options.common_verdicts import (
+    AS_A_PEER,
     AS_ANY_JOB,
     NO_TE_ON_CPU,
     OF_THE_MODEL,
     OPEN,
     PEERS,
+    STRATEGIES,
     UNTRIED_WITH_GUESTS,
     WORKERS,
 )
 from megatron_ext.options.row import given, row, says
-from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
+from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
 
@@ -31,32 +33,47 @@ def _balances(args: Any, *types: str) -> bool:
 MIXTURE = (
     row(
         "--moe-router-enable-expert-bias",
-        local_sgd=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases"),
-        cpu=OPEN,
-        hot_switch=OPEN,
+        cpu=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases"),
+        local_sgd=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases").but(
+            "--local-sgd-pseudo-grad-reducer pairwise",
+            clash(
+                "--local-sgd-pseudo-grad-reducer pairwise is not combined with --moe-router-enable-expert-bias, of "
+                "whose biases rounds take the mean over all workers",
+                "drop one of them",
+            ),
+        ),
+        hot_switch=tested(f"{STRATEGIES}test_training.py::test_biases_of_routers_follow_the_tokens_of_all_strategies"),
         sync_service=tested(f"{PEERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_peers_biases"),
     ),
     row(
         "--moe-router-load-balancing-type quantile_balancing",
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
-        local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
-        sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
         cpu=OPEN,
+        local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
         hot_switch=accepted("the row on quantile_balancing or sinkhorn has the say"),
+        sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
     ),
     row(
         "--moe-expert-rank-capacity-factor",
+        cpu=OPEN,
         local_sgd=refused("all ranks are asked in every step whether one has overflowed"),
         hot_switch=refused("which tokens are dropped would depend on the strategies"),
-        cpu=OPEN,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--moe-grouped-gemm",
         cpu=needs_gpu("grouped matrix products are CUDA kernels", "without it the experts run one after the other"),
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=tested(f"{STRATEGIES}test_transformer_engine.py::test_hot_equals_static"),
         sync_service=AS_ANY_JOB,
+        spes=AS_A_PEER.but(
+            "frozen experts",
+            clash(
+                "--moe-grouped-gemm with frozen experts: Transformer Engine asks the first expert of a rank alone "
+                "whether it is frozen, so that a peer's own experts might not learn",
+                "drop it (SequentialMLP trains them)",
+            ),
+        ),
     ),
     row(
         "--moe-latent-size",
@@ -67,7 +84,21 @@ MIXTURE = (
         sync_service=AS_ANY_JOB,
     ),
     row("--moe-permute-fusion", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
-    row("--moe-router-fusion", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row(
+        "--moe-router-fusion",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=OPEN,
+        sync_service=AS_ANY_JOB,
+        spes=AS_A_PEER.but(
+            "--spes-using-decayed-aux-loss",
+            clash(
+                "--spes-using-decayed-aux-loss weights token counts, which the fused kernel of --moe-router-fusion "
+                "has not been tested with",
+                "drop one of them",
+            ),
+        ),
+    ),
     row(
         "--moe-token-dispatcher-type flex",
         says("moe_token_dispatcher_type", "flex"),
@@ -87,8 +118,8 @@ MIXTURE = (
         "--overlap-moe-expert-parallel-comm",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=UNTRIED_WITH_GUESTS,
+        sync_service=AS_ANY_JOB,
         in_config=("transformer.overlap_moe_expert_parallel_comm",),
     ),
     row(
@@ -96,12 +127,12 @@ MIXTURE = (
         lambda args: bool(_balances(args, "seq_aux_loss", "global_aux_loss") and any(_listed(args.moe_aux_loss_coeff))),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused(
             "the one would take a row of documents for a sequence, the other keeps counts that would be one strategy's "
             "only",
             "use aux_loss",
         ),
+        sync_service=AS_ANY_JOB,
         in_config=("transformer.moe_router_load_balancing_type", "transformer.moe_aux_loss_coeff"),
     ),
     row(
@@ -109,8 +140,8 @@ MIXTURE = (
         lambda args: bool(args.num_experts) and _balances(args, "quantile_balancing", "sinkhorn"),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("home's would follow home's tokens alone", "use another type"),
+        sync_service=AS_ANY_JOB,
         in_config=("transformer.moe_router_load_balancing_type",),
     ),
     row(
@@ -118,10 +149,10 @@ MIXTURE = (
         given("moe_expert_capacity_factor"),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("which tokens are dropped would depend on the strategies"),
-        in_config=("transformer.moe_expert_capacity_factor",),
+        sync_service=AS_ANY_JOB,
         peers_share="moe_expert_capacity_factor",
+        in_config=("transformer.moe_expert_capacity_factor",),
     ),
     row(
         "--moe-mlp-glu-interleave-size",

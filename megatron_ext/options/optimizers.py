@@ -124,9 +124,9 @@ OPTIMIZERS = (
     row(
         "--result-rejected-tracker-filename",
         is_set("result_rejected_tracker_filename"),
+        cpu=OPEN,
         local_sgd=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
         hot_switch=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
-        cpu=OPEN,
         sync_service=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
     ),
     row(

@@ -181,29 +181,29 @@ RANK_GROUPS = (
         given("microbatch_group_size_per_vp_stage"),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused(
             "a step may have fewer micro-batches than that", "drop it: groups are as large as the pipeline has stages"
         ),
+        sync_service=AS_ANY_JOB,
     ),
     row(
         "--hierarchical-context-parallel-sizes",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("all ranks that share a row exchange keys and values at once"),
+        sync_service=AS_ANY_JOB,
     ),
     row(
         "virtual pipeline stages",
         lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused(
             "each strategy has its own",
             "drop --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank, "
             "and give vpp in --hot-switch-strategy-file",
         ),
+        sync_service=AS_ANY_JOB,
         flags=("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     ),
     row(
@@ -217,11 +217,11 @@ RANK_GROUPS = (
         ),
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused(
             "each strategy has its own",
             "drop what says so, and give first_stage_layers and last_stage_layers in --hot-switch-strategy-file",
         ),
+        sync_service=AS_ANY_JOB,
         flags=(
             "--decoder-first-pipeline-num-layers",
             "--decoder-last-pipeline-num-layers",

@@ -12,8 +12,8 @@ __all__ = ["RECORDING"]
 RECORDING = (
     row(
         "--log-max-attention-logit",
-        local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
         cpu=NO_TE_ON_CPU,
+        local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
         hot_switch=refused("it would see the logits of home's rows only"),
         sync_service=AS_ANY_JOB,
         in_config=("transformer.log_max_attention_logit",),
@@ -59,21 +59,21 @@ RECORDING = (
         "--moe-routing-trace-path",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("it would trace the tokens of home's rows only"),
+        sync_service=AS_ANY_JOB,
     ),
     row(
         "--logits-load-dir",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("it would compare the logits of home's rows only"),
+        sync_service=AS_ANY_JOB,
     ),
     row(
         "--check-for-spiky-loss",
         cpu=OPEN,
         local_sgd=OPEN,
-        sync_service=AS_ANY_JOB,
         hot_switch=refused("it would judge all losses by those of home's rows only"),
+        sync_service=AS_ANY_JOB,
     ),
 )

@@ -49,16 +49,16 @@ RUN_CONTROL = (
     ),
     row(
         "--full-validation",
+        cpu=OPEN,
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
-        cpu=OPEN,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--adlr-autoresume",
+        cpu=OPEN,
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
-        cpu=OPEN,
         sync_service=AS_ANY_JOB,
     ),
 )

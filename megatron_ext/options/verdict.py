@@ -31,7 +31,11 @@ ABILITIES = {
 """The abilities and backends that the table knows, and how a sentence speaks of them."""
 
 CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"hot-switch": frozenset({"--hot-switch-attention documents", "--hot-switch-attention rows"})}
+    {
+        "local-sgd": frozenset({"--local-sgd-sync-in-forward", "--local-sgd-pseudo-grad-reducer pairwise"}),
+        "hot-switch": frozenset({"--hot-switch-attention documents", "--hot-switch-attention rows"}),
+        "spes": frozenset({"frozen experts", "--spes-using-decayed-aux-loss"}),
+    }
 )
 """By ability, what of its own decides whether an option goes with it: an option of ours, or a kind of peer."""
 

@@ -23,7 +23,7 @@ from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.patching import Patch, PatchRegistry
 
-__all__ = ["add_config_group", "asks_for_cuda_graphs", "patches", "say", "with_arguments"]
+__all__ = ["add_config_group", "patches", "say", "with_arguments"]
 
 
 def patches(
@@ -91,11 +91,6 @@ def add_config_group(parser: argparse.ArgumentParser, config_class: type, title:
 
     hidden = [entry.name for entry in dataclasses.fields(config_class) if entry.metadata.get("without_flag")]
     ArgumentGroupFactory(config_class, exclude=hidden).build_group(parser, title=title)
-
-
-def asks_for_cuda_graphs(args: Any) -> bool:
-    """Return whether a run captures CUDA graphs, by any of Megatron's options."""
-    return bool(args.cuda_graph_impl != "none" or args.enable_cuda_graph or args.external_cuda_graph)
 
 
 @contextmanager

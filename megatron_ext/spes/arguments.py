@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext.config_options import WITHOUT_FLAG, argument_of
 from megatron_ext.errors import UserError
-from megatron_ext.seams.arguments import asks_for_cuda_graphs
+from megatron_ext.options import refusals
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config
 from megatron_ext.spes.ownership import Ownership
@@ -91,16 +91,8 @@ def argument_problems(args: Any) -> list[str]:
         problems.append("--using-spes needs --sync-service-index (peer_id), by which experts have owners; add it")
     if args.num_experts is None:
         problems.append("--using-spes needs a mixture of experts to share out; give --num-experts")
-    if config.using_decayed_aux_loss and args.moe_router_fusion:
-        problems.append(
-            "--spes-using-decayed-aux-loss weights token counts, which the fused kernel of --moe-router-fusion has not "
-            "been tested with; drop one of them"
-        )
-    if config.using_decayed_aux_loss and asks_for_cuda_graphs(args):
-        problems.append(
-            "--spes-using-decayed-aux-loss weights token counts by factors that change from step to step, which a "
-            "captured CUDA graph would not see; drop the graphs (--cuda-graph-impl), or the option"
-        )
+    if config.using_decayed_aux_loss:
+        problems += refusals(args, "spes", "--spes-using-decayed-aux-loss")
     kinds = args.moe_router_load_balancing_type
     kinds = [kinds] if isinstance(kinds, str) else kinds
     if config.using_decayed_aux_loss and not any(kind.endswith("aux_loss") for kind in kinds):
@@ -130,12 +122,7 @@ def frozen_problems(args: Any, ownership: Ownership) -> list[str]:
     owned = set(ownership.owned_by(args.sync_service_index))
     if len(owned) == ownership.experts:
         return []
-    problems = []
-    if args.moe_grouped_gemm:
-        problems.append(
-            "--moe-grouped-gemm with frozen experts: Transformer Engine asks the first expert of a rank alone whether "
-            "it is frozen, so that a peer's own experts might not learn; drop it (SequentialMLP trains them)"
-        )
+    problems = refusals(args, "spes", "frozen experts")
     ranks = args.expert_model_parallel_size
     each = ownership.experts // ranks
     idle = [rank for rank in range(ranks) if owned.isdisjoint(range(rank * each, (rank + 1) * each))]
