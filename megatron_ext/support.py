@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron_ext.options import ABILITIES, ROWS, OptionVerdict
+from megatron_ext.options.default_rules import DEFAULT_RULES
 
 __all__ = ["markdown"]
 
@@ -28,6 +29,10 @@ def markdown() -> str:
     lines += [f"- `{row.option}`" for row in ROWS if row.peers_share]
     lines += ["", "## Other defaults on CPU", ""]
     lines += [f"- `{row.option}`" for row in ROWS if row.cpu_default]
+    lines += ["", "## Options without a row", "", "Every ability accepts them, and no test is named for any.", ""]
+    for rule in DEFAULT_RULES:
+        which = [f"`{pattern}`" for pattern in rule.patterns] + [f"the group '{title}'" for title in rule.groups]
+        lines.append(f"- Because {rule.reason}: {', '.join(which)}.")
     return "\n".join(lines) + "\n"
 
 

@@ -4,13 +4,11 @@
 import ast
 import dataclasses
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.options import ABILITIES, ROWS, Row, refusals
-from megatron_ext.options.default_rules import WITHOUT_ROWS
 from megatron_ext.options.verdict import OptionVerdict, accepted, refused
 from megatron_ext.support import markdown
 from tests.backends.test_cpu_options import REFUSED as NEEDS_A_GPU
@@ -267,42 +265,6 @@ def test_every_refused_row_fires_on_its_option_and_names_it():
             missing -= {(option, ability) for option in refused_by}
     # Megatron's own parser refuses zarr before we could.
     assert {option for option, _ in missing} <= {"--ckpt-format zarr"}
-
-
-AREAS = {"checkpointing", "distributed init", "regularization", "learning rate and weight decay", "mixed precision"}
-
-
-def flags_of_the_areas():
-    """Megatron's options on data parallelism, optimizers and checkpoints, each by its first spelling."""
-    import argparse
-
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.training.arguments import add_megatron_arguments
-
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_megatron_arguments(parser)
-    configs = (DistributedDataParallelConfig, OptimizerConfig)
-    fields = {field.name for config in configs for field in dataclasses.fields(config)}
-    return [
-        action.option_strings[0]
-        for group in parser._action_groups
-        for action in group._group_actions
-        if group.title in AREAS or action.dest in fields
-    ]
-
-
-def test_every_megatron_option_of_these_areas_has_a_verdict_or_a_reason_to_have_none():
-    (flags,) = run_ranks(flags_of_the_areas, 1)
-    assert len(flags) > 150
-    patterns = [pattern for group in WITHOUT_ROWS.values() for pattern in group]
-    named = {flag for row in ROWS for flag in row.flags}
-    undecided = [
-        flag for flag in flags if flag not in named and not any(fnmatchcase(flag, pattern) for pattern in patterns)
-    ]
-    assert undecided == []
-    useless = [pattern for pattern in patterns if not any(fnmatchcase(flag, pattern) for flag in flags)]
-    assert useless == []
 
 
 def test_what_is_supported_is_not_refused():
