@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.options import ABILITIES, ROWS, OptionVerdict
+from megatron_ext.options import FEATURES, ROWS, OptionVerdict
 from megatron_ext.options.default_rules import DEFAULT_RULES
 
 __all__ = ["markdown"]
@@ -23,22 +23,22 @@ def markdown() -> str:
         "start with the sentence below. This file is written by `python -m megatron_ext.support >",
         "docs/support-table.md`, from the rows in [options](../megatron_ext/options).",
     ]
-    for ability, where in ABILITIES.items():
-        lines += ["", f"## {where[0].upper()}{where[1:]}", "", *_section(ability)]
+    for feature, where in FEATURES.items():
+        lines += ["", f"## {where[0].upper()}{where[1:]}", "", *_section(feature)]
     lines += ["", "## What all peers of a run share", "", "A peer whose value is another one is refused, by name.", ""]
     lines += [f"- `{row.option}`" for row in ROWS if row.peers_share]
     lines += ["", "## Other defaults on CPU", ""]
     lines += [f"- `{row.option}`" for row in ROWS if row.cpu_default]
-    lines += ["", "## Options without a row", "", "Every ability accepts them, and no test is named for any.", ""]
+    lines += ["", "## Options without a row", "", "Every feature accepts them, and no test is named for any.", ""]
     for rule in DEFAULT_RULES:
         which = [f"`{pattern}`" for pattern in rule.patterns] + [f"the group '{title}'" for title in rule.groups]
         lines.append(f"- Because {rule.reason}: {', '.join(which)}.")
     return "\n".join(lines) + "\n"
 
 
-def _section(ability: str) -> Iterator[str]:
-    """Yield the lines on an ability."""
-    verdicts = list(_verdicts(ability))
+def _section(feature: str) -> Iterator[str]:
+    """Yield the lines on a feature."""
+    verdicts = list(_verdicts(feature))
     told = [(option, verdict) for option, verdict in verdicts if verdict.status not in _UNTOLD]
     if told:
         yield from ("| option | status | test, or reason and way out |", "|---|---|---|")
@@ -51,17 +51,17 @@ def _section(ability: str) -> Iterator[str]:
             accepted.setdefault(verdict.reason, []).append(f"`{option}`")
     for reason, options in accepted.items():
         yield from ("", f"Accepted without a test that is named, because {reason}: {', '.join(options)}.")
-    for other in dict.fromkeys(verdict.ability for _, verdict in verdicts if verdict.status == "like another"):
-        yield from ("", f"Of all other options holds what is said of a run {ABILITIES[other]}.")
+    for other in dict.fromkeys(verdict.feature for _, verdict in verdicts if verdict.status == "like another"):
+        yield from ("", f"Of all other options holds what is said of a run {FEATURES[other]}.")
 
 
 _UNTOLD = ("accepted", "like another")
 
 
-def _verdicts(ability: str) -> Iterator[tuple[str, OptionVerdict]]:
+def _verdicts(feature: str) -> Iterator[tuple[str, OptionVerdict]]:
     """Yield every option with its verdict, and again under each circumstance in which it has another one."""
     for row in ROWS:
-        verdict = row.verdicts[ability]
+        verdict = row.verdicts[feature]
         yield row.option, verdict
         for circumstance, other in verdict.exceptions.items():
             yield f"{row.option} with {circumstance}", other

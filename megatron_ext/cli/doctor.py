@@ -206,21 +206,21 @@ def _examine_megatron(report: DoctorReport) -> None:
 
 
 def _examine_options(report: DoctorReport) -> None:
-    from megatron_ext.options import ABILITIES, ROWS
+    from megatron_ext.options import FEATURES, ROWS
 
-    for ability in ABILITIES:
-        if ability == "cpu" and report.backend != "cpu":
+    for feature in FEATURES:
+        if feature == "cpu" and report.backend != "cpu":
             continue
         for row in ROWS:
-            verdict = row.verdicts[ability]
+            verdict = row.verdicts[feature]
             if verdict.tested_by:
-                report.tested.append({"option": row.option, "ability": ability, "test": verdict.tested_by})
+                report.tested.append({"option": row.option, "ability": feature, "test": verdict.tested_by})
             elif verdict.refuses:
-                report.refused.append(_refusal(row.option, ability, verdict.reason, verdict.way_out))
+                report.refused.append(_refusal(row.option, feature, verdict.reason, verdict.way_out))
 
 
-def _refusal(option: str, ability: str, reason: str, way_out: str) -> dict[str, str]:
-    return {"option": option, "ability": ability, "reason": reason, "way_out": way_out}
+def _refusal(option: str, feature: str, reason: str, way_out: str) -> dict[str, str]:
+    return {"option": option, "ability": feature, "reason": reason, "way_out": way_out}
 
 
 def _transformer_engine(report: DoctorReport) -> Check:
@@ -269,11 +269,11 @@ def _print(report: DoctorReport) -> None:
 
 def _print_options(report: DoctorReport) -> None:
     """Print the options by feature, refused ones by reason: hundreds of single lines would hide the rest."""
-    from megatron_ext.options import ABILITIES
+    from megatron_ext.options import FEATURES
 
-    for ability, where in ABILITIES.items():
-        tested = [entry["option"] for entry in report.tested if entry["ability"] == ability]
-        refused = [entry for entry in report.refused if entry["ability"] == ability]
+    for feature, where in FEATURES.items():
+        tested = [entry["option"] for entry in report.tested if entry["ability"] == feature]
+        refused = [entry for entry in report.refused if entry["ability"] == feature]
         if tested:
             print(f"Megatron options tested {where}:")
             print(_wrapped(", ".join(tested)))

@@ -7,11 +7,11 @@ from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_ext.options import ABILITIES, ROWS, refused_rows
+from megatron_ext.options import FEATURES, ROWS, refused_rows
 
 __all__ = ["circumstance_of", "refused_config"]
 
-_ABILITY = "hot-switch"
+_FEATURE = "hot-switch"
 
 
 def circumstance_of(args: Any) -> str:
@@ -36,10 +36,10 @@ def refused_config(args: Any, config: Any) -> list[str]:
             "so that the gradients of strategies can be added"
         )
     for circumstance in ("", circumstance_of(args)):
-        asked = {row.option for row, _ in refused_rows(args, _ABILITY, circumstance)}
+        asked = {row.option for row, _ in refused_rows(args, _FEATURE, circumstance)}
         found += [
-            verdict.sentence(row.option, ABILITIES[_ABILITY], ", as the model's config says,")
-            for row, verdict in refused_rows(merged, _ABILITY, circumstance)
+            verdict.sentence(row.option, FEATURES[_FEATURE], ", as the model's config says,")
+            for row, verdict in refused_rows(merged, _FEATURE, circumstance)
             if row.option not in asked
         ]
     return list(dict.fromkeys(found))  # options may share a sentence

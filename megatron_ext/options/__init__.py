@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron's options: what each ability and backend does with each of them, and why.
+"""Megatron's options: what each feature and backend does with each of them, and why.
 
-One table, from which come the refusals of every ability, what the peers of a run must have in common, other defaults on
-CPU, and the page `docs/support-table.md` (`megatron_ext.support`). To say what an ability does with an option, edit its
+One table, from which come the refusals of every feature, what the peers of a run must have in common, other defaults on
+CPU, and the page `docs/support-table.md` (`megatron_ext.support`). To say what a feature does with an option, edit its
 row: rows are in the files named after areas of Megatron, and a verdict is made by one of the functions of `verdict`.
 """
 
 from megatron_ext.options.row import Row
 from megatron_ext.options.table import ROWS, refusals, refused_rows, shared_by_peers
-from megatron_ext.options.verdict import ABILITIES, OptionVerdict
+from megatron_ext.options.verdict import FEATURES, OptionVerdict
 
-__all__ = ["ABILITIES", "ROWS", "OptionVerdict", "Row", "refusals", "refused_rows", "shared_by_peers"]
+__all__ = ["FEATURES", "ROWS", "OptionVerdict", "Row", "refusals", "refused_rows", "shared_by_peers"]

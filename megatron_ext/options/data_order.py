@@ -38,7 +38,7 @@ DATA_ORDER = (
         cpu=OPEN,
         local_sgd=OPEN,
         hot_switch=refused("sequences are counted from the first phase on, so that a new corpus would not begin at 0"),
-        sync_service=refused("the peers' parts would have to be cut anew in every phase"),
+        sync_service=refused("the peers' parts would have to be cut again in every phase"),
     ),
     row(
         "--rampup-batch-size",

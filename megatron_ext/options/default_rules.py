@@ -11,7 +11,7 @@ __all__ = ["DEFAULT_RULES", "DefaultRule", "rule_of"]
 
 @dataclass(frozen=True, kw_only=True)
 class DefaultRule:
-    """Options that every ability accepts, with no test named for any of them."""
+    """Options that every feature accepts, with no test named for any of them."""
 
     reason: str
     """Why nothing more needs to be known."""
@@ -152,7 +152,7 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
         ),
     ),
     DefaultRule(
-        reason="it is inside the model, whose tensors every ability takes as they are, or refuses by their names",
+        reason="it is inside the model, whose tensors every feature takes as they are, or refuses by their names",
         groups=(
             "transformer configuration",
             "network size",
@@ -166,7 +166,7 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
     ),
     DefaultRule(
         reason=(
-            "it says how long a run trains, on what, and what it evaluates, which every ability reads as Megatron does"
+            "it says how long a run trains, on what, and what it evaluates, which every feature reads as Megatron does"
         ),
         groups=(
             "training",
@@ -208,5 +208,5 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
         ),
     ),
 )
-"""Every rule. Options of the areas that abilities depend on most (data parallelism, optimizers, checkpoints) need a row
+"""Every rule. Options of the areas that features depend on most (data parallelism, optimizers, checkpoints) need a row
 or a pattern; a group does not do for them (`tests/options/test_parser.py`)."""

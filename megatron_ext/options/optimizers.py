@@ -119,7 +119,9 @@ OPTIMIZERS = (
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_skipped_iterations_train_nothing"),
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
-        sync_service=refused("a skipped iteration is no step, so that the peer would lack rounds that others wait for"),
+        sync_service=refused(
+            "a skipped iteration is not a step, so that the peer would lack rounds that others wait for"
+        ),
     ),
     row(
         "--result-rejected-tracker-filename",

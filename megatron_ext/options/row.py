@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_ext.options.common_verdicts import AS_A_PEER
-from megatron_ext.options.verdict import ABILITIES, CIRCUMSTANCES, OptionVerdict
+from megatron_ext.options.verdict import CIRCUMSTANCES, FEATURES, OptionVerdict
 
 __all__ = ["Asked", "Row", "differs", "given", "is_set", "row", "says"]
 
@@ -31,7 +31,7 @@ class Row:
     """Whether a run asks for it."""
 
     verdicts: Mapping[str, OptionVerdict]
-    """By each of `ABILITIES`."""
+    """By each of `FEATURES`."""
 
     peers_share: str | Callable[[Any], object] = ""
     """What all peers of a run must have in common: the name of an argument, or a function of all of them; empty where
@@ -49,15 +49,15 @@ class Row:
         """Check that the row is whole.
 
         Raises:
-            ValueError: it lacks a verdict or a flag, or has one for what is no ability, or no circumstance of one.
+            ValueError: it lacks a verdict or a flag, or has one for an unknown feature or circumstance.
         """
-        if set(self.verdicts) != set(ABILITIES):
-            odd = sorted(set(self.verdicts) ^ set(ABILITIES))
-            raise ValueError(f"table of options, {self.option}: one verdict for each ability, not for {odd}")
-        for ability, verdict in self.verdicts.items():
-            unknown = sorted(set(verdict.exceptions) - CIRCUMSTANCES.get(ability, frozenset()))
+        if set(self.verdicts) != set(FEATURES):
+            odd = sorted(set(self.verdicts) ^ set(FEATURES))
+            raise ValueError(f"table of options, {self.option}: one verdict for each feature, not for {odd}")
+        for feature, verdict in self.verdicts.items():
+            unknown = sorted(set(verdict.exceptions) - CIRCUMSTANCES.get(feature, frozenset()))
             if unknown:
-                raise ValueError(f"table of options, {self.option}: {ability} has no circumstance {unknown}")
+                raise ValueError(f"table of options, {self.option}: {feature} has no circumstance {unknown}")
         if not self.flags or not all(flag.startswith("--") for flag in self.flags):
             raise ValueError(f"table of options, {self.option}: the flags {self.flags} are none of a command line")
 

@@ -19,7 +19,7 @@ from megatron_ext.options.rank_groups import RANK_GROUPS
 from megatron_ext.options.recording import RECORDING
 from megatron_ext.options.row import Row
 from megatron_ext.options.run_control import RUN_CONTROL
-from megatron_ext.options.verdict import ABILITIES, CIRCUMSTANCES, OptionVerdict
+from megatron_ext.options.verdict import CIRCUMSTANCES, FEATURES, OptionVerdict
 
 __all__ = ["ROWS", "refusals", "refused_rows", "shared_by_peers"]
 
@@ -41,29 +41,29 @@ ROWS: tuple[Row, ...] = (
 """The table."""
 
 
-def refusals(args: Any, ability: str, circumstance: str = "") -> list[str]:
-    """Return one sentence for each option in `args` that is refused together with `ability`.
+def refusals(args: Any, feature: str, circumstance: str = "") -> list[str]:
+    """Return one sentence for each option in `args` that is refused together with `feature`.
 
     Args:
         args: Megatron's arguments as parsed, before Megatron validates and changes them.
-        ability: a key of `ABILITIES`.
-        circumstance: one of the ability's in `CIRCUMSTANCES`, to get what is refused because of it alone.
+        feature: a key of `FEATURES`.
+        circumstance: one of the feature's in `CIRCUMSTANCES`, to get what is refused because of it alone.
 
     Raises:
-        KeyError: the table does not know `ability` or `circumstance`.
+        KeyError: the table does not know `feature` or `circumstance`.
     """
-    where = ABILITIES[ability]
-    said = [verdict.sentence(row.option, where) for row, verdict in refused_rows(args, ability, circumstance)]
+    where = FEATURES[feature]
+    said = [verdict.sentence(row.option, where) for row, verdict in refused_rows(args, feature, circumstance)]
     return list(dict.fromkeys(said))  # options may share a sentence
 
 
-def refused_rows(args: Any, ability: str, circumstance: str = "") -> list[tuple[Row, OptionVerdict]]:
+def refused_rows(args: Any, feature: str, circumstance: str = "") -> list[tuple[Row, OptionVerdict]]:
     """Return the rows whose options `refusals` speaks of, each with the verdict that refuses it."""
-    if circumstance and circumstance not in CIRCUMSTANCES[ability]:
+    if circumstance and circumstance not in CIRCUMSTANCES[feature]:
         raise KeyError(circumstance)
     found = []
     for row in ROWS:
-        verdict = row.verdicts[ability]
+        verdict = row.verdicts[feature]
         judged = verdict.exceptions.get(circumstance) if circumstance else verdict
         if judged is not None and judged.refuses and row.asked(args):
             found.append((row, judged))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an ability says about an option, and the words to say it with."""
+"""What a feature says about an option, and the words to say it with."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import Literal
 
 __all__ = [
-    "ABILITIES",
     "CIRCUMSTANCES",
+    "FEATURES",
     "OptionVerdict",
     "Status",
     "accepted",
@@ -21,14 +21,14 @@ __all__ = [
     "tested",
 ]
 
-ABILITIES = {
+FEATURES = {
     "cpu": "on CPU",
     "local-sgd": "with local SGD",
     "hot-switch": "with hot switching",
     "sync-service": "with the sync service",
     "spes": "with SPES",
 }
-"""The abilities and backends that the table knows, and how a sentence speaks of them."""
+"""The features and backends that the table knows, and how a sentence speaks of them."""
 
 CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -37,18 +37,18 @@ CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
         "spes": frozenset({"frozen experts", "--spes-using-decayed-aux-loss"}),
     }
 )
-"""By ability, what of its own decides whether an option goes with it: an option of ours, or a kind of peer."""
+"""By feature, what of its own decides whether an option goes with it: an option of ours, or a kind of peer."""
 
 Status = Literal["supported", "refused", "needs a GPU", "accepted", "like another"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptionVerdict:
-    """What becomes of a run with an option and an ability, and why."""
+    """What becomes of a run with an option and a feature, and why."""
 
     status: Status
     """'supported': a test trains with it; 'refused', or 'needs a GPU': the run ends at its start; 'accepted': it runs,
-    and no test is named for it; 'like another': another ability, which such a run has too, has the say."""
+    and no test is named for it; 'like another': another feature, which such a run has too, has the say."""
 
     tested_by: str = ""
     """The test that runs the option: `tests/...py::name`. Empty unless supported."""
@@ -65,26 +65,26 @@ class OptionVerdict:
     names_itself: bool = False
     """Whether `reason` is a whole clause that names the options."""
 
-    ability: str = ""
-    """The ability that has the say: a key of `ABILITIES`. Empty unless 'like another'."""
+    feature: str = ""
+    """The feature that has the say: a key of `FEATURES`. Empty unless 'like another'."""
 
     exceptions: Mapping[str, OptionVerdict] = field(default_factory=lambda: MappingProxyType({}))
-    """Other verdicts by the circumstance of the ability under which they hold."""
+    """Other verdicts by the circumstance of the feature under which they hold."""
 
     def __post_init__(self) -> None:
         """Check that it says what its status calls for.
 
         Raises:
-            ValueError: a verdict without its test, reason, way out or ability, or one that has them beside its status.
+            ValueError: a verdict without its test, reason, way out or feature, or one that has them beside its status.
         """
         needed = {
             "supported": {"tested_by"},
             "refused": {"reason", "way_out"},
             "needs a GPU": {"reason", "way_out"},
             "accepted": {"reason"},
-            "like another": {"ability"},
+            "like another": {"feature"},
         }[self.status]
-        given = {name for name in ("tested_by", "reason", "way_out", "ability") if getattr(self, name)}
+        given = {name for name in ("tested_by", "reason", "way_out", "feature") if getattr(self, name)}
         if given != needed:
             raise ValueError(f"table of options: {self.status!r} needs {sorted(needed)} and has {sorted(given)}")
 
@@ -98,7 +98,7 @@ class OptionVerdict:
 
         Args:
             option: the row's name.
-            where: how sentences speak of the ability.
+            where: how sentences speak of the feature.
             asked_by: put behind the option's name: what asks for it, where that is not the command line.
         """
         if self.names_itself:
@@ -107,7 +107,7 @@ class OptionVerdict:
         return f"{self.named or option}{asked_by} {verb} {where}: {self.reason}; {self.way_out}"
 
     def but(self, circumstance: str, verdict: OptionVerdict) -> OptionVerdict:
-        """Return this verdict with another one under a circumstance of the ability.
+        """Return this verdict with another one under a circumstance of the feature.
 
         Args:
             circumstance: one of `CIRCUMSTANCES`.
@@ -156,6 +156,6 @@ def accepted(reason: str) -> OptionVerdict:
     return OptionVerdict(status="accepted", reason=reason)
 
 
-def like(ability: str) -> OptionVerdict:
-    """Return the verdict on an option about which another ability has the say, which such a run has too."""
-    return OptionVerdict(status="like another", ability=ability)
+def like(feature: str) -> OptionVerdict:
+    """Return the verdict on an option about which another feature has the say, which such a run has too."""
+    return OptionVerdict(status="like another", feature=feature)

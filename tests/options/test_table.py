@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_ext.options import ABILITIES, ROWS, Row, refusals
+from megatron_ext.options import FEATURES, ROWS, Row, refusals
 from megatron_ext.options.verdict import OptionVerdict, accepted, refused
 from megatron_ext.support import markdown
 from tests.backends.test_cpu_options import REFUSED as NEEDS_A_GPU
@@ -16,11 +16,11 @@ from tests.support.distributed import REPOSITORY, run_ranks
 
 
 def all_verdicts():
-    """Every option with every ability's verdict on it, those under a circumstance included."""
+    """Every option with every feature's verdict on it, those under a circumstance included."""
     for row in ROWS:
-        for ability, verdict in row.verdicts.items():
+        for feature, verdict in row.verdicts.items():
             for each in (verdict, *verdict.exceptions.values()):
-                yield row.option, ability, each
+                yield row.option, feature, each
 
 
 def test_the_docs_are_the_table():
@@ -46,17 +46,17 @@ def test_no_option_has_two_rows():
 
 
 def test_no_way_out_leads_to_another_refusal():
-    for option, ability, verdict in all_verdicts():
+    for option, feature, verdict in all_verdicts():
         named = set(re.findall(r"--[a-z0-9-]+", verdict.way_out)) - {option.split()[0]}
         for other in ROWS:
-            assert other.option not in named or not other.verdicts[ability].refuses, (option, other.option)
+            assert other.option not in named or not other.verdicts[feature].refuses, (option, other.option)
 
 
-def test_an_ability_that_leaves_the_say_to_another_leaves_it_to_one_that_has_it():
-    for option, ability, verdict in all_verdicts():
+def test_a_feature_that_leaves_the_say_to_another_leaves_it_to_one_that_has_it():
+    for option, feature, verdict in all_verdicts():
         if verdict.status == "like another":
             (row,) = (row for row in ROWS if row.option == option)
-            assert verdict.ability != ability and row.verdicts[verdict.ability].status != "like another"
+            assert verdict.feature != feature and row.verdicts[verdict.feature].status != "like another"
 
 
 @pytest.mark.parametrize(
@@ -78,21 +78,21 @@ def test_a_verdict_that_does_not_say_enough_cannot_be_made(wrong):
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"verdicts": dict.fromkeys([*ABILITIES][1:], accepted("z"))},
-        {"verdicts": dict.fromkeys([*ABILITIES, "gpu"], accepted("z"))},
+        {"verdicts": dict.fromkeys([*FEATURES][1:], accepted("z"))},
+        {"verdicts": dict.fromkeys([*FEATURES, "gpu"], accepted("z"))},
         {"flags": ()},
         {"flags": ("flag",)},
     ],
 )
-def test_a_row_without_a_verdict_for_each_ability_or_without_flags_cannot_be_made(wrong):
-    verdicts = dict.fromkeys(ABILITIES, refused("z"))
+def test_a_row_without_a_verdict_for_each_feature_or_without_flags_cannot_be_made(wrong):
+    verdicts = dict.fromkeys(FEATURES, refused("z"))
     right = {"option": "--flag", "flags": ("--flag",), "asked": bool, "verdicts": verdicts}
     Row(**right)
     with pytest.raises(ValueError, match="--flag"):
         Row(**{**right, **wrong})
 
 
-def test_an_unknown_ability_is_an_error():
+def test_an_unknown_feature_is_an_error():
     with pytest.raises(KeyError):
         refusals(None, "gpu")
 
@@ -104,7 +104,7 @@ def test_a_row_cannot_be_changed():
         ROWS[0].verdicts["cpu"] = refused("z")
 
 
-# Flags for every row that may be refused with either ability.
+# Flags for every row that may be refused with either feature.
 DOUBTFUL = [
     "",
     "--ddp-param-name-patterns-for-fp32-local-accumulation bias",
@@ -227,7 +227,7 @@ PLAIN = [
 
 
 def said_of(lines):
-    """For each command line: the options of all rows that it asks for, and the refusals of each ability."""
+    """For each command line: the options of all rows that it asks for, and the refusals of each feature."""
     import argparse
 
     from megatron.training.arguments import add_megatron_arguments
@@ -242,10 +242,10 @@ def said_of(lines):
     for line in lines:
         asked, said = {}, {}
         data = [] if line.startswith(("--data-path", "--data-args-path")) else ["--mock-data"]
-        for ability in ABILITIES:
-            args = (on_cpu if ability == "cpu" else on_gpu).parse_args([*line.split(), *data])
-            asked[ability] = {row.option for row in ROWS if row.asked(args)}
-            said[ability] = refusals(args, ability)
+        for feature in FEATURES:
+            args = (on_cpu if feature == "cpu" else on_gpu).parse_args([*line.split(), *data])
+            asked[feature] = {row.option for row in ROWS if row.asked(args)}
+            said[feature] = refusals(args, feature)
         results.append((asked, said))
     return results
 
@@ -255,14 +255,14 @@ def test_every_refused_row_fires_on_its_option_and_names_it():
     plain, _ = results[0]
     missing = {(row.option, name) for row in ROWS for name, verdict in row.verdicts.items() if verdict.refuses}
     for line, (asked, said) in zip(DOUBTFUL[1:], results[1:], strict=True):
-        assert any(asked[ability] - plain[ability] for ability in ABILITIES), line
-        for ability, sentences in said.items():
-            refused_by = {row.option for row in ROWS if row.option in asked[ability] and row.verdicts[ability].refuses}
-            assert bool(refused_by) == bool(sentences), (line, ability)
-            assert all(ABILITIES[ability] in sentence and "; " in sentence for sentence in sentences)
+        assert any(asked[feature] - plain[feature] for feature in FEATURES), line
+        for feature, sentences in said.items():
+            refused_by = {row.option for row in ROWS if row.option in asked[feature] and row.verdicts[feature].refuses}
+            assert bool(refused_by) == bool(sentences), (line, feature)
+            assert all(FEATURES[feature] in sentence and "; " in sentence for sentence in sentences)
             by_name = [line.split()[0] in sentence or "uneven pipeline stages" in sentence for sentence in sentences]
             assert any(by_name) or not sentences, sentences
-            missing -= {(option, ability) for option in refused_by}
+            missing -= {(option, feature) for option in refused_by}
     # Megatron's own parser refuses zarr before we could.
     assert {option for option, _ in missing} <= {"--ckpt-format zarr"}
 
@@ -270,4 +270,4 @@ def test_every_refused_row_fires_on_its_option_and_names_it():
 def test_what_is_supported_is_not_refused():
     (results,) = run_ranks(said_of, 1, PLAIN)
     for line, (_, said) in zip(PLAIN, results, strict=True):
-        assert said == {ability: [] for ability in ABILITIES}, line
+        assert said == {feature: [] for feature in FEATURES}, line
