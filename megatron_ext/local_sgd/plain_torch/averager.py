@@ -234,7 +234,7 @@ class OuterOptimPeriodicModelAverager:
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
         if not self._alone:
-            # After the hooks above, which refuse to load what is on its way.
+            # After the hooks above, which refuse to load what is in flight.
             self._replaced = ReplacedWeights(
                 synced,
                 model=model,

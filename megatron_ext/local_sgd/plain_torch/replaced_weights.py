@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that something else than training has replaced: rounds would go on from the anchor of others.
+"""Weights that something else than training has replaced: rounds would continue from the anchor of others.
 
 What the next step begins with is compared with what local SGD knows, by digests: once before the first step after
 it began or after a state was loaded, and then only after the module was given weights by `load_state_dict`. No other
@@ -101,12 +101,12 @@ class ReplacedWeights:
             return
         changed = {name: digest for name, digest in self._digests(self._known).items() if self._known[name] != digest}
         if self._since == "running":
-            # Without the others, which know nothing of it and train on.
+            # Without the others, which are not told of it and continue to train.
             if changed:
                 raise UserError(
                     f"the module was loaded with other weights in the middle of training ({_shown(list(changed))}), "
                     "and local SGD's anchor belongs to those before; load local SGD's state of the same save after "
-                    "them (optimizer.load_state_dict), or wrap an optimizer anew"
+                    "them (optimizer.load_state_dict), or wrap a new optimizer"
                 )
         else:
             self._check_together(changed, take_anchor)
@@ -134,7 +134,7 @@ class ReplacedWeights:
             self._say_of_history([rank for rank, each in enumerate(ranks) if each], ranks, len(everyone[0]))
 
     def _say_of_history(self, holders: Sequence[int], ranks: Sequence[bool], shards: int) -> None:
-        """Say it if inner optimizers have made steps of which local SGD knows nothing.
+        """Say it if inner optimizers have made steps that local SGD has not seen.
 
         Args:
             holders: the ranks where it is so.

@@ -95,7 +95,7 @@ def test_the_choice_is_checked_and_the_same_on_all_workers():
         assert different.startswith("local SGD: inner_optimizers is 'same' on worker 0 and 'own' on worker 1; give all")
 
 
-def gone_on(what):
+def resumed(what):
     """Return the lines of a run that begins with an inner optimizer's state, which some way goes with local SGD's."""
     dist.init_process_group("gloo")
     rank, module = dist.get_rank(), model()
@@ -144,7 +144,7 @@ BEGUN = {
 
 @pytest.mark.parametrize("what", BEGUN)
 def test_an_inner_optimizers_state_without_local_sgds_is_said_once(what):
-    first, second = run_ranks(gone_on, 2, what, timeout=TIMEOUT)
+    first, second = run_ranks(resumed, 2, what, timeout=TIMEOUT)
     assert second == []
     if BEGUN[what] is None:
         assert first == []

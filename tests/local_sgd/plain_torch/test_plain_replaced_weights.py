@@ -218,7 +218,7 @@ def test_weights_that_are_loaded_in_the_middle_of_training_need_a_state_unless_t
         assert said == (
             f"the module was loaded with other weights in the middle of training ({names}), and local SGD's anchor "
             "belongs to those before; load local SGD's state of the same save after them (optimizer.load_state_dict), "
-            "or wrap an optimizer anew"
+            "or wrap a new optimizer"
         ) * (names is not None)
 
 
