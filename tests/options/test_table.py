@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.options import FEATURES, ROWS, Row, refusals
-from megatron_ext.options.verdict import OptionVerdict, accepted, refused
+from megatron_ext.options.verdict import CIRCUMSTANCES, OptionVerdict, accepted, refused
 from megatron_ext.support import markdown
 from tests.backends.test_cpu_options import REFUSED as NEEDS_A_GPU
 from tests.support.distributed import REPOSITORY, run_ranks
@@ -80,11 +80,12 @@ def test_a_verdict_that_does_not_say_enough_cannot_be_made(wrong):
     [
         {"verdicts": dict.fromkeys([*FEATURES][1:], accepted("z"))},
         {"verdicts": dict.fromkeys([*FEATURES, "gpu"], accepted("z"))},
+        {"verdicts": dict.fromkeys(FEATURES, accepted("z").but("--an-option", refused("z")))},
         {"flags": ()},
         {"flags": ("flag",)},
     ],
 )
-def test_a_row_without_a_verdict_for_each_feature_or_without_flags_cannot_be_made(wrong):
+def test_a_row_that_is_not_whole_or_has_unknown_parts_cannot_be_made(wrong):
     verdicts = dict.fromkeys(FEATURES, refused("z"))
     right = {"option": "--flag", "flags": ("--flag",), "asked": bool, "verdicts": verdicts}
     Row(**right)
@@ -92,9 +93,16 @@ def test_a_row_without_a_verdict_for_each_feature_or_without_flags_cannot_be_mad
         Row(**{**right, **wrong})
 
 
-def test_an_unknown_feature_is_an_error():
+def test_an_unknown_feature_or_circumstance_is_an_error():
     with pytest.raises(KeyError):
         refusals(None, "gpu")
+    with pytest.raises(KeyError):
+        refusals(None, "spes", "--an-option")
+
+
+def test_every_circumstance_decides_over_some_option():
+    used = {(name, each) for row in ROWS for name, verdict in row.verdicts.items() for each in verdict.exceptions}
+    assert used == {(name, each) for name, known in CIRCUMSTANCES.items() for each in known}
 
 
 def test_a_row_cannot_be_changed():
