@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The abilities of this package and those of others, in the order in which their handlers run.
+"""The features of this package and those of others, in the order in which their handlers run.
 
 Another package adds one under the entry-point group `megatron_ext.features`; its object is a subclass of
 `megatron_ext.hooks.Feature`. Those come after this package's own, in the order of their names.
@@ -18,7 +18,7 @@ __all__ = ["FEATURE_GROUP", "all_features"]
 FEATURE_GROUP = "megatron_ext.features"
 """Under which installed packages name their features."""
 
-# By name, because abilities may import what imports this. Local SGD comes after hot switching: it cuts home once the
+# By name, because features may import what imports this. Local SGD comes after hot switching: it cuts home once the
 # guests' groups exist, and takes the gradients of all strategies for the worker's own.
 _OWN = (
     "megatron_ext.hot_switch.feature:HotSwitchFeature",
@@ -29,7 +29,7 @@ _OWN = (
 
 
 def all_features() -> tuple[Feature, ...]:
-    """Return one fresh object per ability.
+    """Return one fresh object per feature.
 
     Raises:
         UserError: another package's feature cannot be loaded, is not a whole `Feature`, or has the name of another one.
@@ -58,13 +58,13 @@ def _loaded(entry: EntryPoint) -> Feature:
         if not problems:
             made: Feature = kind()
             return made
-    # Whatever it is, the run cannot begin without what the user has installed, and shall not end in silence.
+    # Whatever it is, the run cannot begin without what the user has installed, and must not end in silence.
     except (Exception, SystemExit) as problem:
         said = " ".join(str(problem).split()) or "no further message"
         raise UserError(
-            f"{where} cannot be loaded: {type(problem).__name__}: {said}; mend or uninstall that package"
+            f"{where} cannot be loaded: {type(problem).__name__}: {said}; repair or uninstall that package"
         ) from problem
-    raise UserError(f"{where} cannot be used: {'; '.join(problems)}; mend or uninstall that package")
+    raise UserError(f"{where} cannot be used: {'; '.join(problems)}; repair or uninstall that package")
 
 
 def _origin(entry: EntryPoint) -> str:

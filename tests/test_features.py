@@ -41,7 +41,7 @@ def installed(folder: Path, package: str, code: str, value: str, monkeypatch: py
     monkeypatch.syspath_prepend(str(folder))
 
 
-def test_without_other_packages_there_are_the_four_abilities():
+def test_without_other_packages_there_are_the_four_features():
     assert [feature.name for feature in all_features()] == OWN
 
 
@@ -55,10 +55,10 @@ def test_another_packages_feature_comes_after_the_four(tmp_path: Path, monkeypat
     [
         ("their_gone", "", "their_gone:Own", r"'their_gone' \(their_gone:Own\) of package 'their_gone' cannot be"),
         ("their_error", "import nowhere_to_be_found", "their_error:Own", "No module named 'nowhere_to_be_found'"),
-        ("their_text", "raise ImportError('first\\n  second\\n')", "their_text:Own", "ImportError: first second; mend"),
-        ("their_exit", "raise SystemExit", "their_exit:Own", "cannot be loaded: SystemExit: no further message; mend"),
+        ("their_text", "raise ImportError('first\\n  second\\n')", "their_text:Own", "Error: first second; repair"),
+        ("their_exit", "raise SystemExit", "their_exit:Own", "loaded: SystemExit: no further message; repair"),
         ("their_half", HALF, "their_half:Own", "used: it has not all of SavesState: add load_state, check_load"),
-        ("their_start", FEATURE.format(name="x") + START, "their_start:Own", "loaded: OSError: no disk; mend"),
+        ("their_start", FEATURE.format(name="x") + START, "their_start:Own", "loaded: OSError: no disk; repair"),
         ("their_other", "Own = dict", "their_other:Own", "it is not a named megatron_ext.hooks.Feature"),
         ("their_nameless", FEATURE.format(name=""), "their_nameless:Own", "is not a named megatron_ext.hooks.Feature"),
         ("their_spes", FEATURE.format(name="spes"), "their_spes:Own", "megatron_ext both have a feature named 'spes'"),

@@ -90,7 +90,7 @@ class BuilderDone(Event):
 
     build_again: Callable[..., list[Any]]
     """`build_again(config, **changes)` builds chunks of another config, with the builder's other options as they
-    were but for `changes`. No event is raised for them."""
+    were, except for `changes`. No event is raised for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
