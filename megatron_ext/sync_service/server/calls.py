@@ -289,7 +289,7 @@ class Calls(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpcio has no type
         if len(message) > _SMALL_BYTES:
             raise Refusal(
                 "invalid",
-                f"an upload's first message has {len(message)} bytes, and says but who calls; install the release of "
+                f"an upload's first message has {len(message)} bytes, and says only who calls; install the release of "
                 "the server at the peer",
             )
         with self._not_known(call):
@@ -376,7 +376,7 @@ def _asked(message: bytes) -> Any:
         Refusal: it is more than a name.
     """
     if len(message) > _SMALL_BYTES:
-        raise Refusal("invalid", f"a question after the health has {len(message)} bytes, and asks but for a name")
+        raise Refusal("invalid", f"a question about the health has {len(message)} bytes, and asks only for a name")
     return health_pb2.HealthCheckRequest.FromString(message)
 
 

@@ -67,7 +67,7 @@ class Run:
         failpoints: Failpoints,
         on_fatal: Callable[[BaseException], None],
     ) -> None:
-        """Open the run's folder and go on from what is there.
+        """Open the run's folder and resume from what is there.
 
         Args:
             name: the run id.
@@ -159,10 +159,10 @@ class Run:
                 raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
             if self.config.is_asynchronous and not asynchronous:
                 raise Refusal(
-                    "state", f"the run has asynchronous rounds, of which peer {peer!r} knows nothing; update it"
+                    "state", f"the run has asynchronous rounds, which peer {peer!r} does not know; update it"
                 )
             if self._shards.others and not sharded:
-                raise Refusal("state", f"the run has several servers, of which peer {peer!r} knows nothing; update it")
+                raise Refusal("state", f"the run has several servers, which peer {peer!r} does not know; update it")
             if self._shards.problem:
                 raise Refusal("state" if self._shards.is_refused else "later", self._shards.problem)
             begins = self._begins_with(config, catalog)
@@ -245,7 +245,7 @@ class Run:
             return self._commit(peer, instance, number, report)
 
     def _begins_with(self, config: dict[str, str], catalog: Catalog) -> bool:
-        """Return whether what a peer brings is what the run shall be from now on.
+        """Return whether what a peer brings is what the run becomes from now on.
 
         A peer with a wrong setting that left before there was a round must not stand in the way of the right ones.
         Other shards know the former tensors, so there it does.
@@ -307,7 +307,7 @@ class Run:
             return decide(ledger, claim), self._problem or self._shards.problem or self._state.waiting_for()
 
     def result(self, peer: str, number: int) -> tuple[RoundResult, RoundResult | None]:
-        """Return from which round a peer goes on that has contributed, and what became of its contribution.
+        """Return from which round a peer continues that has contributed, and what became of its contribution.
 
         Args:
             peer: its name.
@@ -324,7 +324,7 @@ class Run:
             newest, used = self._state.newest, self._state.outcome(peer, number)
             if newest is None:
                 raise Refusal("not_found", "no round has been committed yet")
-            own = used if self.config.is_asynchronous and number > 0 else None  # who published goes on like all
+            own = used if self.config.is_asynchronous and number > 0 else None  # who published continues like all
             # What began with values that are too old would not count.
             is_of_use = own is not None and not self._state.policy.is_stale(own.number + 1, self._state.open_round)
             return own if own and is_of_use and own.number in self._store.shard.snapshots else newest, used
@@ -336,7 +336,7 @@ class Run:
 
     @contextmanager
     def snapshot(self, peer: str, instance: str, number: int) -> Iterator[tuple[Snapshot, Catalog]]:
-        """Yield the values of a committed round, for a stream to a peer that goes on from them.
+        """Yield the values of a committed round, for a stream to a peer that continues from them.
 
         Raises:
             Refusal: they are not there (any more), or the caller is refused.
@@ -473,12 +473,12 @@ class Run:
         self._store.close()
 
     def _fail(self, error: BaseException) -> None:
-        """Make no round any more. Peers wait, are told why, and go on when the server has been started again."""
+        """Make no round any more. Peers wait, are told why, and continue when the server has been started again."""
         log.critical("run %s has stopped", self.name, exc_info=error)
         with self.changes:
             self._stopped_by = (
                 f"the run has stopped at round {self._state.open_round} ({type(error).__name__}: {error}); when its "
-                "cause is mended (the server's log has more), start the server again"
+                "cause is fixed (the server's log has more), start the server again"
             )
             self.changes.notify_all()
         self._on_fatal(error)

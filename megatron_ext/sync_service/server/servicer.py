@@ -33,7 +33,7 @@ class Servicer(ValuesServicer):
 
         Args:
             runs: by their name.
-            on_drain: called when the server shall end.
+            on_drain: called when the server is asked to end.
             operators: who may evict and drain; None for everybody, where callers show no certificates.
         """
         super().__init__(runs)

@@ -391,7 +391,7 @@ class ShardRun:
         """
         if not self._shard.is_open or self._word.members.get(peer) != instance:
             raise Refusal(
-                "state", f"peer {peer!r} is no member of the run, or another process has registered as it since"
+                "state", f"peer {peer!r} is not a member of the run, or another process has registered as it since"
             )
 
     def _await_word(self, fits: Callable[[Word], bool]) -> None:

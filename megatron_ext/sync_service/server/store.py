@@ -60,14 +60,14 @@ class RunStore:
         *,
         shards: int = 1,
     ) -> None:
-        """Open the folder and go on from what is there.
+        """Open the folder and resume from what is there.
 
         Args:
             name: the run id.
             config: of the run.
             folder: where the state is; made when it is not there.
             keep_snapshots: how many committed rounds stay on the disk.
-            remote: a copy of it elsewhere, to go on from and to keep up.
+            remote: a copy of it elsewhere, to resume from and to keep up to date.
             failpoints: where to die in tests.
             shards: how many servers have parts of the values, this one among them.
 
@@ -256,7 +256,7 @@ class RunStore:
             self._remote.put_snapshot(self.shard.snapshot_path(number))
 
     def commit(self, event: Event, snapshot: Snapshot) -> None:
-        """Let the event happen that commits the open round, and go on to the next one."""
+        """Let the event happen that commits the open round, and open the next one."""
         self.record(event)
         # The round is there for everybody now, whether what is not needed any more can be removed or not.
         for tidy in (partial(self.shard.committed, event["round"], snapshot), partial(self._forget_uploads, event)):

@@ -91,7 +91,7 @@ def measured_to_json(measured: Measured) -> Json:
     """Return what is known of a contribution."""
     return {
         "squares": by_judged_to_json(measured.squares),
-        "broken": measured.broken,
+        "broken": measured.unusable,
         "nbytes": measured.nbytes,
     }
 
@@ -135,6 +135,10 @@ def _job(**fields: Any) -> RoundJob:
     return RoundJob(number=fields.pop("round"), **fields)
 
 
+def _measured(**fields: Any) -> Measured:
+    return Measured(unusable=fields.pop("broken"), **fields)
+
+
 _indices = list_of(integer(0, LARGEST_INDEX), LARGEST_INDEX + 1)
 _numbers = list_of(number(), LARGEST_INDEX + 1)
 _verdict_fields = record(
@@ -165,9 +169,10 @@ _JOB = record(
     alone=optional(record(Alone, weight=number(0, LARGEST_INDEX + 1), per_step=integer(1))),
 )
 _MEASURED = record(
-    Measured,
+    _measured,
+    may_lack=(),
     squares=by_judged(number(0, LARGEST_SQUARE)),
-    broken=optional(text(LONGEST_NAME)),
+    **{"broken": optional(text(LONGEST_NAME))},  # its name in the messages, which shards of other releases read
     nbytes=integer(),
 )
 _DECISION = record(

@@ -110,6 +110,6 @@ def _together(parts: Sequence[Measured]) -> Measured:
     """Return what is known of a contribution whose parts are on several shards; each unit is on one."""
     return Measured(
         squares={key: square for part in parts for key, square in part.squares.items()},
-        broken=next((part.broken for part in parts if part.broken is not None), None),
+        unusable=next((part.unusable for part in parts if part.unusable is not None), None),
         nbytes=sum(part.nbytes for part in parts),
     )

@@ -23,8 +23,8 @@ class Measured:
     """By what is judged as one, the squared L2 norm of the pseudo-gradient of what its peer trains; at the start of the
     values."""
 
-    broken: str | None = None
-    """The first tensor that is not finite, or beyond `LARGEST_NORM`."""
+    unusable: str | None = None
+    """The first tensor that is non-finite, or beyond `LARGEST_NORM`."""
 
     nbytes: int = 0
     """Bytes on the disk."""
@@ -89,8 +89,8 @@ def decide(
     decision = Decision(nbytes=sum(found.nbytes for found in measured))
     sound: dict[int, dict[Judged, float]] = {}
     for (peer, index), found in zip(contributors, measured, strict=True):
-        if found.broken is not None:
-            decision.rejected[peer] = f"tensor {found.broken!r} holds values that are not finite, or far too large"
+        if found.unusable is not None:
+            decision.rejected[peer] = f"tensor {found.unusable!r} holds values that are non-finite, or far too large"
             continue
         # Exact, so that it does not matter in which order the units come.
         norm = decision.norms[peer] = math.sqrt(math.fsum(found.squares.values()))

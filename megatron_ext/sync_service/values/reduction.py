@@ -30,9 +30,9 @@ from megatron_ext.sync_service.values.spares import SpareFiles
 from megatron_ext.sync_service.values.tensor_round import (
     LARGEST_NORM,
     Alone,
-    Broken,
     TensorMade,
     TensorRound,
+    UnusableContribution,
     square_of,
 )
 from megatron_ext.sync_service.values.updates import EXACT, UPDATE, kept_as
@@ -140,7 +140,7 @@ class Reduction:
                 continue
             square = sum(map(square_of, self._sources.gradients(spec, contributor)))
             if not square <= LARGEST_NORM**2:
-                return Measured(squares={}, broken=spec.name, nbytes=nbytes)
+                return Measured(squares={}, unusable=spec.name, nbytes=nbytes)
             _add(squares, spec, square)
         return Measured(squares=squares, nbytes=nbytes)
 
@@ -198,7 +198,7 @@ class Reduction:
             contributors: in the order of their indices.
 
         Returns:
-            What `measure` and `write` return; None for the latter where a contribution is broken.
+            What `measure` and `write` return; None for the latter where a contribution is unusable.
 
         Raises:
             DamagedContribution: one cannot be read.
@@ -207,7 +207,7 @@ class Reduction:
         squares: list[_Squares] = [{} for _ in contributors]
         try:
             written = self._written(path, contributors, Decision(), squares)
-        except Broken:
+        except UnusableContribution:
             return self.measure(contributors), None
         found = zip(contributors, squares, strict=True)
         return [Measured(squares=own, nbytes=entry.contribution.nbytes) for entry, own in found], written
@@ -218,7 +218,7 @@ class Reduction:
         """Make the round's values, and measure every contribution where there is a place for what comes of it.
 
         Raises:
-            Broken: one is, while it is measured.
+            UnusableContribution: one is, while it is measured.
         """
         writer = self._writer(path, decision)
         scalars, sums = dict(self._scalars), dict[str, tuple[int, int]]()

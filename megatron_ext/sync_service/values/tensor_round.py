@@ -25,11 +25,11 @@ from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot, Sna
 from megatron_ext.sync_service.values.sources import Contributor, Sources
 from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL, UPDATE, full, publish, publish_exactly
 
-__all__ = ["LARGEST_NORM", "Alone", "Broken", "TensorMade", "TensorRound", "square_of"]
+__all__ = ["LARGEST_NORM", "Alone", "TensorMade", "TensorRound", "UnusableContribution", "square_of"]
 
 LARGEST_NORM = 1e15
-"""Of a tensor's pseudo-gradient: more is broken, though finite. Sums, momentum and the squares that Adam keeps of what
-is below stay far from the end of fp32, so that a round's values are always finite."""
+"""Of a tensor's pseudo-gradient: more is unusable, though finite. Sums, momentum and the squares that Adam keeps of
+what is below stay far from the end of fp32, so that a round's values are always finite."""
 
 
 _LARGE_ELEMENTS = 1 << 20
@@ -47,8 +47,8 @@ class Alone:
     """How many contributions make up one outer step; each counts one part of it."""
 
 
-class Broken(Exception):
-    """A contribution is not finite, or far too large."""
+class UnusableContribution(Exception):
+    """A contribution is non-finite, or far too large."""
 
 
 class _Whole(Exception):
@@ -142,7 +142,7 @@ class TensorRound:
             measures: whether to measure the pseudo-gradients of all that train the tensor.
 
         Raises:
-            Broken: a pseudo-gradient that is measured is not finite, or far too large.
+            UnusableContribution: a pseudo-gradient that is measured is non-finite, or far too large.
             DamagedContribution: a contribution cannot be read.
             OSError: the snapshot cannot be written, or the last one is damaged.
         """
@@ -198,7 +198,7 @@ class TensorRound:
             terms = self._terms(spec, at, anchor, contributors, verdict, made.squares, takes_values)
             total = self._reduced(spec, terms, verdict, takes_values) if verdict.accepted else None
             for _ in terms:
-                raise AssertionError("there are more terms than weights")  # what is only measured is no term
+                raise AssertionError("there are more terms than weights")  # what is only measured is not a term
             kept: dict[str, torch.Tensor] = {}
             if anchor is None:
                 assert total is not None
@@ -244,7 +244,7 @@ class TensorRound:
             takes_values: whether values are added up, not pseudo-gradients.
 
         Raises:
-            Broken: a pseudo-gradient that is measured is not finite, or far too large.
+            UnusableContribution: a pseudo-gradient that is measured is non-finite, or far too large.
             DamagedContribution: a contribution cannot be read.
         """
         sources, is_first = self.sources, True
@@ -255,7 +255,7 @@ class TensorRound:
             if place in squares:
                 squares[place] += square_of(term)
                 if not squares[place] <= LARGEST_NORM**2:
-                    raise Broken
+                    raise UnusableContribution
             if place in verdict.accepted:
                 if takes_values:
                     term = sources.values(anchor, uploaded)
@@ -355,14 +355,14 @@ class TensorRound:
 
 
 def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:
-    """Let no round be committed that would break its peers: contributions are finite, so this is nobody's fault here.
+    """Let no round be committed that would spoil its peers: contributions are finite, so this is nobody's fault here.
 
     Raises:
-        RuntimeError: a value is not finite.
+        RuntimeError: a value is non-finite.
     """
     # A product of finite values may overflow.
     if not math.isfinite(float(values.dot(values))) and not bool(torch.isfinite(values).all()):
-        raise RuntimeError(f"the round would give tensor {spec.name!r} values that are not finite")
+        raise RuntimeError(f"the round would give tensor {spec.name!r} non-finite values")
 
 
 def square_of(values: torch.Tensor) -> float:

@@ -157,7 +157,7 @@ def test_a_non_finite_contribution_does_not_count_and_its_peer_is_told(make_serv
         for index in range(3)
     ]
     assert [peer.wait() for peer in peers] == [0, 0, 0], [peer.output for peer in peers]
-    non_finite = "tensor 'layer.0.bias' holds values that are not finite, or far too large"
+    non_finite = "tensor 'layer.0.bias' holds values that are non-finite, or far too large"
     reason = "max_norm is 1000" if content == 1e6 else non_finite
     seen = service.seen("p1")
     assert not seen[2]["contributed"] and reason in seen[2]["message"] and seen[3]["contributed"]
@@ -375,7 +375,7 @@ def test_a_run_that_stops_takes_no_other_with_it_and_resumes_after_a_new_start(m
     assert service.peer("p1", ROUNDS, run="other").wait() == 0
     stopped, other = status_of(service)
     assert stopped["problem"] == (
-        "the run has stopped at round 1 (ZeroDivisionError: one half); when its cause is mended (the server's log has "
+        "the run has stopped at round 1 (ZeroDivisionError: one half); when its cause is fixed (the server's log has "
         "more), start the server again"
     )
     assert (stopped["newest_round"], other["newest_round"], other["problem"]) == (0, ROUNDS, "")

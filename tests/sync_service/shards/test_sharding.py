@@ -265,7 +265,7 @@ def test_what_a_shard_was_asked_to_keep_outlives_it_and_is_not_another_process_s
         while not refused.done():
             third.follow(members={"p": "other"})
             time.sleep(0.01)
-    with pytest.raises(Refusal, match="peer 'p' is no member of the run, or another process has registered as it"):
+    with pytest.raises(Refusal, match="peer 'p' is not a member of the run, or another process has registered as it"):
         refused.result()
 
 

@@ -144,7 +144,7 @@ def test_a_non_finite_contribution_leaves_nothing_of_an_attempt_and_is_named(tmp
     peers = [contributor(tmp_path, index, "fp32", scale) for index, scale in ((0, 0.5), (1, float("nan")))]
     there = sorted(tmp_path.iterdir())
     measured, made = reduction("fp32", NONE, before).attempt(tmp_path / "round.safetensors", peers)
-    assert made is None and [entry.broken for entry in measured] == [None, "w"]
+    assert made is None and [entry.unusable for entry in measured] == [None, "w"]
     assert sorted(tmp_path.iterdir()) == there
 
 
