@@ -44,11 +44,9 @@ KEPT = {
 
 _LEFT = (
     "megatron_ext/sync_service/megatron",
-    "megatron_ext/sync_service/peer",
     "megatron_ext/sync_service/protocol/sync.proto",
     "megatron_ext/sync_service/rounds",
     "tests/sync_service/megatron",
-    "tests/sync_service/peer",
     "tests/sync_service/rounds",
     "tests/sync_service/status_page/test_page.py",
 )

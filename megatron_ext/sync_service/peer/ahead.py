@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Taking what others have uploaded to the open round, while this peer still uploads and waits.
 
-What alone one peer trains is known as soon as that one has sent it. It is on its way to the others then, instead of
-beginning with everything else when the round is committed. Nothing depends on it: the server is asked for the round's
-values all the same, and told what they should be.
+What alone one peer trains is known as soon as that one has sent it. It is in flight to the others from then on, instead
+of starting with everything else when the round is committed. Nothing depends on it: the server is asked for the
+round's values all the same, and told what they should be.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Ahead:
             try:
                 self._ask(connection, incoming, sources)
             except UserError:
-                return  # the job ends, and nobody goes on from the round
+                return  # the job ends, and nobody continues from the round
             except grpc.RpcError as error:
                 if error.code() != grpc.StatusCode.UNAVAILABLE and not self._ended.is_set():
                     log.warning("nothing more is taken ahead of round %d: %s", self.number, error.details())
@@ -132,7 +132,7 @@ class Ahead:
                 return
             call = connection.begin("Download", request)
             self._calls.add(call)
-        incoming.begin_anew()
+        incoming.begin_stream()
         try:
             for batch in call:
                 if isinstance(batch, Unreadable):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A round that a thread makes while training goes on, and what becomes of the steps made meanwhile."""
+"""A round that a thread makes while training continues, and what becomes of the steps made meanwhile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LONGEST_SECONDS = 5.0
 
 
 class ThreadedRound:
-    """A round on its way. The client and its group of ranks are the thread's alone until `wait` has returned."""
+    """A round in flight. The client and its group of ranks are the thread's alone until `wait` has returned."""
 
     def __init__(
         self, make: Callable[[], RoundOutcome], contributed: Values, interval: tuple[int, float] = (0, 0.0)
@@ -71,7 +71,7 @@ def uncounted(parts: Collection[Part], outcome: RoundOutcome) -> set[str]:
 
 
 def with_steps_since(result: Values, now: Values, contributed: Values, without: Collection[str] = ()) -> Values:
-    """Return the values to go on from: a round's result R, moved by the peer's own steps since its contribution S.
+    """Return the values to continue from: a round's result R, moved by the peer's own steps since its contribution S.
 
         values = R + (now - S)
 

@@ -53,7 +53,7 @@ _UPLOADS = 3
 
 
 class SyncClient:
-    """A peer, or one process of it. Not for several threads at once, but for `abandon`."""
+    """A peer, or one process of it. Not for several threads at once, except for `abandon`."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class SyncClient:
         if isinstance(answer, Adopt):
             self.counted = answer.place if answer.is_committed else None
             if answer.keeps_residuals is not None:
-                self._outgoing.owe_no_more(answer.keeps_residuals)
+                self._outgoing.drop_residuals(answer.keeps_residuals)
             if claim.whole:
                 log.warning("the interval after round %d is over; this peer takes round %d", claim.round, self.round)
         return None if keeps_values else taken
@@ -278,7 +278,7 @@ class SyncClient:
                 closed, missing = self._membership.commit(number, self._report)
             if not missing:
                 break
-            # A server that goes on elsewhere has the rounds, and not what was uploaded since.
+            # A server that resumes elsewhere has the rounds, and not what was uploaded since.
             log.warning("%s; uploading it again", missing)
         else:
             raise UserError(f"{missing}, though it was uploaded {_UPLOADS} times")
@@ -306,7 +306,7 @@ class SyncClient:
             self.counted = self._report.progress
         if answer.contributed and settled is not None:
             expected = dict(settled.owned) if answer.newest == number else {}
-            self._outgoing.owe(settled, answer.excluded)
+            self._outgoing.keep_residuals(settled, answer.excluded)
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         if answer.newest == self.round + 1:
@@ -407,7 +407,7 @@ class SyncClient:
             results = self._job.on_all(partial(self._take, number, taken, expected))
             failed = [text for text, _, _ in results if text]
             if failed:
-                # Rounds went on meanwhile, and this one is no longer kept.
+                # Further rounds were made meanwhile, and this one is no longer kept.
                 answer = self._await(number, {})
                 if answer.newest == number:
                     raise UserError(failed[0])
@@ -424,14 +424,14 @@ class SyncClient:
                     "server is damaged: restore it from a copy"
                 )
             self.round, self.uploaded, self.digest = number, False, digest
-            self._outgoing.go_on_from(taken)
+            self._outgoing.continue_from(taken)
             return taken
         raise UserError("rounds go by faster than this peer can download them; raise the server's keep_snapshots")
 
     def _take(
         self, number: int, taken: dict[str, torch.Tensor], expected: Values | None
     ) -> tuple[str, tuple[int, int], bool]:
-        """Download a round; return why that failed, which may be mended by taking another one, the digest's sums, and
+        """Download a round; return why that failed, which taking another one may repair, the digest's sums, and
         whether something of it was there before.
 
         Over all processes of the job, every element is in the sums once.

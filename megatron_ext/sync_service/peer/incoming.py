@@ -18,7 +18,7 @@ Place = tuple[str, Box]
 
 
 class Incoming:
-    """Values of boxes on their way.
+    """Values of boxes in flight.
 
     Attributes:
         left: boxes that are not whole yet, in the order in which they were asked for; a box that is whole is not asked
@@ -50,12 +50,12 @@ class Incoming:
         self.count = 0
         self._arrived = dict.fromkeys(self.left, 0)
 
-    def begin_anew(self) -> None:
+    def begin_stream(self) -> None:
         """Begin with another stream, which may have other values for the boxes that are left."""
         self._arrived = dict.fromkeys(self.left, 0)
 
     def arrived(self, place: Place) -> int:
-        """Return how many values of a box that is left have come: where a stream of the same values goes on."""
+        """Return how many values of a box that is left have come: where a stream of the same values continues."""
         return self._arrived[place]
 
     def take(self, frame: Frame) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a peer's next round is due: after so many steps, or at the first step that ends after so many seconds."""
+"""When a peer's next round is due: after some steps, or at the first step that ends after some seconds."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Interval:
         self.resume(0, 0.0)
 
     def resume(self, steps: int, seconds: float) -> None:
-        """Go on in one of which so much was over."""
+        """Resume in one of which that much was over."""
         self.steps = steps
         self._began = self._clock() - seconds
 

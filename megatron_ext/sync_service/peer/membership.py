@@ -62,7 +62,7 @@ class Answer:
     """COMMITTED, or what is wanted."""
 
     newest: int
-    """The round to go on from: the newest one, or the one that this peer's contribution made alone."""
+    """The round to continue from: the newest one, or the one that this peer's contribution made alone."""
 
     digest: str
     """Of its values."""

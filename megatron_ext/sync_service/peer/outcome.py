@@ -15,7 +15,7 @@ class RoundOutcome:
     """What a round gave."""
 
     number: int
-    """The round to go on from: the one that was asked for, or a later one."""
+    """The round to continue from: the one that was asked for, or a later one."""
 
     values: dict[str, torch.Tensor]
     """Its values: of every tensor by name, or of this process's parts by their keys."""

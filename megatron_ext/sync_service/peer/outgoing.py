@@ -28,7 +28,7 @@ class Settled:
     of them. Until the next contribution, if they are not the values that were uploaded."""
 
     residuals: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What is owed then of the parts that were uploaded, 1-D."""
+    """What is kept then of the parts that were uploaded, 1-D."""
 
     settled_at: set[tuple[str, int]] = field(default_factory=set)
     """(key, first element) of the frames that this was worked out for."""
@@ -45,7 +45,7 @@ class Outgoing:
     to do so in fp32 too, for which it keeps the values.
 
     Attributes:
-        residuals: what is owed, by the parts' keys, 1-D. Two rounds later their memory is written over.
+        residuals: by the parts' keys, 1-D. Two rounds later their memory is written over.
     """
 
     def __init__(self, parts: Sequence[Part], codec: str, frame_bytes: int) -> None:
@@ -64,7 +64,7 @@ class Outgoing:
         self._begun_for = -1
         self._scratch = ReusedMemory()
 
-    def go_on_from(self, values: Values) -> None:
+    def continue_from(self, values: Values) -> None:
         """Take the values of the round that the next interval begins with."""
         if not self.sends_gradients:
             return
@@ -146,7 +146,7 @@ class Outgoing:
             yield frames
 
     def settle(self, number: int, index: int, values: Values) -> Settled:
-        """Return what is so when a round has counted the last contribution; `owe` when it has.
+        """Return what is so when a round has counted the last contribution; `keep_residuals` when it has.
 
         Args:
             number: the round.
@@ -164,23 +164,23 @@ class Outgoing:
                 self._frame(number, piece, values, self._settled)
         return self._settled
 
-    def owe(self, settled: Settled, excluded: Collection[str] = ()) -> None:
-        """Take over what is owed: a round has counted the contribution.
+    def keep_residuals(self, settled: Settled, excluded: Collection[str] = ()) -> None:
+        """Keep the residuals of a contribution that a round has counted.
 
         Args:
             settled: of the contribution.
-            excluded: titles of what it did not count in, where what was owed before still is.
+            excluded: titles of what it did not count in, where the residuals from before stay.
         """
         settled.is_over = True
         still, before = self._keys_of(excluded), self.residuals
         self.residuals = before | {key: memory for key, memory in settled.residuals.items() if key not in still}
         self._spare = {key: memory for key, memory in before.items() if memory is not self.residuals[key]}
 
-    def owe_no_more(self, excluded: Collection[str] = ()) -> None:
-        """Drop what is owed: a round has counted a contribution of an earlier process, which brought it.
+    def drop_residuals(self, excluded: Collection[str] = ()) -> None:
+        """Drop the residuals: a round has counted a contribution of an earlier process, which brought them.
 
         Args:
-            excluded: as for `owe`.
+            excluded: as for `keep_residuals`.
         """
         still = self._keys_of(excluded)
         self.residuals = {key: memory for key, memory in self.residuals.items() if key in still}

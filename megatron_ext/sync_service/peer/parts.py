@@ -54,7 +54,7 @@ def checked_memory(parts: Iterable[Part], out: Values, values: Values) -> Values
         values: what is sent meanwhile.
 
     Raises:
-        UserError: something in it is no memory for its part, or is that of values that are sent.
+        UserError: something in it is not memory for its part, or is that of values that are sent.
     """
     sent = {value.data_ptr() for value in values.values()}
     for part in parts:

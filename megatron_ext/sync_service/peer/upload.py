@@ -60,7 +60,7 @@ def upload(
         def once() -> bool:
             nonlocal left, at_once, closed
             size = at_once
-            at_once = max(size // 2, 1)  # should the link not last for so many
+            at_once = max(size // 2, 1)  # in case the link does not last for that many
             while left:
                 closed |= bool(connection.send("Upload", requests(left[:size]), together).closed)
                 left = left[size:]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is not sent twice, and not when everybody waits: experts on their way before a round, tensors that stay."""
+"""What is not sent twice, and not when everybody waits: experts in flight before a round, tensors that stay."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -98,7 +98,7 @@ def test_experts_arrive_once_and_before_the_last_peer_has_sent_its_own(make_serv
         assert len({digest(outcome.values) for outcome in taken}) == 1
         assert {name: arrived(received, 0)[name] for name in early} == frames
         assert set(arrived(received, 0)) == set(begun) - of(0)
-        # Rounds go on from what was taken ahead.
+        # Rounds continue from what was taken ahead.
         sent = [trained(taken[0].values, index, 2) for index in range(PEERS)]
         for client, values in zip(clients, sent, strict=True):
             client.upload(2, values)
@@ -106,7 +106,7 @@ def test_experts_arrive_once_and_before_the_last_peer_has_sent_its_own(make_serv
 
 
 @pytest.mark.parametrize("fate", ["rejected", "evicted"])
-def test_what_was_taken_ahead_and_does_not_count_after_all_is_not_gone_on_from(make_service: MakeService, fate: str):
+def test_what_was_taken_ahead_and_does_not_count_after_all_is_not_continued_from(make_service: MakeService, fate: str):
     service = make_service(peers=PEERS, quorum=PEERS if fate == "rejected" else 2, grace_seconds=0.0, max_norm=1000.0)
     service.start()
     with started(service) as (clients, begun, received):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of steps that a peer makes while its round is on its way, and of the thread that makes it."""
+"""What becomes of steps that a peer makes while its round is in flight, and of the thread that makes it."""
 
 import threading
 from typing import Any
@@ -73,7 +73,7 @@ def test_a_contribution_is_left_out_as_a_whole_or_by_units():
     assert uncounted(parts, outcome(excluded={"n": "its norm"})) == {"n"}
 
 
-def test_a_round_goes_on_in_the_background_and_is_waited_for():
+def test_a_round_is_made_in_the_background_and_is_waited_for():
     released = threading.Event()
 
     def make() -> RoundOutcome:
@@ -81,10 +81,10 @@ def test_a_round_goes_on_in_the_background_and_is_waited_for():
         return outcome(number=7)
 
     values = {"w": torch.zeros(2)}
-    on_its_way = ThreadedRound(make, values)
-    assert on_its_way.contributed is values
+    in_flight = ThreadedRound(make, values)
+    assert in_flight.contributed is values
     released.set()
-    found, seconds = on_its_way.wait()
+    found, seconds = in_flight.wait()
     assert found.number == 7 and seconds >= 0
 
 
@@ -109,8 +109,8 @@ def test_a_call_that_is_tried_again_ends_when_it_is_abandoned():
         connection.call("Register", request)
         return outcome()
 
-    on_its_way = ThreadedRound(make, {})
+    in_flight = ThreadedRound(make, {})
     assert tried.wait(60)
     connection.abandon()
     with pytest.raises(UserError, match="the call was given up, because this job ends"):
-        on_its_way.wait()
+        in_flight.wait()

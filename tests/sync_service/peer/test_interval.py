@@ -16,7 +16,7 @@ class Clock:
 
 
 def ends_of(interval: Interval, clock: Clock, steps: list[float]) -> list[int]:
-    """Return after which steps, of so many seconds each, a round was due."""
+    """Return after which steps, of that many seconds each, a round was due."""
     ends = []
     for number, seconds in enumerate(steps, 1):
         clock.now += seconds
@@ -39,7 +39,7 @@ def test_by_time_a_round_is_due_at_the_first_step_that_ends_late_enough() -> Non
     assert ends_of(interval, clock, [4.0, 4.0, 4.0, 25.0, 9.9, 0.1]) == [3, 4, 6]
 
 
-def test_an_interval_goes_on_where_it_was_saved() -> None:
+def test_an_interval_resumes_where_it_was_saved() -> None:
     clock = Clock()
     interval = Interval(OneProcess(), steps=None, seconds=10.0, clock=clock)
     interval.resume(5, 7.5)

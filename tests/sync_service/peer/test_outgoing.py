@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a peer owes the others after a round, in memory that is used again."""
+"""The residuals that a peer keeps after a round, in memory that is used again."""
 
 import torch
 
@@ -14,7 +14,7 @@ PARTS = [Part(key=spec.name, spec=spec, box=whole_box(spec.shape), is_primary=Tr
 
 def started() -> Outgoing:
     outgoing = Outgoing(PARTS, "int4", 512)
-    outgoing.go_on_from({name: torch.zeros(300) for name in "ab"})
+    outgoing.continue_from({name: torch.zeros(300) for name in "ab"})
     return outgoing
 
 
@@ -24,30 +24,30 @@ def contribute(outgoing: Outgoing, number: int, excluded: tuple[str, ...] = ()) 
     outgoing.begin(number, 0)
     for job in outgoing.jobs(number, 0, 1024):
         assert list(outgoing.batches(number, job, values))
-    outgoing.owe(outgoing.settle(number, 0, values), excluded)
+    outgoing.keep_residuals(outgoing.settle(number, 0, values), excluded)
 
 
-def owed(outgoing: Outgoing) -> dict[str, torch.Tensor]:
+def residuals_of(outgoing: Outgoing) -> dict[str, torch.Tensor]:
     return {name: residual.clone() for name, residual in outgoing.residuals.items()}
 
 
-def test_what_a_round_left_out_is_still_owed_as_before():
+def test_residuals_of_what_a_round_left_out_stay_as_before():
     outgoing, other = started(), started()
     for number in range(1, 4):
         contribute(outgoing, number)
         contribute(other, number)
-    before = owed(outgoing)
+    before = residuals_of(outgoing)
     contribute(outgoing, 4, excluded=("layer.a",))
     contribute(other, 4)
-    after = owed(outgoing)
+    after = residuals_of(outgoing)
     assert torch.equal(after["a"], before["a"]) and before["a"].any()
-    assert torch.equal(after["b"], owed(other)["b"]) and not torch.equal(after["b"], before["b"])
+    assert torch.equal(after["b"], residuals_of(other)["b"]) and not torch.equal(after["b"], before["b"])
     # The memory of the one is not that of the next contribution.
     contribute(outgoing, 5, excluded=("layer.a",))
-    assert torch.equal(owed(outgoing)["a"], before["a"])
+    assert torch.equal(residuals_of(outgoing)["a"], before["a"])
 
 
-def test_a_call_that_was_given_up_changes_nothing_of_what_is_owed():
+def test_a_call_that_was_given_up_changes_no_residual():
     outgoing = started()
     contribute(outgoing, 1)
     values = {name: torch.ones(300) for name in "ab"}
@@ -55,18 +55,18 @@ def test_a_call_that_was_given_up_changes_nothing_of_what_is_owed():
     (late, *_) = outgoing.jobs(2, 0, 1 << 20)
     frames = outgoing.batches(2, late, values)
     next(frames)
-    outgoing.owe(outgoing.settle(2, 0, values))
-    before = owed(outgoing)
+    outgoing.keep_residuals(outgoing.settle(2, 0, values))
+    before = residuals_of(outgoing)
     values["a"].fill_(7.0)
     list(frames)
-    assert all(torch.equal(residual, before[name]) for name, residual in owed(outgoing).items())
+    assert all(torch.equal(residual, before[name]) for name, residual in residuals_of(outgoing).items())
 
 
-def test_what_an_earlier_process_has_brought_is_owed_no_more_but_where_that_was_left_out():
+def test_residuals_that_an_earlier_process_has_brought_are_dropped_except_where_that_was_left_out():
     outgoing = started()
     contribute(outgoing, 1)
-    before = owed(outgoing)
-    outgoing.owe_no_more(excluded=("layer.a",))
-    assert owed(outgoing).keys() == {"a"} and torch.equal(owed(outgoing)["a"], before["a"])
-    outgoing.owe_no_more()
-    assert not owed(outgoing)
+    before = residuals_of(outgoing)
+    outgoing.drop_residuals(excluded=("layer.a",))
+    assert residuals_of(outgoing).keys() == {"a"} and torch.equal(residuals_of(outgoing)["a"], before["a"])
+    outgoing.drop_residuals()
+    assert not residuals_of(outgoing)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a lossy codec owes is sent once, wherever a peer is killed that goes on from the checkpoint before."""
+"""A lossy codec's residuals are sent once, wherever a peer is killed that resumes from the checkpoint before."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,10 +34,10 @@ class Job:
         self.values = self.client.sync(self.interval()).values["w"]
 
     def checkpoint(self) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
-        return self.client.round, self.values.clone(), {key: value.clone() for key, value in self.owed.items()}
+        return self.client.round, self.values.clone(), {key: value.clone() for key, value in self.residuals.items()}
 
     def restart(self, saved: tuple[int, torch.Tensor, dict[str, torch.Tensor]], *, repeats: bool = True) -> bool:
-        """Go on from a checkpoint; return whether in the middle of its interval."""
+        """Resume from a checkpoint; return whether in the middle of its interval."""
         self.client.close()
         self.client = self.open()
         number, self.values, self.client.residuals = saved
@@ -46,28 +46,28 @@ class Job:
         return newest is None
 
     @property
-    def owed(self) -> dict[str, torch.Tensor]:
+    def residuals(self) -> dict[str, torch.Tensor]:
         return self.client.residuals
 
     def has_come(self) -> torch.Tensor:
         """Return what others have of the progress, and will get with the next contribution."""
-        return self.values - self.owed["w"] if self.owed else self.values
+        return self.values - self.residuals["w"] if self.residuals else self.values
 
 
 def started(make_service: MakeService, **run: Any) -> Job:
-    """Return a job that has made some rounds, and owes something."""
+    """Return a job that has made some rounds, and has residuals."""
     service = make_service(peers=1, **run)
     service.start()
     job = Job(service)
     for _ in range(ROUNDS):
         job.train()
-    assert job.owed["w"].abs().max() > 0.02
+    assert job.residuals["w"].abs().max() > 0.02
     torch.testing.assert_close(job.has_come(), ROUNDS * PROGRESS)
     return job
 
 
 def train_in_vain(job: Job) -> None:
-    """Let another peer make so many rounds that what the job makes of its values is too old to count."""
+    """Let another peer make rounds until what the job makes of its values is too old to count."""
     with job.service.client("p1", START, codec="int4") as other:
         held = other.start(START)
         for _ in range(4):
@@ -92,20 +92,20 @@ def test_a_peer_that_makes_its_interval_again_loses_nothing(make_service: MakeSe
 
 
 @pytest.mark.parametrize("rounds", ["synchronous", "asynchronous"])
-def test_a_peer_whose_contribution_counts_already_does_not_send_what_was_owed_again(
+def test_a_peer_whose_contribution_counts_already_does_not_send_its_residuals_again(
     make_service: MakeService, rounds: str
 ):
     job = started(make_service, rounds=rounds)
     saved = job.checkpoint()
     job.train()
-    lost = job.owed["w"].clone()
+    lost = job.residuals["w"].clone()
     assert not job.restart(saved)
-    assert not job.owed
+    assert not job.residuals
     # Only what the contribution that counted has lost itself.
     torch.testing.assert_close(job.has_come(), (ROUNDS + 1) * PROGRESS + lost)
 
 
-def test_a_peer_without_which_the_others_went_on_still_sends_what_it_owes(make_service: MakeService):
+def test_a_peer_without_which_the_others_continued_still_sends_its_residuals(make_service: MakeService):
     service = make_service(quorum=1, grace_seconds=0.0)
     service.start()
     job = Job(service)
@@ -115,15 +115,15 @@ def test_a_peer_without_which_the_others_went_on_still_sends_what_it_owes(make_s
         other.upload(1, {"w": held})
         job.values = job.client.fetch(1, job.interval()).values["w"]
         held = other.fetch(1, {"w": held}).values["w"]
-        saved, owed = job.checkpoint(), job.owed["w"].clone()
-        assert owed.abs().max() > 0.02
+        saved, residual = job.checkpoint(), job.residuals["w"].clone()
+        assert residual.abs().max() > 0.02
         for _ in range(2):
             held = other.sync({"w": held}).values["w"]
         assert not job.restart(saved)
-        torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+        torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
 
-def test_what_was_owed_and_has_come_in_a_later_round_is_not_sent_again(make_service: MakeService):
+def test_residuals_that_have_come_in_a_later_round_are_not_sent_again(make_service: MakeService):
     service = make_service(peers=2, quorum=1, grace_seconds=30.0, max_norm=1e4)
     service.start()
     with ThreadPoolExecutor(1) as pool, service.client("p1", START, codec="int4") as other:
@@ -140,15 +140,15 @@ def test_what_was_owed_and_has_come_in_a_later_round_is_not_sent_again(make_serv
 
         assert together(job.interval())
         saved = job.checkpoint()
-        assert job.owed["w"].abs().max() > 0.02
-        # The first one does not count, and the second one brings what is owed.
+        assert job.residuals["w"].abs().max() > 0.02
+        # The first one does not count, and the second one brings the residuals.
         assert not together({"w": job.values + 1e6})
         assert together(job.interval())
         assert not job.restart(saved)
-        assert not job.owed
+        assert not job.residuals
 
 
-def test_what_is_owed_stays_so_when_the_round_that_was_awaited_refuses_what_was_sent(make_service: MakeService):
+def test_residuals_stay_when_the_round_that_was_awaited_refuses_what_was_sent(make_service: MakeService):
     service = make_service(peers=2, max_norm=1e4)
     service.start()
     with ThreadPoolExecutor(1) as pool, service.client("p1", START, codec="int4") as other:
@@ -157,44 +157,44 @@ def test_what_is_owed_stays_so_when_the_round_that_was_awaited_refuses_what_was_
         held = beginning.result()["w"]
         theirs = pool.submit(other.sync, {"w": held})
         job.train()
-        held, saved, owed = theirs.result().values["w"], job.checkpoint(), job.owed["w"].clone()
-        assert owed.abs().max() > 0.02
+        held, saved, residual = theirs.result().values["w"], job.checkpoint(), job.residuals["w"].clone()
+        assert residual.abs().max() > 0.02
         job.client.upload(2, {"w": job.values + 1e6})
         restarted = pool.submit(job.restart, saved, repeats=False)
         until(lambda: len(service.events("joined")) == 3, "the new process")
         other.sync({"w": held})
         assert not restarted.result()
-        torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+        torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
 
-def test_what_is_owed_stays_so_when_what_was_sent_with_it_was_too_old(make_service: MakeService):
+def test_residuals_stay_when_what_was_sent_with_it_was_too_old(make_service: MakeService):
     service = make_service(peers=2, rounds="asynchronous", max_staleness=1)
     service.start()
     job = Job(service)
     job.train()
-    saved, owed = job.checkpoint(), job.owed["w"].clone()
-    assert owed.abs().max() > 0.02
+    saved, residual = job.checkpoint(), job.residuals["w"].clone()
+    assert residual.abs().max() > 0.02
     train_in_vain(job)
     assert not job.restart(saved)
-    torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+    torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
 
-def test_a_round_in_which_nobody_counted_takes_nothing_of_what_is_owed(make_service: MakeService):
+def test_a_round_in_which_nobody_counted_leaves_the_residuals(make_service: MakeService):
     service = make_service(quorum=1, grace_seconds=0.0, max_norm=1e4)
     service.start()
     job = Job(service)
     job.train()
-    saved, owed = job.checkpoint(), job.owed["w"].clone()
-    assert owed.abs().max() > 0.02
+    saved, residual = job.checkpoint(), job.residuals["w"].clone()
+    assert residual.abs().max() > 0.02
     with service.client("p1", START, codec="int4") as other:
         held = other.start(START)
         assert not other.sync({"w": held["w"] + 1e6}).contributed
     assert service.events("committed")[-1]["contributors"] == []
     assert not job.restart(saved)
-    torch.testing.assert_close(job.owed["w"], owed, rtol=0, atol=0)
+    torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
 
-def test_what_was_owed_is_not_sent_again_when_the_one_before_the_last_brought_it(make_service: MakeService):
+def test_residuals_are_not_sent_again_when_the_one_before_the_last_brought_it(make_service: MakeService):
     service = make_service(peers=2, rounds="asynchronous", max_staleness=1)
     service.start()
     job = Job(service)
@@ -203,4 +203,4 @@ def test_what_was_owed_is_not_sent_again_when_the_one_before_the_last_brought_it
     job.train()
     train_in_vain(job)
     assert not job.restart(saved)
-    assert not job.owed
+    assert not job.residuals
