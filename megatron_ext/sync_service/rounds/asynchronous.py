@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous rounds as a state machine: every contribution is a round of its own, in the order in which they came.
 
-A peer contributes what it has learned since the values that it went on from, which may be older than the newest ones.
+A peer contributes what it has learned since the values that it continued from, which may be older than the newest ones.
 Nobody is awaited. The order of the journal's `uploaded` is that of the rounds, so that a restarted server makes the
 same ones. The common start is that of synchronous rounds.
 """

@@ -53,7 +53,7 @@ class RunConfig:
     """One run: how many peers meet, when a round closes, and what is done with their values."""
 
     peers: int
-    """Places for peers. Peers cut the data into so many parts, so that it stays the same for the whole run."""
+    """Places for peers. Peers cut the data into that many parts, so the number stays the same for the whole run."""
 
     quorum: int | None = None
     """Uploads without which no round closes; all peers unless given."""
@@ -236,7 +236,7 @@ class RunConfig:
         return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY})
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one sentence each."""
+        """Return the problems of the values, one sentence each."""
         found = []
         for name, allowed, rule in (
             ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),

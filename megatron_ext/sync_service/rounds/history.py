@@ -134,4 +134,4 @@ class History:
             self._incident(event, "left out for long", peer, reason)
         for peer, report in reports.items():
             if "loss" in report and report["loss"] is None:
-                self._incident(event, "diverged", peer, "its training loss is not finite")
+                self._incident(event, "diverged", peer, "its training loss is non-finite")

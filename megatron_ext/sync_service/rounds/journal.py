@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The journal of a run: one line of JSON per event, each with a checksum, only ever appended to.
 
-It is both what a restarted server goes on from and the history for people. An event has happened once its line is on
+It is both what a restarted server resumes from and the history for people. An event has happened once its line is on
 the disk.
 """
 
@@ -65,7 +65,7 @@ def read_journal(path: Path) -> JournalContent:
 
 
 def read_whole_journal(path: Path) -> JournalContent:
-    """Read a journal, which may be missing, to go on from it. Nothing is changed.
+    """Read a journal, which may be missing, to resume from it. Nothing is changed.
 
     Raises:
         OSError: it is there and cannot be read.
@@ -75,7 +75,7 @@ def read_whole_journal(path: Path) -> JournalContent:
     if content.damage:
         raise UserError(
             f"{path}: {content.damage}; restore the file from a copy, rebuild it from the newest snapshot with: "
-            f"{recover_command(path.parent)}, or move the run's folder away to start it anew"
+            f"{recover_command(path.parent)}, or move the run's folder away to start from scratch"
         )
     return content
 

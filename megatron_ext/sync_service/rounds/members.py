@@ -14,7 +14,7 @@ class Policy:
     """When a round closes."""
 
     peers: int
-    """Places for peers; the data are cut into so many parts."""
+    """Places for peers; the data are cut into that many parts."""
 
     quorum: int
     """Uploads without which no round closes."""
@@ -50,7 +50,7 @@ class Member:
     """Which process speaks for it."""
 
     alive_seconds: float = 0.0
-    """For how long that counts as alive after every word of it; 0 where it sends no heartbeats."""
+    """For how long that counts as alive after each of its calls; 0 where it sends no heartbeats."""
 
     awaited: bool = True
     """Whether a round stays open for it. A peer that missed a round is awaited again when it takes a round's values."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes are alive, as far as they say so: each counts as alive for some seconds after every word of it.
+"""Which processes are alive, as far as they say so: each counts as alive for some seconds after each of its calls.
 
 A process that trains says nothing else for as long as its interval takes, so peers send heartbeats. One that is killed
 sends no more, and after those seconds another process may have its peer's place. Of a process that sends none it is not
@@ -26,7 +26,7 @@ class Presence:
         self._begun = time.monotonic()
 
     def begins(self, peer: str, seconds: float) -> None:
-        """Note that another process may speak for a peer now, and for how many seconds it counts as alive after a word.
+        """Note that another process may speak for a peer now, and for how many seconds it counts as alive after a call.
 
         Args:
             peer: its name.
@@ -37,7 +37,7 @@ class Presence:
             del self._alive_seconds[peer]
 
     def says(self, peer: str, seconds: float) -> None:
-        """Note that a peer's process counts as alive for some seconds after every word of it; for 0 that it does not.
+        """Note that a peer's process counts as alive for some seconds after each of its calls; for 0 that it does not.
 
         Args:
             peer: its name.
@@ -47,7 +47,7 @@ class Presence:
         self._alive_seconds[peer] = min(seconds, LONGEST_ALIVE_SECONDS) if is_alive else 0.0
 
     def heard(self, peer: str) -> None:
-        """Note a word of the process that speaks for a peer."""
+        """Note a call of the process that speaks for a peer."""
         self._last[peer] = time.monotonic()
 
     def alive_until(self, peer: str) -> float | None:

@@ -198,14 +198,14 @@ class RunState:
         """Return the member on whose behalf a process speaks.
 
         Raises:
-            Refusal: the peer is no member, was evicted, or another process has taken its place.
+            Refusal: the peer is not a member, was evicted, or another process has taken its place.
         """
         member = self.members.get(peer)
         if member is None:
             gone, reason = self.evicted.get(peer, ("", ""))
             if gone == instance:
                 raise Refusal("denied", _evicted_because(peer, reason))
-            raise Refusal("state", f"peer {peer!r} is no member of the run; it has to register first")
+            raise Refusal("state", f"peer {peer!r} is not a member of the run; it has to register first")
         if member.instance != instance:
             raise Refusal(
                 "state",
@@ -442,7 +442,7 @@ class RunState:
         )
         self.results.pop(self._newest - KEPT_RESULTS, None)
         for peer in (*event["contributors"], *event["rejected"]):
-            # Whose contribution was refused goes on after it, too.
+            # A peer whose contribution was refused continues after it, too.
             if peer in self._reported:
                 index, progress = self._reported.pop(peer)
                 self.counted[index] = progress

@@ -39,7 +39,7 @@ STEPS = st.sampled_from([*(f"{verb} {name}" for verb in VERBS for name in "abc")
 
 
 class Machine:
-    """A state with the journal that leads to it, and what its peers have gone on from."""
+    """A state with the journal that leads to it, and what its peers have continued from."""
 
     def __init__(self, **policy: Any) -> None:
         fields = {"peers": 3, "quorum": 1, "grace_seconds": 0.0, "is_asynchronous": True, **policy}
@@ -288,7 +288,7 @@ def test_the_values_are_where_the_formula_says_for_the_order_of_arrival(
         ("snapshot_written:4", 3, 2),
     ],
 )
-def test_a_server_killed_at_any_step_goes_on_bit_for_bit(
+def test_a_server_killed_at_any_step_resumes_bit_for_bit(
     make_service: MakeService, failpoint: str, shards: int, victim: int
 ):
     service = make_service(peers=3, **DELAYED)
@@ -320,7 +320,7 @@ def test_a_fast_peer_does_not_wait_for_a_slow_one(make_service: MakeService):
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_peer_goes_on_from_what_its_own_contribution_gave(make_service: MakeService, shards: int):
+def test_a_peer_continues_from_what_its_own_contribution_gave(make_service: MakeService, shards: int):
     service = make_service(peers=2, **ASYNC)
     begin(service, shards)
     start = start_values(7)
@@ -350,7 +350,7 @@ def test_lossy_contributions_lose_nothing_for_good(make_service: MakeService, co
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_service: MakeService, shards: int):
+def test_a_peer_that_was_away_resumes_in_mid_interval_and_counts_once(make_service: MakeService, shards: int):
     service = make_service(peers=2, **ASYNC)
     service.extra = {"keep_snapshots": 3}
     begin(service, shards)
@@ -366,7 +366,7 @@ def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_servi
         assert again.resume(0) is None and again.round == 0
         assert again.upload(1, trained(start, 0, 1))
         third = stack.enter_context(service.client("p0", start))
-        # The process before has contributed already; this one goes on from what came of it.
+        # The process before has contributed already; this one continues from what came of it.
         taken = third.resume(0)
         assert taken is not None and third.round == 3
         assert digest(taken) == service.events("committed")[3]["digest"]
@@ -378,7 +378,7 @@ def test_a_peer_that_was_away_goes_on_in_mid_interval_and_counts_once(make_servi
     assert contributed == [(["p1"], 1), (["p1"], 2), (["p0"], 1), (["p1"], 3), (["p1"], 5), (["p1"], 6)]
 
 
-def test_a_peer_does_not_go_on_from_values_that_are_too_old_to_count(make_service: MakeService):
+def test_a_peer_does_not_continue_from_values_that_are_too_old_to_count(make_service: MakeService):
     service = make_service(peers=2, max_staleness=1, **ASYNC)
     service.extra = {"keep_snapshots": 10}
     service.start()
@@ -414,7 +414,7 @@ def test_who_published_the_start_begins_again_with_the_newest_round(make_service
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_what_is_too_old_or_broken_does_not_count_and_a_late_peer_begins_with_the_newest(
+def test_what_is_too_old_or_non_finite_does_not_count_and_a_late_peer_begins_with_the_newest(
     make_service: MakeService, shards: int
 ):
     service = make_service(peers=3, max_staleness=1, **ASYNC)
@@ -430,10 +430,10 @@ def test_what_is_too_old_or_broken_does_not_count_and_a_late_peer_begins_with_th
         outcome = slow.sync(trained(start, 1, 1))
         assert not outcome.contributed and "max_staleness is 1" in outcome.message and outcome.number == 2
         assert digest(outcome.values) == digest(values) == digest(late.start(start_values(1)))
-        broken = {name: value.clone() for name, value in outcome.values.items()}
-        broken["scale"].fill_(float("nan"))
-        outcome = slow.sync(broken)
-        assert not outcome.contributed and "not finite" in outcome.message
+        spoiled = {name: value.clone() for name, value in outcome.values.items()}
+        spoiled["scale"].fill_(float("nan"))
+        outcome = slow.sync(spoiled)
+        assert not outcome.contributed and "non-finite" in outcome.message
         assert digest(outcome.values) == digest(values)
         assert late.sync(trained(values, 2, 3)).contributed
     kinds = [(event["peer"], event["round"]) for event in service.events("stale")]

@@ -45,16 +45,16 @@ def test_what_did_not_count_is_there_with_its_reason():
     history = history_of(
         uploaded("a", 1, loss=None),
         {"event": "closed", "round": 1, "peers": ["a"], "missing": ["c"], "time": 109.0},
-        committed(1, contributors=["a"], rejected={"b": "not finite"}, excluded={"a": ["layer.0", "layer.1"]}),
+        committed(1, contributors=["a"], rejected={"b": "non-finite"}, excluded={"a": ["layer.0", "layer.1"]}),
         {"event": "forgotten", "round": 2, "peer": "b", "reason": "wrong checksum", "time": 111.0},
         {"event": "evicted", "peer": "b", "reason": "too hot", "time": 112.0},
         {"event": "left", "peer": "a", "time": 113.0},
     )
     assert [(entry["kind"], entry["peer"], entry["reason"]) for entry in history.incidents] == [
         ("late", "c", "the round closed without it"),
-        ("rejected", "b", "not finite"),
+        ("rejected", "b", "non-finite"),
         ("left out", "a", "by the guards, of layer.0, layer.1"),
-        ("diverged", "a", "its training loss is not finite"),
+        ("diverged", "a", "its training loss is non-finite"),
         ("damaged", "b", "wrong checksum"),
         ("evicted", "b", "too hot"),
         ("left", "a", "it has ended its membership"),
@@ -96,7 +96,7 @@ def overview(**more: Any) -> dict[str, Any]:
         ({}, 41, "attention", "no round for 41 s, where 10.0 s are usual: round 12 awaits a"),
         ({}, 161, "problem", "no round for 161 s"),
         ({"problem": "round 12 cannot be written: the disk is full"}, 5, "problem", "round 12 cannot be written"),
-        ({"rejected": {"b": "not finite"}}, 5, "attention", "round 11 did not count b: not finite"),
+        ({"rejected": {"b": "non-finite"}}, 5, "attention", "round 11 did not count b: non-finite"),
         ({"peers": []}, 5, "idle", "no peer is here: all have left, or were evicted"),
         ({"peers": [{"peer": "a", "index": 0, "missed": 0}]}, 5, "attention", "1 of 2 peers are here"),
         ({"peers": [{"peer": "a", "index": 0, "missed": 0}], "quorum": 2}, 5, "problem", "and a round needs 2"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer goes on from its checkpoint only where the server has the round that it went on from."""
+"""A peer resumes from its checkpoint only where the server has the round that it continued from."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ START = {"w": torch.zeros(64)}
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])
 @pytest.mark.parametrize("rounds", ["synchronous", "asynchronous"])
-def test_rounds_that_were_made_anew_are_not_those_that_a_peer_knows(
+def test_rounds_that_were_made_again_are_not_those_that_a_peer_knows(
     make_service: Callable[..., Service], codec: str, rounds: str
 ):
     service = make_service(peers=1, rounds=rounds)

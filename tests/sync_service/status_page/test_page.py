@@ -124,7 +124,7 @@ def test_the_page_of_a_real_run_says_what_there_was_also_after_a_restart(service
     for text in (
         "Needs attention",
         "3 of 4 peers are here",
-        "not finite",
+        "non-finite",
         "too hot &lt;script&gt;",
         "round 3, p1: 1.1",
     ):
