@@ -37,18 +37,18 @@ class SyncServiceConfig(FromArgs):
     """This job's name, its own among the peers; kept when the job is started again."""
 
     sync_service_peers: int | None = None
-    """How many peers the run has; the samples are cut into so many parts. The server's own number."""
+    """How many peers the run has; the samples are cut into that many parts. The server's own number."""
 
     sync_service_interval: int | None = None
     """Interval H: completed steps between two rounds. This or --sync-service-interval-seconds."""
 
     sync_service_interval_seconds: float | None = None
-    """Time-based rounds (A-EDiT): a round is due when a step ends at least so many seconds after the last one, however
-    many steps that were, so that peers of different speeds do not wait for each other's steps."""
+    """Time-based rounds (A-EDiT): a round is due when a step ends at least this many seconds after the last one,
+    however many steps that were, so that peers of different speeds do not wait for each other's steps."""
 
     sync_service_delay: int = 0
-    """Apply a round so many steps after the end of its interval, and go on training while it is made: the values are
-    then the round's plus this job's own steps since. Below --sync-service-interval; 0 waits."""
+    """Apply a round this many steps after the end of its interval, and continue training while it is made: the values
+    are then the round's plus this job's own steps since. Below --sync-service-interval; 0 waits."""
 
     sync_service_index: int | None = None
     """Which part of the samples is this peer's, from 0; the lowest free one unless given."""
@@ -89,7 +89,7 @@ class SyncServiceConfig(FromArgs):
     """Take this peer's place though another job that is alive has it, which ends."""
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the values, one sentence each."""
+        """Return the problems of the values, one sentence each."""
         if self.sync_service is None:
             given = [flag for flag, value in self.by_flag().items() if value != SyncServiceConfig().by_flag()[flag]]
             return [f"{flag} has no effect without --sync-service; add it or drop the option" for flag in given]
@@ -107,7 +107,7 @@ class SyncServiceConfig(FromArgs):
         elif self.sync_service_tls_ca is None and not is_loopback(address[0]) and not self.sync_service_insecure:
             found.append(
                 f"--sync-service {self.sync_service} is on another machine, and without --sync-service-tls-ca "
-                "everything goes there in the open; give it, or say --sync-service-insecure"
+                "everything goes there unencrypted; give it, or say --sync-service-insecure"
             )
         for flag in ("--sync-service-run", "--sync-service-peer"):
             name = self.by_flag()[flag]
@@ -163,7 +163,7 @@ def interval_of(options: Any) -> str:
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
-    """Return what is wrong, one sentence each.
+    """Return the problems, one sentence each.
 
     Args:
         args: Megatron's argument namespace.
@@ -202,7 +202,7 @@ def connection_of(config: SyncServiceConfig) -> "ConnectionConfig":
 
 
 def file_problems(config: SyncServiceConfig) -> list[str]:
-    """Return what is wrong with token and certificates, which is better said before a large model is built."""
+    """Return the problems of token and certificates, which are better said before a large model is built."""
     from megatron_ext.sync_service.channel.connection import Connection
 
     try:
@@ -236,7 +236,7 @@ def _worker_problems(args: Any, config: SyncServiceConfig) -> list[str]:
     ):
         if inside > 0 and steps % inside:
             problems.append(
-                f"{flag} is {steps}, which is no multiple of --local-sgd-sync-interval {inside}: the peer's rounds "
+                f"{flag} is {steps}, which is not a multiple of --local-sgd-sync-interval {inside}: the peer's rounds "
                 "have to fall on rounds of its workers; change one of them"
             )
     differ = {
@@ -265,8 +265,8 @@ def notices(args: Any) -> list[str]:
     ]
     if config.sync_service_delay:
         lines.append(
-            f"sync service: training goes on while a round is made, which is applied {config.sync_service_delay} steps "
-            "after the end of its interval"
+            f"sync service: training continues while a round is made, which is applied {config.sync_service_delay} "
+            "steps after the end of its interval"
         )
     if args.train_iters is not None and not by_time and args.train_iters % interval:
         lines.append(

@@ -19,7 +19,7 @@ __all__ = ["claim_of", "progress_after_step", "resume_after"]
 
 
 def progress_after_step(context: ModelBuilt) -> Progress:
-    """Return how far training is after a step that Megatron has not counted yet, but for its schedules."""
+    """Return how far training is after a step that Megatron has not counted yet, except for its schedules."""
     args = context.args
     return Progress(
         iteration=args.curr_iteration + 1,
@@ -81,6 +81,6 @@ def resume_after(context: ModelBuilt, last: Progress) -> None:
         why = f"{steps} were contributed to rounds already"
     elif iteration == args.iteration:
         why = f"this peer's last contribution ended there, with {last.samples} samples of its part"
-    say(f"sync service: goes on at iteration {iteration}, because {why}")
+    say(f"sync service: resumes at iteration {iteration}, because {why}")
     args.iteration, args.consumed_train_samples = iteration, last.samples
     scheduler.step(increment=last.schedule - scheduler.num_steps)

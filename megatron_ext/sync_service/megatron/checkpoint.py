@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a peer is in its run, in Megatron's checkpoints: the round, the interval, and what a lossy codec still owes."""
+"""Where a peer is in its run, in Megatron's checkpoints: the round, the interval, and a lossy codec's residuals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Place:
     """Its part of the samples."""
 
     number: int
-    """The round that it went on from."""
+    """The round that it continued from."""
 
     digest: str
     """Of that round's values."""
@@ -129,7 +129,7 @@ def parts_of_samples(context: LoadContext) -> int | None:
 
 
 def samples_notice(context: LoadContext) -> str | None:
-    """Return what a job that is no peer should know of a peer's checkpoint that it reads; None if nothing."""
+    """Return what a job that is not a peer should know of a peer's checkpoint that it reads; None if nothing."""
     saved = context.state.get(_STATE)
     if saved is None or context.args.finetune or (saved.get("peers") or 1) == 1:
         return None
@@ -161,7 +161,7 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
     """Take a peer's state out of what was read; None when the checkpoint is of another run, or of weights alone.
 
     Raises:
-        UserError: it is another peer's, or what it owes cannot be taken over.
+        UserError: it is another peer's, or its residuals cannot be taken over.
     """
     saved, args = context.state.pop(_STATE, None), context.args
     if saved is None or args.no_load_optim or args.finetune:
@@ -194,7 +194,7 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
         )
     if saved["residuals_of"] not in (None, _layout(args)):
         raise UserError(
-            f"{where}: what its codec still owes the other peers was saved by {saved['residuals_of']}, this run has "
+            f"{where}: the residuals of its codec were saved by {saved['residuals_of']}, this run has "
             f"{_layout(args)}; give that layout, or start with --no-load-optim"
         )
     then = _batch_of(context)
@@ -214,22 +214,22 @@ def take_residuals(context: LoadContext) -> dict[str, torch.Tensor]:
 
 
 def check_residuals(residuals: Mapping[str, torch.Tensor], parts: Iterable[Part]) -> None:
-    """Check that what is owed is owed for parts of this rank.
+    """Check that the residuals are those of parts of this rank.
 
     Raises:
-        UserError: it is of a rank that held something else.
+        UserError: one is of a rank that held something else.
     """
     sizes = {part.key: part.box.numel for part in parts if part.is_primary}
     for key, residual in residuals.items():
         if sizes.get(key) != residual.numel():
             raise UserError(
-                f"--load: what the codec still owes the other peers for {key} is not this rank's in this run; give the "
+                f"--load: the codec's residual of {key} is not this rank's in this run; give the "
                 "parallel options of the run that saved it, or start with --no-load-optim"
             )
 
 
 def _is_of_this_run(saved: Mapping[str, Any], args: Any) -> bool:
-    # A run of the same name may be another one, at a server that knows nothing of the first.
+    # A run of the same name may be another one, at a server that does not know the first.
     peers = saved.get("peers", args.sync_service_peers)
     return (saved["run"], peers) == (args.sync_service_run, args.sync_service_peers)
 

@@ -36,7 +36,7 @@ from megatron_ext.sync_service.megatron import checkpoint
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.megatron.catching_up import claim_of, resume_after
 from megatron_ext.sync_service.megatron.joining import Peer, join
-from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, go_on_in_part
+from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, resume_in_part
 from megatron_ext.sync_service.peer.background import ThreadedRound, uncounted, with_steps_since
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -110,7 +110,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
 
     @on(ModelBuilt)
     def on_model_built(self, context: ModelBuilt) -> None:
-        """Become a member, and take the values from which this job goes on: before the data, which it cuts."""
+        """Become a member, and take the values from which this job continues: before the data, which it cuts."""
         if context.args.skip_train or context.optimizer is None:
             return
         if self._saved is not None and _is_over(context.args):
@@ -121,10 +121,10 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
             self._ended = checkpoint.Place.of(self._saved, self._residuals)
             return
         if self._sample_parts is not None:
-            go_on_in_part(context.args, context.args.sync_service_peers, self._sample_parts)
+            resume_in_part(context.args, context.args.sync_service_peers, self._sample_parts)
         self._peer = peer = join(context, None if self._saved is None else self._saved["index"], self._groups)
         if self._saved is None and self._groups is not None:
-            # What was loaded may be workers in the middle of an interval, as a job leaves them that was no peer.
+            # What was loaded may be workers in the middle of an interval, as a job leaves them that was not a peer.
             hooks.meet_before_sharing(context.args.iteration)
             peer.values.refresh(now=True)
         if self._saved is not None:
@@ -139,7 +139,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
         peer.client.rest()
         if adopted is not None:
             if claim.whole:
-                say(f"sync service: rounds went on after round {claim.round}, from which the checkpoint goes on")
+                say(f"sync service: rounds were made after round {claim.round}, from which the checkpoint resumes")
             self._resume_at(context, peer)
         elif self._saved is not None:
             peer.interval.resume(self._saved["steps"], self._saved["seconds"])
@@ -168,7 +168,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
         is_over = peer.interval.count_step()
         if _LOSS in step.losses:
             peer.count_loss(step.losses[_LOSS])
-        if peer.on_its_way is not None and peer.interval.steps == peer.delay:
+        if peer.in_flight is not None and peer.interval.steps == peer.delay:
             self._arrive(peer)
         if is_over:
             hooks.meet_before_sharing(step.iteration)
@@ -178,7 +178,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
             with _timed():
                 tell = peer.report()
                 outcome = peer.client.sync(peer.slices.read(frozen=False), tell(), peer.slices.frozen, peer.memory)
-                self._go_on(peer, outcome, outcome.values)
+                self._continue(peer, outcome, outcome.values)
                 peer.client.rest()
             peer.begin_interval()
 
@@ -194,32 +194,32 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
 
         interval = peer.interval.steps, peer.interval.seconds
         peer.begin_interval()
-        peer.on_its_way = ThreadedRound(make, values, interval)
+        peer.in_flight = ThreadedRound(make, values, interval)
 
     def _arrive(self, peer: Peer, *, now: bool = False) -> None:
-        """Wait for the round on its way, and go on from it and the steps made since.
+        """Wait for the round in flight, and continue from it and the steps made since.
 
         Args:
             peer: with such a round.
             now: whether the model's parameters are needed before the next forward pass.
         """
-        assert peer.on_its_way is not None
+        assert peer.in_flight is not None
         with _timed():
-            outcome, peer.waited = peer.on_its_way.wait()
-            since, own = peer.on_its_way.contributed, peer.slices.read(frozen=False)
+            outcome, peer.waited = peer.in_flight.wait()
+            since, own = peer.in_flight.contributed, peer.slices.read(frozen=False)
             without = uncounted(peer.slices.parts, outcome)
-            peer.on_its_way = None
-            self._go_on(peer, outcome, with_steps_since(outcome.values, own, since, without), now=now)
+            peer.in_flight = None
+            self._continue(peer, outcome, with_steps_since(outcome.values, own, since, without), now=now)
 
     def _arrive_early(self, reason: str) -> None:
-        """Apply the round on its way, if there is one, before it is due."""
+        """Apply the round in flight, if there is one, before it is due."""
         peer = self._peer
-        if peer is not None and peer.on_its_way is not None:
+        if peer is not None and peer.in_flight is not None:
             steps = peer.interval.steps
             self._arrive(peer, now=True)
             say(f"sync service: {reason} applies round {peer.round} after {steps} of {peer.delay} steps")
 
-    def _go_on(self, peer: Peer, outcome: RoundOutcome, values: Values, *, now: bool = False) -> None:
+    def _continue(self, peer: Peer, outcome: RoundOutcome, values: Values, *, now: bool = False) -> None:
         """Take the values that a round leads to."""
         peer.slices.write(values)
         peer.memory = outcome.values
@@ -227,7 +227,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
         hooks.follow_weights()
         peer.last, peer.round = replace(outcome, values={}), outcome.number
         if not outcome.contributed:
-            # It goes on from the others' weights; its moments would spoil them in the next step.
+            # It continues from the others' weights; its moments would spoil them in the next step.
             peer.values.reset_non_finite_moments()
             say(f"sync service: round {outcome.number} went without this peer: {outcome.message or 'it came too late'}")
         for unit, reason in outcome.excluded.items():
@@ -235,16 +235,16 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
 
     @on(TrainLeft)
     def on_train_left(self, event: TrainLeft) -> None:
-        """Finish the round on its way where the run was asked to exit; leave it where the run has failed."""
+        """Finish the round in flight where the run was asked to exit; leave it where the run has failed."""
         if isinstance(event.error, SystemExit):
             self._arrive_early("the exit")
-        elif self._peer is not None and self._peer.on_its_way is not None:
+        elif self._peer is not None and self._peer.in_flight is not None:
             self._peer.client.abandon()
-            self._peer.on_its_way.abandon()
+            self._peer.in_flight.abandon()
 
     @on(TrainEnd)
     def on_train_end(self, event: TrainEnd) -> None:
-        """End the membership: nobody shall wait for this job any more."""
+        """End the membership: nobody has to wait for this job any more."""
         peer = self._peer
         if peer is None:
             return
@@ -252,11 +252,11 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
         try:
             self._arrive_early("the end of training")
         except UserError as error:
-            assert peer.on_its_way is not None
-            steps, seconds = peer.on_its_way.interval
+            assert peer.in_flight is not None
+            steps, seconds = peer.in_flight.interval
             peer.interval.resume(steps + peer.interval.steps, seconds + peer.interval.seconds)
-            peer.on_its_way = None
-            say(f"sync service: the round on its way is lost, and training ends with this job's own weights: {error}")
+            peer.in_flight = None
+            say(f"sync service: the round in flight is lost, and training ends with this job's own weights: {error}")
         steps = peer.interval.steps
         if steps:
             say(f"sync service: training ends {steps} steps after round {peer.client.round}, with its own weights")
@@ -297,7 +297,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
 
     @on(SaveStart)
     def on_save_start(self, event: SaveStart) -> None:
-        """Apply a round that is on its way: a checkpoint has none."""
+        """Apply a round that is in flight: a checkpoint has none."""
         self._arrive_early("the checkpoint")
 
     def save_state(self, context: SaveContext) -> None:

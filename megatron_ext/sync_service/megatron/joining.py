@@ -55,7 +55,7 @@ class Peer:
     """What that is made of."""
 
     interval: Interval
-    """What there is since the round that the client went on from."""
+    """What there is since the round that the client continued from."""
 
     job: Job
     """The ranks."""
@@ -63,7 +63,7 @@ class Peer:
     delay: int
     """How many steps after the end of an interval its round is applied."""
 
-    on_its_way: ThreadedRound | None = None
+    in_flight: ThreadedRound | None = None
     """A round that is not applied yet, which has the client and the job for itself."""
 
     round: int = -1
@@ -85,7 +85,7 @@ class Peer:
     """What the last round's values were in, for the next one's; None before the first."""
 
     def begin_interval(self) -> None:
-        """Count steps and losses anew."""
+        """Count steps and losses from zero."""
         self.interval.restart()
         self.losses, self.loss = 0, None
 

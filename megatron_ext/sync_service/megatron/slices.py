@@ -27,7 +27,7 @@ def catalog_of(view: ParameterView, peers: int, ownership: Ownership | None = No
 
     def owners_of(tensor: GlobalTensor) -> tuple[int, ...]:
         if tensor.kind == "buffer":
-            # What has owners is no outer optimizer's: of routers' biases all have the mean.
+            # What has owners does not belong to an outer optimizer: of routers' biases all have the mean.
             return tuple(range(peers))
         return () if ownership is None else ownership.owners_of(tensor.name)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going on from a checkpoint of a job that had other samples: all of them, such as a stock one, or another part.
+"""Resuming from a checkpoint of a job that had other samples: all of them, such as a stock one, or another part.
 
-Megatron counts samples: those that were consumed say where the data go on, and the schedules of learning rate and
+Megatron counts samples: those that were consumed say where the data continue, and the schedules of learning rate and
 weight decay lie on the samples of all steps. A peer consumes a part of the samples only, usually with a smaller global
 batch, so both counts have to become its own.
 """
@@ -14,7 +14,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.seams.arguments import say
 
-__all__ = ["count_schedule_in_own_samples", "go_on_in_part"]
+__all__ = ["count_schedule_in_own_samples", "resume_in_part"]
 
 _SCHEDULE = "opt_param_scheduler"
 _COUNTS = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
@@ -22,7 +22,7 @@ _COUNTS = ("num_steps", "lr_warmup_steps", "lr_decay_steps", "wd_incr_steps")
 
 
 def count_schedule_in_own_samples(context: LoadContext) -> None:
-    """Let the schedules go on at the iteration where the checkpoint was made, whatever the global batch was there.
+    """Let the schedules resume at the iteration where the checkpoint was made, whatever the global batch was there.
 
     Args:
         context: the whole state that was read; its scheduler's state is changed in place.
@@ -37,7 +37,7 @@ def count_schedule_in_own_samples(context: LoadContext) -> None:
         schedule[name] = int(count) if count.is_integer() else count
 
 
-def go_on_in_part(args: Any, peers: int, before: int = 1) -> None:
+def resume_in_part(args: Any, peers: int, before: int = 1) -> None:
     """Count the samples that were consumed in the part of one of the peers, and say so.
 
     Sample k of peer i of n is sample k n + i of the whole: none of those that were consumed comes again.
@@ -45,7 +45,7 @@ def go_on_in_part(args: Any, peers: int, before: int = 1) -> None:
     Args:
         args: Megatron's arguments, after loading and before the data are built.
         peers: among which the samples are cut.
-        before: among how many they were cut for the job that saved the checkpoint; 1 for one that was no peer.
+        before: among how many they were cut for the job that saved the checkpoint; 1 for one that was not a peer.
 
     Raises:
         UserError: samples are drawn at random within each part, so that those that were consumed lie anywhere.
@@ -53,15 +53,15 @@ def go_on_in_part(args: Any, peers: int, before: int = 1) -> None:
     consumed = args.consumed_train_samples * before
     if not consumed or before == peers:
         return
-    who = "a job that was no peer" if before == 1 else f"a run of {before} peers"
+    who = "a job that was not a peer" if before == 1 else f"a run of {before} peers"
     if args.dataloader_type == "cyclic":
         raise UserError(
             f"--load is a checkpoint of {who}, and --dataloader-type cyclic draws its samples in another order for "
             f"{peers} peers: some of the {consumed} that were consumed would come again; use --dataloader-type single, "
-            "or begin anew with --finetune"
+            "or start fresh with --finetune"
         )
     args.consumed_train_samples = -(-consumed // peers)
     say(
-        f"sync service: goes on at iteration {args.iteration} of {who} that consumed {consumed} "
+        f"sync service: resumes at iteration {args.iteration} of {who} that consumed {consumed} "
         f"samples: the first {args.consumed_train_samples} of each of the {peers} parts"
     )

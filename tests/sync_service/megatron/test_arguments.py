@@ -82,8 +82,8 @@ def test_a_run_names_all_that_cannot_be_combined():
         "freeze_all_layers": True,
     }
     said = run_failing_pretrain(toy_gpt(GOOD, options), 1)[0].stderr
-    assert "--sync-service-interval is 4, which is no multiple of --local-sgd-sync-interval 3" in said
-    assert "--local-sgd-warmup-steps is 2, which is no multiple of --local-sgd-sync-interval 3" in said
+    assert "--sync-service-interval is 4, which is not a multiple of --local-sgd-sync-interval 3" in said
+    assert "--local-sgd-warmup-steps is 2, which is not a multiple of --local-sgd-sync-interval 3" in said
     assert "streaming (the --local-sgd-fragment options) leaves workers with different weights" in said
     assert "--sync-service-delay with --use-local-sgd: a round would be applied where the workers" in said
     assert "--freeze-all-layers is not supported with the sync service: there would be nothing to train" in said

@@ -56,7 +56,7 @@ def lose_contributions(service: Service) -> None:
 @pytest.mark.parametrize(
     ("kind", "codec"), [(SINGLE, "fp32"), (("moe-ep2", "bf16-distopt", 2), "int8")], ids=["one rank", "two ranks, int8"]
 )
-def test_a_peer_with_an_old_checkpoint_goes_on_beside_the_others(
+def test_a_peer_with_an_old_checkpoint_resumes_beside_the_others(
     make_service: MakeService, tmp_path: Path, kind: Kind, codec: str
 ):
     service = make_service()
@@ -74,7 +74,7 @@ def test_a_peer_with_an_old_checkpoint_goes_on_beside_the_others(
     # Saved in the middle of the third interval, and killed in that of the fifth.
     failing_job(service, "b", kind, before=die_in_step(9), save_interval=5, **folder)
     again = run_job(service, "b", kind, load=str(tmp_path / "b"), save_interval=100, before=remember_samples, **folder)
-    (said,) = re.findall(r"goes on at iteration (\d+), because (\d+) steps", "".join(rank.stdout for rank in again))
+    (said,) = re.findall(r"resumes at iteration (\d+), because (\d+) steps", "".join(rank.stdout for rank in again))
     assert said == ("8", "3")
     assert "1 of 2 of the samples, 0 steps after round 4" in again[0].stdout
     assert [step.iteration for step in again[0].record.steps] == list(range(9, 13))
@@ -113,7 +113,7 @@ def test_it_does_so_in_every_kind_of_peer(
 
 
 def break_in_step(iteration: int, before: Before) -> None:
-    """Let the weights be no numbers when so many iterations are done."""
+    """Make weights non-finite when this many iterations are done."""
     from megatron.training import training
 
     before()
@@ -139,13 +139,13 @@ def test_steps_that_did_not_count_before_some_that_did_are_not_made_in_their_pla
     lasting = start_job(service, "a", SINGLE, sync_service_index=0, **options)
     folder: Options = {"sync_service_index": 1, **options, **({"save": str(tmp_path)} if loads else {})}
     # The third interval, in which it saves, does not count, and the fourth one does.
-    broken = partial(break_in_step, 6, die_in_step(9))
-    failing_job(service, "b", SINGLE, before=broken, save_interval=5, **folder)
+    diverging = partial(break_in_step, 6, die_in_step(9))
+    failing_job(service, "b", SINGLE, before=diverging, save_interval=5, **folder)
     if loads:
         folder["load"] = str(tmp_path)
     again = run_job(service, "b", SINGLE, save_interval=100, before=remember_samples, **folder)
     steps = "3 steps" if loads else "8 steps"
-    assert f"goes on at iteration 8, because {steps}" in again[0].stdout
+    assert f"resumes at iteration 8, because {steps}" in again[0].stdout
     assert samples_of(again) == list(range(65, 96, 2))
     assert same_bits(model_of(lasting.result()), model_of(again))
     counted = {event["round"]: event["contributors"] for event in service.events("committed")}
@@ -160,9 +160,9 @@ def test_steps_of_a_checkpoint_that_no_round_has_taken_are_made_again(make_servi
     folder = {"save": str(tmp_path), "sync_service_index": 1, **options}
     failing_job(service, "b", SINGLE, before=die_in_step(5), save_interval=5, **folder)
     # It takes the newest round, and nothing of where the peer was.
-    anew: Options = {"load": str(tmp_path), "no_load_optim": True, "save_interval": 100}
-    again = run_job(service, "b", SINGLE, before=remember_samples, **{**folder, **anew})
-    assert "goes on at iteration 4, because what this peer had made after it, up to iteration 5," in again[0].stdout
+    fresh: Options = {"load": str(tmp_path), "no_load_optim": True, "save_interval": 100}
+    again = run_job(service, "b", SINGLE, before=remember_samples, **{**folder, **fresh})
+    assert "resumes at iteration 4, because what this peer had made after it, up to iteration 5," in again[0].stdout
     assert samples_of(again) == list(range(33, 96, 2))
     assert same_bits(model_of(lasting.result()), model_of(again))
 
@@ -185,7 +185,7 @@ def test_it_does_so_without_a_state_of_its_own_too(make_service: MakeService, tm
         after = {"load": str(tmp_path), "no_load_optim": True}
     failing_job(service, "b", SINGLE, before=die_in_step(9), save_interval=5, **own)
     again = run_job(service, "b", SINGLE, before=remember_samples, save_interval=100, **{**own, **after})
-    assert "goes on at iteration 8, because" in again[0].stdout
+    assert "resumes at iteration 8, because" in again[0].stdout
     assert [step.iteration for step in again[0].record.steps] == list(range(9, 13))
     assert samples_of(again) == list(range(65, 96, 2))
     assert same_bits(model_of(lasting.result()), model_of(again))
@@ -219,7 +219,7 @@ def test_what_counts_in_the_open_round_is_awaited_and_not_sent_again(make_servic
             found = resumed.result()
             assert again.round == 3 and not again.uploaded and again.counted == Progress(30, 120, 13.5)
             assert torch.equal(found["w"], held["w"])
-            # And it goes on as any other.
+            # And it continues as any other.
             other = pool.submit(lasting.sync, moved(held, 1.0), report(4))
             assert again.sync(moved(found, 2.0), report(4)).contributed and other.result().contributed
 
@@ -347,7 +347,7 @@ def test_what_is_uploaded_again_for_an_earlier_process_is_reported_too(make_serv
     assert [(event["loss"], event["steps"], event["progress"]) for event in events] == [(1.0, 7, [7, 28, 0.0, 4])] * 2
 
 
-def test_who_takes_a_peers_place_goes_on_in_its_part_of_the_samples(make_service: MakeService):
+def test_who_takes_a_peers_place_continues_in_its_part_of_the_samples(make_service: MakeService):
     service = make_service(rounds="asynchronous")
     service.start()
     with service.client("b", START, index=1) as leaving:

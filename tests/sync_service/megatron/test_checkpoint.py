@@ -49,7 +49,7 @@ def context(**args: Any) -> LoadContext:
     return LoadContext(args=SimpleNamespace(**{**ARGS, **args}), directory="there", state=state, common_only=True)
 
 
-def test_what_is_owed_for_parts_that_a_rank_does_not_hold_is_refused():
+def test_residuals_of_parts_that_a_rank_does_not_hold_are_refused():
     parts = whole_parts(Catalog.of_tensors({"one": torch.ones(3, 2), "two": torch.ones(4)}))
     keys = [part.key for part in parts]
     check_residuals({}, parts)
@@ -59,7 +59,7 @@ def test_what_is_owed_for_parts_that_a_rank_does_not_hold_is_refused():
             check_residuals(residuals, parts)
 
 
-def test_the_same_peer_goes_on_where_it_was():
+def test_the_same_peer_resumes_where_it_was():
     assert take_state(context()) == SAVED
     assert take_state(context(sync_service_index=1)) == SAVED
 
@@ -81,7 +81,7 @@ def test_where_an_interval_began_is_known_for_weights_alone_too():
     assert begun(old) is None and take_state(old) is None
 
 
-def test_a_job_that_is_no_peer_is_told_whose_samples_were_counted():
+def test_a_job_that_is_not_a_peer_is_told_whose_samples_were_counted():
     read = context()
     del read.state["sync_service"]["peers"]
     assert samples_notice(read) is None  # by a release that did not say among how many peers
@@ -97,7 +97,7 @@ def test_a_job_that_is_no_peer_is_told_whose_samples_were_counted():
         ({"sync_service_peer": "b"}, "saved by peer 'a', and --sync-service-peer is 'b'"),
         ({"sync_service_index": 0}, "saved by the peer of index 1, and --sync-service-index is 0"),
         ({"sync_service_codec": "fp32"}, "saved with --sync-service-codec int4, now it is fp32"),
-        ({"world_size": 4}, "owes the other peers was saved by 2 ranks, TP 2, .* this run has 4 ranks, TP 2"),
+        ({"world_size": 4}, "the residuals of its codec were saved by 2 ranks, TP 2, .* this run has 4 ranks, TP 2"),
         ({"global_batch_size": 8}, "saved with --global-batch-size 4, now it is 8, .* give --global-batch-size 4"),
         ({"use_distributed_optimizer": False}, "this run has 2 ranks, TP 2, PP 1, EP 1, no distributed optimizer"),
     ],

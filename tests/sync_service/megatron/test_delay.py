@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron jobs that go on training while their rounds are made: a real server, real toy trainings."""
+"""Megatron jobs that continue training while their rounds are made: a real server, real toy trainings."""
 
 import functools
 import os
@@ -92,7 +92,7 @@ def hold(path, when, iteration, model, optimizer) -> None:
 
 
 def fail(pid, when, iteration, model, optimizer) -> None:
-    """Kill the server before the first interval ends, and fail while the round is on its way."""
+    """Kill the server before the first interval ends, and fail while the round is in flight."""
     if (when, iteration) == ("before", 4):
         kill_process(pid)
     if (when, iteration) == ("before", 6):
@@ -174,14 +174,14 @@ def test_what_is_contributed_are_the_values_at_the_end_of_the_interval(undisturb
             np.testing.assert_allclose(values, (ends[0][name] + ends[1][name]) / 2, rtol=1e-6, atol=1e-7, err_msg=name)
 
 
-def test_a_checkpoint_applies_the_round_on_its_way(undisturbed: Pair):
+def test_a_checkpoint_applies_the_round_in_flight(undisturbed: Pair):
     ranks = undisturbed.first
     expected = moved(result(undisturbed.service, 2), at(ranks, "after", 9), at(ranks, "after", 8))
     assert same_bits(at(ranks, "before", 10), expected)
     assert "sync service: the checkpoint applies round 2 after 1 of 2 steps" in ranks[0].stdout
 
 
-def test_the_end_of_training_applies_the_round_on_its_way(undisturbed: Pair):
+def test_the_end_of_training_applies_the_round_in_flight(undisturbed: Pair):
     for ranks, delay in ((undisturbed.first, 2), (undisturbed.second, 1)):
         assert f"the end of training applies round 3 after 0 of {delay} steps" in ranks[0].stdout
         assert same_bits(model_of(ranks), result(undisturbed.service, 3))
@@ -195,18 +195,18 @@ def test_the_iteration_line_tells_of_the_round_when_it_is_applied(undisturbed: P
     assert "sync round: 1 | peers: 2/2 |" in lines[5] and "sync wait s: " in lines[5]
 
 
-def test_a_peer_killed_with_a_round_on_its_way_and_one_resumed_change_no_bit(
+def test_a_peer_killed_with_a_round_in_flight_and_one_resumed_change_no_bit(
     make_service: MakeService, undisturbed: Pair, tmp_path: Path
 ):
     service = make_service(peers=2)
     service.start()
     told, options = tmp_path / "told", {**FIRST, "save": str(tmp_path / "a")}
     tells = partial(in_steps, partial(tell, told))
-    # After five steps its contribution to the first round is with the server, or on its way there.
+    # After five steps its contribution to the first round is with the server, or in flight.
     failing_job(service, "a", SINGLE, before=(tells, die_in_step(5)), **options)
     assert not told.exists()
     lasting = start_job(service, "b", SHARDED, before=partial(in_steps, partial(hold, told)), **SECOND)
-    # This one is killed after the checkpoint that had a round on its way.
+    # This one is killed after the checkpoint that had a round in flight.
     failing_job(service, "a", SINGLE, before=(tells, die_in_step(10)), **options)
     again = run_job(service, "a", SINGLE, load=str(tmp_path / "a"), **options)
     assert "0 of 2 of the samples, 1 steps after round 2" in again[0].stdout
@@ -217,7 +217,7 @@ def test_a_peer_killed_with_a_round_on_its_way_and_one_resumed_change_no_bit(
     ]
 
 
-def test_guests_go_on_from_the_same_formula(make_service: MakeService, tmp_path: Path):
+def test_guests_continue_from_the_same_formula(make_service: MakeService, tmp_path: Path):
     service = make_service(peers=2)
     service.start()
     kind, jobs = ("single", "fp32", 2), []
@@ -264,7 +264,7 @@ def test_a_lossy_codec_and_rounds_that_wait_for_nobody_lead_to_the_same_formula(
     assert same_bits(model_of(ranks), result(service, 2))
 
 
-def test_an_exit_lets_the_contribution_on_its_way_count(make_service: MakeService):
+def test_an_exit_lets_the_contribution_in_flight_count(make_service: MakeService):
     service = make_service(peers=1)
     service.start()
     (rank,) = run_job(service, "a", SINGLE, sync_service_delay=2, exit_interval=5)
@@ -272,7 +272,7 @@ def test_an_exit_lets_the_contribution_on_its_way_count(make_service: MakeServic
     assert [event["contributors"] for event in service.events("committed")[1:]] == [["a"]]
 
 
-def test_a_job_that_fails_with_a_round_on_its_way_ends_at_once(make_service: MakeService):
+def test_a_job_that_fails_with_a_round_in_flight_ends_at_once(make_service: MakeService):
     service = make_service(peers=1)
     # For an hour, which is longer than this test waits, it would be tried again to upload.
     long = {"sync_service_delay": 2, "sync_service_patience_seconds": 3600}
@@ -281,7 +281,7 @@ def test_a_job_that_fails_with_a_round_on_its_way_ends_at_once(make_service: Mak
     assert "RuntimeError: something else" in said
 
 
-def test_what_goes_wrong_with_a_round_on_its_way_is_said_once(make_service: MakeService):
+def test_what_goes_wrong_with_a_round_in_flight_is_said_once(make_service: MakeService):
     service = make_service(peers=1)
     server = service.start()
     short = {"sync_service_delay": 2, "sync_service_patience_seconds": 0.5}

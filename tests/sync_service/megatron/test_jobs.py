@@ -158,13 +158,13 @@ def test_a_run_that_has_ended_is_prolonged_under_another_name(make_service: Make
 def test_a_job_says_what_of_it_did_not_count_and_why(make_service: MakeService):
     service = make_service({"demo": {"peers": 1, "skip_anomaly": True, "ewma_warmup_steps": 3}})
     service.start()
-    (rank,) = run_job(service, "a", SINGLE, sync_service_interval=1, before=go_astray)
+    (rank,) = run_job(service, "a", SINGLE, sync_service_interval=1, before=diverge)
     said = [line for line in rank.stdout.splitlines() if "left this peer out of" in line]
     (told,) = [line for line in said if "round 7" in line]
     assert "sync service: round 7 left this peer out of layer.1: the norm of its pseudo-gradient is" in told
 
 
-def go_astray() -> None:
+def diverge() -> None:
     """Before: the seventh step makes something else of a weight."""
     from megatron.training import training
 
@@ -287,7 +287,7 @@ def test_what_does_not_fit_is_said_in_one_sentence(undisturbed):
 
 
 def send_slowly() -> None:
-    """Let an upload take longer than a round may be awaited and tries go on, as on a slow link."""
+    """Let an upload take longer than a round may be awaited and tried again, as on a slow link."""
     from megatron_ext.sync_service.peer.outgoing import Outgoing
 
     original = Outgoing.batches

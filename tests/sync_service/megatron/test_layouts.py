@@ -36,7 +36,7 @@ def trained(make_service: MakeService, kinds: list[Kind]) -> dict[str, np.ndarra
     return models[0]
 
 
-def test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_but_for_rounding(make_service: MakeService):
+def test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding(make_service: MakeService):
     mixed, alike = trained(make_service, CUT), trained(make_service, [ALONE] * len(CUT))
     start = untrained(make_service)
     moved = max(float(np.abs(alike[name] - start[name]).max()) for name in alike)

@@ -39,12 +39,12 @@ def rounds(service: Service, run: str = "demo") -> list[tuple[int, str]]:
     return [(event["round"], event["digest"]) for event in service.events("committed", run=run)]
 
 
-def test_under_the_runs_name_they_go_on_from_its_newest_round(service: Service, tmp_path: Path):
+def test_under_the_runs_name_they_resume_from_its_newest_round(service: Service, tmp_path: Path):
     committed = rounds(service)
     assert [number for number, _ in committed] == [0, 1, 2, 3]
     ended = peers(service, tmp_path, back=True)
     for rank in (ended[0][0], ended[1][0]):
-        assert "goes on at iteration 12, because 6 steps that this peer had made after iteration 6 were" in rank.stdout
+        assert "resumes at iteration 12, because 6 steps that this peer had made after iteration 6 were" in rank.stdout
         assert "0 steps after round 3" in rank.stdout
     assert rounds(service)[:4] == committed
     assert [number for number, _ in rounds(service)] == [0, 1, 2, 3, 4]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs go on as peers from the checkpoint of a job that had all samples to itself."""
+"""Jobs resume as peers from the checkpoint of a job that had all samples to itself."""
 
 import re
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
-from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, go_on_in_part
+from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, resume_in_part
 from tests.support.pretrain import RankOutcome, run_pretrain
 from tests.sync_service.jobs import ALONE, SINGLE, job_arguments, remember_samples, samples_of, start_job
 from tests.sync_service.service import Service
@@ -24,7 +24,7 @@ def learning_rates(rank: RankOutcome) -> list[str]:
     return re.findall(r"learning rate: (\S+)", rank.stdout)
 
 
-def test_peers_go_on_with_the_samples_the_schedule_and_the_moments_of_a_stock_job(
+def test_peers_resume_with_the_samples_the_schedule_and_the_moments_of_a_stock_job(
     make_service: MakeService, tmp_path: Path
 ):
     service = make_service(peers=2)
@@ -50,7 +50,7 @@ def test_peers_go_on_with_the_samples_the_schedule_and_the_moments_of_a_stock_jo
     # Adam makes steps of another size while its moments are young.
     assert (first.losses[1] + other.losses[1]) / 2 == pytest.approx(on.losses[1], rel=1e-2)
     assert learning_rates(first) == learning_rates(other) == learning_rates(on)
-    assert "goes on at iteration 4 of a job that was no peer" in first.stdout
+    assert "resumes at iteration 4 of a job that was not a peer" in first.stdout
 
 
 def loaded(then: int, now: int, **schedule: float) -> dict[str, float]:
@@ -97,20 +97,20 @@ def test_weights_alone_have_no_schedule():
 )
 def test_no_sample_comes_twice(consumed: int, before: int, peers: int, part: int):
     args = SimpleNamespace(consumed_train_samples=consumed, iteration=4, dataloader_type="single")
-    go_on_in_part(args, peers, before)
+    resume_in_part(args, peers, before)
     assert args.consumed_train_samples == part
     args.dataloader_type = "cyclic"
     args.consumed_train_samples = consumed
     if consumed and before != peers:
         with pytest.raises(UserError, match="--dataloader-type cyclic draws its samples in another order"):
-            go_on_in_part(args, peers, before)
+            resume_in_part(args, peers, before)
     else:
-        go_on_in_part(args, peers, before)
+        resume_in_part(args, peers, before)
         assert args.consumed_train_samples == consumed
 
 
 @pytest.mark.parametrize(("name", "weights_alone"), [("two", False), ("one", True)])
-def test_a_run_with_fewer_peers_goes_on_after_the_samples_of_all_earlier_ones(
+def test_a_run_with_fewer_peers_resumes_after_the_samples_of_all_earlier_ones(
     make_service: MakeService, tmp_path: Path, name: str, weights_alone: bool
 ):
     services = [make_service({"one": {"peers": 2}}), make_service({name: {"peers": 1}})]
@@ -128,4 +128,4 @@ def test_a_run_with_fewer_peers_goes_on_after_the_samples_of_all_earlier_ones(
     on = start_job(services[1], "a", SINGLE, load=str(tmp_path / "a"), train_iters=16, **common, **options)
     ranks = on.result()
     assert len(seen) == 64 and samples_of(ranks) == list(range(64, 96))
-    assert "goes on at iteration 8 of a run of 2 peers that consumed 64 samples" in ranks[0].stdout
+    assert "resumes at iteration 8 of a run of 2 peers that consumed 64 samples" in ranks[0].stdout

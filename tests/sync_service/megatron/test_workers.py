@@ -40,7 +40,7 @@ def test_peers_with_and_without_workers_end_with_the_same_bits(make_service: Mak
     assert uploads["a"] == uploads["b"]
 
 
-def test_workers_go_on_from_what_a_round_of_peers_gives(make_service: MakeService):
+def test_workers_continue_from_what_a_round_of_peers_gives(make_service: MakeService):
     service = make_service({"demo": {"peers": 1, "outer_optimizer": "sgd", "outer_optimizer_lr": 0.5, **NO_MOMENTUM}})
     service.start()
     fp32 = ("single", "fp32", 2)
@@ -58,7 +58,7 @@ def test_workers_go_on_from_what_a_round_of_peers_gives(make_service: MakeServic
 def test_a_killed_peer_with_workers_resumes_in_mid_interval_without_a_changed_bit(make_service: MakeService, tmp_path):
     service = make_service({"demo": {"peers": 1, **SERVER}, "again": {"peers": 1, **SERVER}})
     service.start()
-    # What the codecs owe after the first round, of the peers and of the workers inside, is sent along in the second.
+    # The codecs' residuals of the first round, of the peers and of the workers inside, are sent along in the second.
     options = {**WORKERS, "sync_service_codec": "int4", "local_sgd_codec": "int8"}
     undisturbed = model_of(run_job(service, "a", TWO_WORKERS, **options))
     options |= {"save": os.fspath(tmp_path), "save_interval": 5, "sync_service_run": "again"}
@@ -126,7 +126,7 @@ def test_workers_that_go_back_are_not_in_warm_up_again(make_service: MakeService
     run_job(service, "a", ("single", "fp32", 1), sync_service_index=0, **options)
     # Each worker has moments of its own by then, which would make them differ.
     again = run_job(service, "b", kind, before=count_steps, load=str(tmp_path), **own)
-    assert "goes on at iteration 0, because" in again[0].stdout
+    assert "resumes at iteration 0, because" in again[0].stdout
     assert re.findall(r"step (\d) is a worker's own", again[0].stdout) == [str(step) for step in range(8)]
     model_of(again)
 

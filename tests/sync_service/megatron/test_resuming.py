@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer goes on where its part of the samples is trained up to, whoever had its place and whatever it loads."""
+"""A peer resumes where its part of the samples is trained up to, whoever had its place and whatever it loads."""
 
 import re
 import shutil
@@ -48,13 +48,13 @@ def test_a_peer_that_comes_back_leaves_out_what_another_one_has_trained_in_its_p
     failing_job(service, "c", SINGLE, before=die_in_step(5), **options)
     evict(service, "c")
     again = run_job(service, "b", SINGLE, before=remember_samples, load=str(tmp_path), **options)
-    assert "goes on at iteration 4, because 1 steps" in again[0].stdout
+    assert "resumes at iteration 4, because 1 steps" in again[0].stdout
     assert samples_of(again) == PART[16:]
     reported = [event["progress"][0] for event in service.events("uploaded") if event["round"] > 0]
     assert reported == [2, 4, 6, 8, 10, 12]
 
 
-def test_a_peer_of_asynchronous_rounds_goes_on_in_mid_interval_where_nobody_else_had_its_place(
+def test_a_peer_of_asynchronous_rounds_resumes_in_mid_interval_where_nobody_else_had_its_place(
     make_service: MakeService, tmp_path: Path
 ):
     service = make_service(rounds="asynchronous")
@@ -67,7 +67,7 @@ def test_a_peer_of_asynchronous_rounds_goes_on_in_mid_interval_where_nobody_else
 
 
 @pytest.mark.parametrize(("batch", "iterations", "begins_at"), [(8, 6, 4), (2, 24, 16)])
-def test_with_another_batch_it_goes_on_at_the_same_samples(
+def test_with_another_batch_it_resumes_at_the_same_samples(
     make_service: MakeService, batch: int, iterations: int, begins_at: int
 ):
     service = make_service(quorum=1, grace_seconds=0.5)
@@ -76,7 +76,7 @@ def test_with_another_batch_it_goes_on_at_the_same_samples(
     failing_job(service, "b", SINGLE, before=die_in_step(9), **options)
     options = {**options, "global_batch_size": batch, "train_iters": iterations}
     again = run_job(service, "b", SINGLE, before=remember_samples, **options)
-    assert f"goes on at iteration {begins_at}, because" in again[0].stdout
+    assert f"resumes at iteration {begins_at}, because" in again[0].stdout
     assert samples_of(again) == PART[32:]
     assert again[0].record.steps[-1].iteration == iterations
 
@@ -109,7 +109,7 @@ def test_weights_alone_from_the_first_interval_leave_no_sample_out(
     until(lambda: len(service.events("joined")) == 2, "the new process")
     other = start_job(service, "a", SINGLE, sync_service_index=0, **options)
     again = beginning.result()
-    assert "goes on at iteration 0, because what this peer had made after it, up to iteration 1," in again[0].stdout
+    assert "resumes at iteration 0, because what this peer had made after it, up to iteration 1," in again[0].stdout
     assert samples_of(again) == PART
     assert same_bits(model_of(other.result()), model_of(again))
     counted = [event["contributors"] for event in service.events("committed")[1:]]
@@ -144,7 +144,7 @@ def test_a_contribution_with_another_batch_is_not_taken_for_the_one_that_is_made
     # It has made one step of that size when this one has made two, and both end with the second round.
     run_job(service, "a", SINGLE, sync_service_index=0, **options, exit_interval=4)
     again = beginning.result()
-    assert "goes on at iteration 1, because 1 steps" in again[0].stdout
+    assert "resumes at iteration 1, because 1 steps" in again[0].stdout
     assert samples_of(again) == PART[8:24]
 
 
@@ -161,7 +161,7 @@ def test_weights_alone_of_another_peer_say_what_is_left_out(make_service: MakeSe
 
 
 def test_all_ranks_of_a_peer_ask_about_the_same_rounds(make_service: MakeService, tmp_path: Path):
-    # Of two data parallel ranks one uploads, and only that one owes anything.
+    # Of two data parallel ranks one uploads, and only that one has residuals.
     service = make_service(quorum=1, grace_seconds=0.2)
     service.start()
     options: Options = {"train_iters": 12, "sync_service_interval": 2, "sync_service_codec": "int8"}
@@ -174,7 +174,7 @@ def test_all_ranks_of_a_peer_ask_about_the_same_rounds(make_service: MakeService
     assert samples_of(again) == PART[16:]
 
 
-def test_schedules_go_on_where_the_iteration_of_the_weights_is_that_of_the_last_round(
+def test_schedules_resume_where_the_iteration_of_the_weights_is_that_of_the_last_round(
     make_service: MakeService, tmp_path: Path
 ):
     service = make_service(quorum=1, grace_seconds=0.2)
@@ -183,7 +183,7 @@ def test_schedules_go_on_where_the_iteration_of_the_weights_is_that_of_the_last_
     options = {**options, "lr_decay_style": "linear", "min_lr": 0.0, "log_interval": 1}
     failing_job(service, "b", SINGLE, before=die_in_step(5), save=str(tmp_path), save_interval=4, **options)
     again = run_job(service, "b", SINGLE, load=str(tmp_path), no_load_optim=True, **options)
-    assert "goes on at iteration 4, because this peer's last contribution ended there, with 16" in again[0].stdout
+    assert "resumes at iteration 4, because this peer's last contribution ended there, with 16" in again[0].stdout
     rates = [float(rate) for rate in re.findall(r"learning rate: (\S+)", again[-1].stdout)]
     assert rates == pytest.approx([1e-2 * left / 8 for left in (3, 2, 1, 0)], abs=1e-9)
 
