@@ -42,17 +42,8 @@ KEPT = {
 }
 """What programs of others read stays as it is."""
 
-_LEFT = (
-)
-"""Rooms that have not been gone through. It only ever gets shorter, and ends empty."""
-
 _FOLDERS = ("benchmarks", "configs", "docs", "examples", "megatron_ext", "patches", "scripts", "tests")
 _KINDS = {".md", ".proto", ".py", ".sh", ".txt", ".yaml"}
-
-
-def is_left(name: str) -> bool:
-    """Return whether a file is of a room that has not been gone through."""
-    return any(name.removesuffix(".py") == room.removesuffix(".py") or name.startswith(f"{room}/") for room in _LEFT)
 
 
 def files() -> list[Path]:
@@ -84,18 +75,9 @@ def test_no_phrase_is_left_that_a_reader_stops_at():
     assert len(sources) > 700
     found = []
     for path in sources:
-        name = str(path.relative_to(REPOSITORY))
-        if not is_left(name):
-            found += [f"{name}: {phrase}" for phrase in stumbles(path.read_text(encoding="utf-8"))]
+        name = path.relative_to(REPOSITORY)
+        found += [f"{name}: {phrase}" for phrase in stumbles(path.read_text(encoding="utf-8"))]
     assert not found, f"{len(found)} phrases:\n" + "\n".join(found)
-
-
-def test_rooms_that_are_done_leave_the_list():
-    """A room of `_LEFT` still has phrases to go through, or does not exist yet."""
-    for room in _LEFT:
-        paths = [path for path in files() if str(path.relative_to(REPOSITORY)).startswith(room)]
-        done = paths and not any(list(stumbles(path.read_text(encoding="utf-8"))) for path in paths)
-        assert not done, f"{room} has no phrase left; drop it from _LEFT"
 
 
 @pytest.mark.parametrize(
