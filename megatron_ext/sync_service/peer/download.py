@@ -106,7 +106,7 @@ def download(
 
 
 def _shares(places: list[Place], streams: int) -> list[list[Place]]:
-    """Return places in up to this many shares of about the same size."""
+    """Return places in up to `streams` shares of about the same size."""
     shares: list[list[Place]] = [[] for _ in range(streams)]
     sizes = [0] * streams
     for place in sorted(places, key=lambda place: -place[1].numel):

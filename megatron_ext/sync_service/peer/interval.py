@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a peer's next round is due: after some steps, or at the first step that ends after some seconds."""
+"""When a peer's next round is due: after a set number of steps, or at the first step that ends after a set time."""
 
 from __future__ import annotations
 

@@ -18,7 +18,12 @@ from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.server import shard_run
 from megatron_ext.sync_service.shards.remote_shard import RemoteShard, ShardProblem
 from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
-from megatron_ext.sync_service.shards.shard_messages import decision_to_json, job_to_json, measured_to_json
+from megatron_ext.sync_service.shards.shard_messages import (
+    decision_to_json,
+    job_to_json,
+    measured_from_json,
+    measured_to_json,
+)
 from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution
 from tests.sync_service.hostile import TOKENS, VALUES, places, with_value
@@ -216,6 +221,13 @@ def asked(remote: RemoteShard, call: str) -> Any:
         case "write":
             return remote.write(JOB, DECISION)
     raise AssertionError(call)
+
+
+def test_an_unusable_tensor_has_the_name_that_shards_of_other_releases_read():
+    measured = Measured(squares={}, unusable="layer.0.weight", nbytes=5)
+    message = {"squares": [], "broken": "layer.0.weight", "nbytes": 5}
+    assert measured_to_json(measured) == message
+    assert measured_from_json(message) == measured
 
 
 @pytest.mark.parametrize("call", ["seal", "measure", "common_squares", "write"])
