@@ -24,7 +24,7 @@ from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Judged
 from megatron_ext.sync_service.values.merge import Merge
-from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter
+from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.values.sources import Contributor, DamagedContribution
 from megatron_ext.sync_service.values.spares import SpareFiles
 from megatron_ext.sync_service.values.tensor_round import (
@@ -242,12 +242,21 @@ class Reduction:
                 self._failpoints.hit("tensor_reduced")
             if self._merge is not None:
                 self._merge.run(writer, self._failpoints)
+                self._keep_merged(writer)
                 sums |= {name: self._sums_of(writer, self._catalog[name]) for name in self._merged}
             writer.sync()
         except BaseException:  # whatever it is, no half snapshot stays
             writer.abandon()
             raise
         return writer, Made(sums=RoundDigest(sums.values()).sums, outer_scalars=scalars, as_uploaded=as_uploaded)
+
+    def _keep_merged(self, writer: SnapshotWriter) -> None:
+        """Let the next outer step begin with the experts as they were merged."""
+        shared = [] if self._tensors.is_exact else [spec for spec in self._catalog if not spec.owners]
+        for spec in shared:
+            if spec.name in self._merged:
+                for first, count in self._sources.blocks(spec, []):
+                    writer.overwrite(state_name(EXACT, spec.name), first, writer.read(spec.name, first, count))
 
     def _writer(self, path: Path, decision: Decision) -> SnapshotWriter:
         states = self._tensors.states if self._before is not None else []

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
 from megatron_ext.spes import Ownership, merge_experts
 from megatron_ext.sync_service.channel.connection import DamagedOnTheWay
 from megatron_ext.sync_service.channel.route import Route
@@ -137,6 +138,23 @@ def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_dama
     for connection.place, expected in ((0, None), (1, {"w": torch.zeros(3)})):
         with ThreadPoolExecutor(1) as pool, pytest.raises(DamagedOnTheWay, match="said to be as expected, and was not"):
             download(Route(connection), pool, pb2.Caller(), parts, 1, 1, expected)
+
+
+@pytest.mark.parametrize("codec", CODEC_NAMES)
+def test_a_merge_of_experts_that_all_peers_train_stays_when_nobody_trains_on(make_service: MakeService, codec: str):
+    service = make_service(**{**MERGING, "peers": 1})
+    service.start()
+    start = start_values()
+    catalog = Catalog(TensorSpec(name=name, shape=shape) for name, shape in shapes().items())
+    with service.client("p0", catalog, codec=codec) as client:
+        rounds = [client.start(start)]
+        for _ in range(3):
+            rounds.append({name: value.clone() for name, value in client.sync(rounds[-1]).values.items()})
+    merged = {event["round"] for event in service.events("committed") if event.get("merged")}
+    assert merged == {2}
+    for name in shapes():
+        assert torch.equal(rounds[1][name], rounds[0][name]) and torch.equal(rounds[3][name], rounds[2][name])
+        assert torch.equal(rounds[2][name], rounds[1][name]) == (".experts." not in name)
 
 
 def test_experts_are_merged_after_the_mean_at_the_steps_of_the_schedule(make_service: MakeService):
