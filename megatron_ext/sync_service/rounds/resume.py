@@ -9,6 +9,7 @@ sent again, so that a peer that was killed around its upload changes no bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,9 @@ from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, 
 from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
 
 __all__ = ["Ledger", "Recorded", "decide"]
+
+_ROUNDING = 1e-9
+"""Of schedules, which are floats: relative, and far below a step of any training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +148,10 @@ def _is_made_again(ledger: Ledger, claim: Claim, recorded: Recorded) -> bool:
     end = claim.begin.after(claim.steps)
     if claim.whole and claim.now is not None and claim.now.samples >= end.samples:
         return False  # the interval has become shorter than what there is of it
-    return (recorded.steps, recorded.end) == (claim.steps, end)
+    # A whole claim has the schedule of its interval, which stands still in a step whose update Megatron skips.
+    if not claim.whole and not math.isclose(recorded.end.schedule, end.schedule, rel_tol=_ROUNDING):
+        return False
+    return (recorded.steps, recorded.end) == (claim.steps, replace(end, schedule=recorded.end.schedule))
 
 
 def _in_batches(place: Progress | None, claim: Claim) -> Progress | None:

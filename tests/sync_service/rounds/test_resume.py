@@ -607,6 +607,32 @@ def test_an_interval_on_record_is_made_again_if_it_begins_and_ends_where_the_cla
     assert decide(replace(ledger, recorded=Recorded(made_for=5, steps=1, end=at(10))), other_batch) == Wait(round=5)
 
 
+@pytest.mark.parametrize("is_asynchronous", [True, False])
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_schedule_that_stood_still_in_a_step_does_not_make_another_interval(is_asynchronous: bool, done: int):
+    # Megatron steps no schedule in a step whose update it skips, as that of a loss scale that is too high.
+    behind = replace(at(10), schedule=at(9).schedule)
+    recorded = Recorded(made_for=5, steps=2, end=behind)
+    ledger = replace(NEWEST, is_asynchronous=is_asynchronous, end=at(8), recorded=recorded)
+    claim = Claim(round=4, whole=True, begin=at(8), steps=2, now=at(8 + done))
+    assert decide(ledger, claim) == continued(send=False)
+    fewer = replace(ledger, recorded=replace(recorded, end=replace(behind, samples=behind.samples - BATCH)))
+    assert decide(fewer, claim) == Wait(round=5)
+
+
+def test_weights_alone_are_compared_by_their_schedule_too_as_far_as_floats_are_exact():
+    claim = Claim(digest="d0", steps=2, begin=replace(at(0), schedule=0.1), now=at(0))
+    ledger = Ledger(run="demo", newest=0, bases={0: "d0"})
+
+    def answer(schedule: float) -> ResumeAnswer:
+        end = replace(at(2), schedule=schedule)
+        return decide(replace(ledger, recorded=Recorded(made_for=1, steps=2, end=end)), claim)
+
+    for schedule in (8.1, 8.1 + 1e-14):
+        assert answer(schedule) == Continue(send=False, round=0, digest="d0", place=claim.begin)
+    assert answer(4.1) == answer(8.101) == Wait(round=1)
+
+
 def test_weights_alone_make_the_first_interval_again_and_no_other():
     first = Ledger(run="demo", newest=0, bases={0: "d0"}, recorded=Recorded(made_for=1, steps=2, end=at(2)))
     claim = Claim(digest="d0", steps=2, begin=at(0), now=at(2))
