@@ -407,7 +407,9 @@ class SyncClient:
             results = self._job.on_all(partial(self._take, number, taken, expected))
             failed = [text for text, _, _ in results if text]
             if failed:
-                # Further rounds were made meanwhile, and this one is no longer kept.
+                # Further rounds were made meanwhile, and this one is no longer kept. What was uploaded is judged, and
+                # none of those awaits it.
+                self.uploaded = False
                 answer = self._await(number, {})
                 if answer.newest == number:
                     raise UserError(failed[0])

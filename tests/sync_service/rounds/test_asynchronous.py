@@ -401,6 +401,36 @@ def test_a_peer_does_not_continue_from_values_that_are_too_old_to_count(make_ser
         assert digest(late.resume(3)) == digest(held) and late.round == 6
 
 
+def test_whose_round_is_dropped_before_it_is_downloaded_takes_the_newest_one(
+    make_service: MakeService, monkeypatch: pytest.MonkeyPatch
+):
+    service = make_service(peers=2, **ASYNC)
+    service.extra = {"keep_snapshots": 2}
+    service.start()
+    start = start_values(7)
+    with ExitStack() as stack:
+        slow, fast = (stack.enter_context(service.client(name, start)) for name in ("slow", "fast"))
+        slow.start(start)
+        held = [fast.sync(trained(fast.start(start), 1, 1)).values]
+        take, asked = slow._take, []
+
+        def late_take(number: int, *args: Any) -> Any:
+            asked.append(number)
+            for _ in range(3 if len(asked) == 1 else 0):
+                held.append(fast.sync(trained(held[-1], 1, 1)).values)
+            return take(number, *args)
+
+        monkeypatch.setattr(slow, "_take", late_take)
+        outcome = slow.sync(trained(start, 0, 1))
+        assert asked == [2, 5] and outcome.contributed and outcome.number == 5
+        assert digest(outcome.values) == digest(held[-1])
+        # Its next contribution is sent as any other.
+        assert slow.sync(trained(outcome.values, 0, 1)).contributed
+    contributed = [(event["contributors"], event["made_for"]) for event in service.events("committed")[1:]]
+    others = [(["fast"], number) for number in (2, 4, 5)]
+    assert contributed == [(["fast"], 1), (["slow"], 1), *others, (["slow"], 6)]
+
+
 def test_who_published_the_start_begins_again_with_the_newest_round(make_service: MakeService):
     service = make_service(peers=2, **ASYNC)
     service.start()
