@@ -40,19 +40,22 @@ class _End(NamedTuple):
 class Connections:
     """The connections at a port."""
 
-    def __init__(self, port: int, of_an_address: int) -> None:
+    def __init__(self, port: int, room: int, of_an_address: int) -> None:
         """Take the port.
 
         Args:
             port: at which the server listens.
+            room: how many connections gRPC takes.
             of_an_address: connections that one address has until they have shown who they are.
         """
         self._port = port
+        self._room = room
         self._of_an_address = of_an_address
         self._lock = threading.Lock()
         self._known: set[_End] = set()
         self._strangers: dict[_End, None] = {}  # the oldest first
-        self._looks_until_said = 0
+        self._looks = 0
+        self._silent_until: dict[str, int] = {}  # the look, by what was said
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="connections", daemon=True)
 
@@ -78,7 +81,8 @@ class Connections:
                 self._known.add(_End(*found))
 
     def look(self) -> None:
-        """Hang up the oldest connections of every address that has too many."""
+        """Hang up the oldest connections of every address that has too many, and say so, or that all are taken."""
+        self._looks += 1
         found = self._found()
         with self._lock:
             # One that has begun meanwhile is known again with its next call.
@@ -93,7 +97,7 @@ class Connections:
             if counts[network] - hung_up[network] > self._of_an_address:
                 _hang_up(found[end], self._port, end)
                 hung_up[network] += 1
-        self._say(hung_up)
+        self._say(hung_up, len(found))
 
     def _watch(self) -> None:
         while not self._ended.wait(_SECONDS):
@@ -111,15 +115,26 @@ class Connections:
                 found[end] = int(name)
         return found
 
-    def _say(self, hung_up: Counter[str]) -> None:
-        self._looks_until_said -= 1
-        if hung_up and self._looks_until_said <= 0:
-            self._looks_until_said = _SAY_AGAIN_LOOKS
+    def _say(self, hung_up: Counter[str], taken: int) -> None:
+        if taken >= self._room and self._is_due("taken"):
+            log.warning(
+                "%d of %d connections are taken, further ones are closed; raise connections or the hard limit of open "
+                "files; every rank of a peer has one",
+                *(taken, self._room),
+            )
+        if hung_up and self._is_due("hung up"):
             log.warning(
                 "hung up the oldest of more than %d connections of %s that have shown no token, as many as an address "
                 "has of the limit connections; keep it away with a firewall unless it is a peer",
                 *(self._of_an_address, ", ".join(sorted(hung_up))),
             )
+
+    def _is_due(self, what: str) -> bool:
+        """Return whether to say something now, which is not said again in the next looks."""
+        if self._looks < self._silent_until.get(what, 0):
+            return False
+        self._silent_until[what] = self._looks + _SAY_AGAIN_LOOKS
+        return True
 
 
 def _end_at(descriptor: int, port: int) -> _End | None:

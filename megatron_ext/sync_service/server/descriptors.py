@@ -23,8 +23,12 @@ _OF_THE_PROCESS = 128
 _OF_A_RUN, _OF_A_PEER = 16, 4
 """The journal, the snapshot that is written, the copy's transfers; contributions and what replaces them."""
 
+_OF_A_SHARD = 2
+"""The first server's connection to it, and the one that replaces it once it has been silent."""
+
 _LEAST_OF_PEOPLE, _LEAST_OF_A_PEER = 16, 2
-"""Connections without which nobody could use the server: a peer's ranks and streams share one each."""
+"""Connections without which nobody could use the server. Every rank of a peer has one, which its streams share, and the
+first one another for heartbeats. How many ranks a peer has is not known here, so this is a peer of one."""
 
 
 def room_for_connections(config: ServerConfig) -> int:
@@ -41,7 +45,7 @@ def room_for_connections(config: ServerConfig) -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         limit = hard
     peers = sum(run.peers for run in config.runs.values())
-    others = len(config.runs) * (_OF_A_RUN + config.keep_snapshots + _LEAST_OF_A_PEER * len(config.shards))
+    others = len(config.runs) * (_OF_A_RUN + config.keep_snapshots + _OF_A_SHARD * len(config.shards))
     files = _OF_THE_PROCESS + others + _OF_A_PEER * peers
     least = _LEAST_OF_PEOPLE + _LEAST_OF_A_PEER * peers
     listeners = _listeners(config.bind.rpartition(":")[0])
@@ -49,13 +53,14 @@ def room_for_connections(config: ServerConfig) -> int:
     room = config.connections if limit < 0 else min(config.connections, (limit - files) // listeners)
     if config.connections < least:
         raise UserError(
-            f"connections is {config.connections}, and {least} are the least for {peers} places of peers; raise it"
+            f"connections is {config.connections}, and {least} are the least for {peers} places of peers of one rank "
+            "each; raise it, by one for every further rank"
         )
     if room < least:
         raise UserError(
             f"the process may have {limit} file descriptors, and its runs need {files + least * listeners}: {files} "
-            f"for files, and {least * listeners} for connections of {peers} places of peers; raise its hard limit "
-            "(ulimit -Hn, or LimitNOFILE= of a systemd unit)"
+            f"for files, and {least * listeners} for connections of {peers} places of peers of one rank each; raise "
+            "its hard limit (ulimit -Hn, or LimitNOFILE= of a systemd unit)"
         )
     log.info(
         "room for %d connections, of which an address has %d until it has shown who it is; %d of the process' %d file "

@@ -80,7 +80,7 @@ class Listener:
         except RuntimeError as error:
             self.stop(0.0)
             raise UserError(f"bind {bind}: cannot listen there: {error}") from error
-        self.connections = Connections(self.port, connections // 4)
+        self.connections = Connections(self.port, connections, connections // 4)
 
     def start(self, calls: Callable[[], Calls]) -> None:
         """Answer calls, by what `calls` makes in the event loop."""

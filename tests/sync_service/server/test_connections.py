@@ -8,7 +8,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +212,8 @@ def test_more_connections_than_there_may_be_are_refused_and_the_others_stay(make
         until(lambda: strangers.hung_up == 8, "the refusal of those that are too many")
         assert all(states == [grpc.ChannelConnectivity.READY] for states in fared)
         assert server.descriptors <= before
+        until(lambda: "connections are taken" in service.output, "the server's word")
+        assert "20 of 20 connections are taken, further ones are closed; raise connections or" in service.output
     assert "hung up" not in service.output
 
 
@@ -229,7 +231,7 @@ def test_the_soft_limit_is_raised_and_too_low_a_hard_one_is_refused_in_one_line(
     assert "the process may have 160 file descriptors, and its runs need 168" in said[0] and "ulimit -Hn" in said[0]
     service.extra["connections"] = 17
     assert service.start().wait() == 2
-    assert "connections is 17, and 18 are the least for 1 places of peers; raise it" in service.output
+    assert "connections is 17, and 18 are the least for 1 places of peers of one rank each; raise it" in service.output
 
 
 def test_a_time_in_which_no_call_can_come_is_refused_in_the_configuration():
@@ -243,7 +245,7 @@ def test_the_oldest_strangers_of_an_address_are_hung_up_and_other_sockets_left_a
 ):
     local = "127.0.0.1" if family == socket.AF_INET else "::1"
     with socket.create_server((local, 0), family=family) as listening, socket.create_server(("127.0.0.1", 0)) as other:
-        connections = Connections(listening.getsockname()[1], 2)
+        connections = Connections(listening.getsockname()[1], 100, 2)
         pairs = []
         for at in (listening, listening, listening, listening, other, other, other):
             near = socket.create_connection(at.getsockname()[:2])
@@ -267,6 +269,22 @@ def test_the_oldest_strangers_of_an_address_are_hung_up_and_other_sockets_left_a
         for pair in pairs:
             for found in pair:
                 found.close()
+
+
+def test_that_all_connections_are_taken_is_said_once_a_minute(caplog: pytest.LogCaptureFixture):
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+        connections = Connections(listening.getsockname()[1], 2, 2)
+        for taken in (1, 2):
+            assert not caplog.records
+            stack.enter_context(socket.create_connection(listening.getsockname()))
+            stack.enter_context(listening.accept()[0])
+            for _ in range(3):
+                connections.look()
+            assert len(caplog.records) == taken - 1
+        assert caplog.text.count("2 of 2 connections are taken, further ones are closed; raise connections or") == 1
+        for _ in range(58):
+            connections.look()
+        assert len(caplog.records) == 2
 
 
 def test_too_many_open_files_send_nobody_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
