@@ -83,10 +83,12 @@ class Connections:
     def look(self) -> None:
         """Hang up the oldest connections of every address that has too many, and say so, or that all are taken."""
         self._looks += 1
+        with self._lock:
+            before = set(self._known)
         found = self._found()
         with self._lock:
-            # One that has begun meanwhile is known again with its next call.
-            self._known.intersection_update(found)
+            # One that has shown the token meanwhile may have begun too late to be found.
+            self._known -= before - found.keys()
             known = set(self._known)
         ends = [*(end for end in self._strangers if end in found), *found]
         strangers = self._strangers = dict.fromkeys(end for end in ends if end not in known)

@@ -287,6 +287,32 @@ def test_that_all_connections_are_taken_is_said_once_a_minute(caplog: pytest.Log
         assert len(caplog.records) == 2
 
 
+def test_a_connection_that_shows_the_token_during_a_look_stays_known(monkeypatch: pytest.MonkeyPatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        connections = Connections(listening.getsockname()[1], 100, 0)  # every stranger is hung up
+        find = connections._found
+
+        def found_before_it_came() -> Any:
+            monkeypatch.setattr(connections, "_found", find)
+            found = find()
+            stack.enter_context(near := socket.create_connection(listening.getsockname()))
+            stack.enter_context(listening.accept()[0])
+            near.settimeout(0)
+            here.append(near)
+            connections.know("ipv4:{}:{}".format(*near.getsockname()))
+            return found
+
+        here: list[socket.socket] = []
+        with ExitStack() as stack:
+            monkeypatch.setattr(connections, "_found", found_before_it_came)
+            for _ in range(3):
+                connections.look()
+            with pytest.raises(BlockingIOError):
+                here[0].recv(1)  # it is open, and nothing was said
+        connections.look()
+        assert not connections._known  # nor is one that has ended kept
+
+
 def test_too_many_open_files_send_nobody_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     said = described(OSError(errno.EMFILE, "Too many open files", "x"))
     assert "its disk is not the reason" in said and "LimitNOFILE" in said and "lower connections" in said
