@@ -471,7 +471,13 @@ class OuterOptimPeriodicModelAverager:
             self._settle()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers."""
+        """Return this rank's state; all ranks must call it, because anchor and outer state are sharded over workers.
+
+        Raises:
+            UserError: weights were replaced since the optimizer was wrapped, and differ between the workers.
+        """
+        if self._replaced is not None:
+            self._replaced.settle(self.engine.take_anchor)
         self.end_round()
         engine = self.engine
         return {
@@ -503,7 +509,8 @@ class OuterOptimPeriodicModelAverager:
             self._schedule.load(state["schedule"])
         self.step = int(state["step"])
         if self._replaced is not None:
-            self._replaced.expect("loaded")
+            # Before anything was trained the state says no more than a new optimizer does.
+            self._replaced.expect("loaded" if self.step or engine.rounds else "wrapped")
         if not guard.knows_its_weights(state):
             _say(
                 "the saved state is of an earlier release and does not say to which weights it belongs; they are not "

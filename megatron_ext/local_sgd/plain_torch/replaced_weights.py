@@ -9,6 +9,8 @@ step costs anything.
 from __future__ import annotations
 
 import functools
+import itertools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -60,10 +62,14 @@ class ReplacedWeights:
         self._say = say
         self._known: _Digests | None = None
         self._since: Literal["wrapped", "loaded", "running"] = "running"
+        self._has_model, self._was_loaded = model is not None, False
         if model is not None:
-            before = functools.partial(_before_load, _Listener(self))
-            for module in model.modules():
+            before = _Listener(self)
+            handles = [
                 module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]  # torch gives it no types
+                for module in model.modules()
+            ]
+            weakref.finalize(self, _remove, handles)
 
     def expect(self, since: Literal["wrapped", "loaded"]) -> None:
         """Compare with the present values before the next step.
@@ -71,11 +77,12 @@ class ReplacedWeights:
         Args:
             since: what has just happened, on all ranks.
         """
-        self._since = since
+        self._since, self._was_loaded = since, False
         self._known = self._digests() if self._is_anchored() else {}
 
     def before_load(self) -> None:
         """Compare with the present values before the next step: the module is about to be given others."""
+        self._was_loaded = True
         if self._known is None and self._is_anchored():
             self._since = "running"
             self._known = self._digests()
@@ -112,10 +119,24 @@ class ReplacedWeights:
             self._check_together(changed, take_anchor)
         self._known = None
 
+    def settle(self, take_anchor: Callable[[], None]) -> None:
+        """Begin from the present values before the first step, if they were replaced; all ranks must call it.
+
+        Args:
+            take_anchor: takes them as the anchor.
+
+        Raises:
+            UserError: the workers' differ.
+        """
+        if self._known is not None and self._since == "wrapped":
+            self.check(take_anchor)
+            self.expect("wrapped")
+
     def _check_together(self, changed: _Digests, take_anchor: Callable[[], None]) -> None:
         """Compare with the other ranks what was replaced before a first step."""
         own = []
-        if changed and self._since == "loaded":
+        # A loop that clips weights before its steps has changed them as well, which is training.
+        if changed and self._since == "loaded" and (self._was_loaded or not self._has_model):
             own.append(
                 f"the module's weights were replaced after local SGD's state was loaded ({_shown(list(changed))}), "
                 "which belongs to those before; load the module's weights first, then the state of the same save"
@@ -171,7 +192,8 @@ def _replaced_alike(everyone: Sequence[Sequence[_Digests]]) -> bool:
             raise UserError(
                 f"weights were replaced after the optimizer was wrapped, on {workers_in_words(workers)}, and the "
                 f"workers' differ now ({_shown(different)}); load the same weights on all workers, or, where they are "
-                "of the middle of an interval, local SGD's state of the same save after them"
+                "of the middle of an interval, local SGD's state of the same save after them; where a first forward "
+                "pass sets them from data, run one with the same data on all workers before wrapping"
             )
     return any(each for of_worker in everyone for each in of_worker)
 
@@ -194,18 +216,29 @@ def _normalized_by_themselves(model: torch.nn.Module) -> set[int]:
 
 
 class _Listener:
-    """Tells of loads into a module, but not of those into a copy of it, as for a moving average."""
+    """Tells of loads into a module, but not of those into a copy of it, as for a moving average.
+
+    It keeps nobody who watches alive, and a module that was pickled with it is read without this package.
+    """
+
+    __slots__ = ("_watch",)
 
     def __init__(self, watch: ReplacedWeights | None = None) -> None:
-        self.watch = watch
+        self._watch = None if watch is None else weakref.ref(watch)
+
+    def __call__(self, *_: Any) -> None:
+        watch = None if self._watch is None else self._watch()
+        if watch is not None:
+            watch.before_load()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Listener:
         return _Listener()
 
-    def __reduce__(self) -> tuple[type[_Listener], tuple[()]]:
-        return _Listener, ()
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Takes whatever arguments, and does nothing with them.
+        return functools.partial, (itertools.chain,)
 
 
-def _before_load(listener: _Listener, *_: Any) -> None:
-    if listener.watch is not None:
-        listener.watch.before_load()
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

@@ -3,7 +3,11 @@
 
 import contextlib
 import copy
+import gc
 import io
+import subprocess
+import sys
+import weakref
 
 import pytest
 import torch
@@ -96,7 +100,8 @@ def test_a_worker_that_alone_replaces_a_weight_is_refused_on_all_workers_before_
         assert said == (
             "weights were replaced after the optimizer was wrapped, on worker 1, and the workers' differ now "
             f"({name}); load the same weights on all workers, or, where they are of the middle of an interval, local "
-            "SGD's state of the same save after them"
+            "SGD's state of the same save after them; where a first forward pass sets them from data, run one with the "
+            "same data on all workers before wrapping"
         )
         assert (fitting, steps) == ("", 3)
 
@@ -154,22 +159,115 @@ def test_weights_that_replace_those_a_loaded_state_belongs_to_are_refused_on_all
         assert found == (own if number in on else f"worker 1: {own}", "", 9)
 
 
-def saved_beside_others():
-    """Return what is said to a state that was saved when the weights had been replaced, beside these weights."""
+def clipped_before_steps():
+    """Return the weights of a loop that clips them before its steps, and of one that resumes in the middle of it."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    def loop(module, optimizer, first, last):
+        for step in range(first, last):
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+            train(module, optimizer, step + 1, rank, start=step)
+
+    module = model()
+    optimizer = wrapped(torch.optim.SGD(module.parameters(), lr=0.5), module, interval=2)
+    loop(module, optimizer, 0, 4)
+    again = model()
+    resumed = wrapped(torch.optim.SGD(again.parameters(), lr=0.5), again, interval=2)
+    again.load_state_dict(copy.deepcopy(module.state_dict()))
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    loop(module, optimizer, 4, 8)
+    loop(again, resumed, 4, 8)
+    return flat(module), flat(again)
+
+
+def test_a_loop_that_clips_weights_before_its_steps_resumes_where_it_was():
+    for uninterrupted, resumed in run_ranks(clipped_before_steps, 2, timeout=TIMEOUT):
+        assert uninterrupted == resumed
+
+
+def dropped(fields):
+    """Return whether engines of dropped optimizers are alive, and how many hooks the module has then."""
+    dist.init_process_group("gloo")
+    module, alive = model(), []
+    for _ in range(3):
+        optimizer = wrapped(sgd(module), module, interval=2, **fields)
+        train(module, optimizer, 2, dist.get_rank())
+        optimizer.averager.end_round()
+        engine = weakref.ref(optimizer.averager.engine)
+        del optimizer
+        gc.collect()
+        alive.append(engine() is not None)
+    return alive, sum(len(part._load_state_dict_pre_hooks) for part in module.modules())
+
+
+def test_a_module_keeps_no_dropped_optimizer_of_local_sgd_alive():
+    assert run_ranks(dropped, 2, {}, timeout=TIMEOUT) == [([False] * 3, 0)] * 2
+
+
+def pickled_module(path):
+    """Write a whole module down that an optimizer was wrapped for."""
     dist.init_process_group("gloo")
     module = model()
     optimizer = wrapped(sgd(module), module, interval=2)
+    train(module, optimizer, 1, 0)
+    torch.save(module, path)
+
+
+READ = """
+import sys, torch
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron_ext":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Blocked())
+module = torch.load(sys.argv[1], weights_only=False)
+module.load_state_dict(module.state_dict())
+print(sum(value.numel() for value in module.state_dict().values()))
+"""
+
+
+def test_a_pickled_module_is_read_without_this_package(tmp_path):
+    run_ranks(pickled_module, 1, tmp_path / "module.pt", timeout=TIMEOUT)
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(tmp_path / "module.pt")], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == sum(value.numel() for value in model().state_dict().values())
+
+
+def saved_before_a_step(twice):
+    """Return what is said to a state that is saved before the first step, when others were loaded after wrapping.
+
+    Beside those, and beside the ones before; and the weights after some steps, of the same loaded before wrapping too.
+    """
+    dist.init_process_group("gloo")
+    rank, module = dist.get_rank(), model()
+    optimizer = wrapped(sgd(module), module, interval=2)
+    if twice:
+        optimizer.load_state_dict(optimizer.state_dict())
     module.load_state_dict(others())
-    state = optimizer.state_dict()
-    said = said_by(lambda: optimizer.load_state_dict(state))
-    module.load_state_dict(model().state_dict())
-    return said, said_by(lambda: optimizer.load_state_dict(state))
+    state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(module.state_dict())
+    again = model()
+    resumed = wrapped(sgd(again), again, interval=2)
+    foreign = said_by(lambda: resumed.load_state_dict(state))
+    again.load_state_dict(weights)
+    fitting = said_by(lambda: resumed.load_state_dict(state))
+    early = model()
+    early.load_state_dict(others())
+    before = wrapped(sgd(early), early, interval=2)
+    for each, its in ((module, optimizer), (again, resumed), (early, before)):
+        train(each, its, 4, rank)
+    return foreign, fitting, flat(module) == flat(again) == flat(early)
 
 
-def test_a_state_that_is_saved_beside_replaced_weights_belongs_to_those_before():
-    for said, fitting in run_ranks(saved_beside_others, 2, timeout=TIMEOUT):
-        assert "it belongs to other weights than the module has, which differ in 0.weight" in said
-        assert fitting == ""
+@pytest.mark.parametrize("twice", [False, True], ids=["wrapped", "its own state loaded"])
+def test_a_state_that_is_saved_before_the_first_step_belongs_to_the_weights_that_all_workers_loaded(twice):
+    for foreign, fitting, same in run_ranks(saved_before_a_step, 2, twice, timeout=TIMEOUT):
+        assert "it belongs to other weights than the module has, which differ in 0.weight" in foreign
+        assert fitting == "" and same
 
 
 def in_the_middle(how):
