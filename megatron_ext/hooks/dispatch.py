@@ -62,16 +62,16 @@ class Hooks:
         self._decided = True
         return self.active
 
-    def require_served(self, serves: Iterable[tuple[type, ...]]) -> None:
+    def require_served(self, serves: Iterable[tuple[Callable[..., Any], ...]]) -> None:
         """Refuse active features that wait for what does not come.
 
         Args:
             serves: `Patch.serves` of all patches that are applied.
 
         Raises:
-            UserError: a feature has a handler of an event, or a protocol, that none of them serves.
+            UserError: a feature has a handler of an event, or a method of a protocol, that none of them calls.
         """
-        served = {kind for kinds in serves for kind in kinds}
+        served = {called for all_called in serves for called in all_called}
         for feature in self.active:
             missing = unserved(type(feature), served)
             if missing:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.hooks.concerns import CONCERNS, NEEDING_PATCHES
@@ -38,10 +39,13 @@ def feature_problems(kind: Any) -> list[str]:
     return [problem for problem in problems if problem]
 
 
-def unserved(kind: type, served: set[type]) -> list[str]:
-    """Return the names of events and protocols that a feature's class has and that are not among `served`."""
-    protocols = {protocol for protocol in NEEDING_PATCHES if issubclass(kind, protocol)}
-    return sorted(found.__name__ for found in (needed_events(kind) | protocols) - served)
+def unserved(kind: type, served: set[Callable[..., Any]]) -> list[str]:
+    """Return the names of events and protocols' methods that a feature's class has and that are not among `served`."""
+    needed: set[Callable[..., Any]] = set(needed_events(kind))
+    for protocol in NEEDING_PATCHES:
+        if issubclass(kind, protocol):
+            needed.update(getattr(protocol, name) for name in _methods(protocol))
+    return sorted(found.__qualname__ for found in needed - served)
 
 
 def _methods(protocol: type) -> list[str]:

@@ -57,8 +57,8 @@ class Patch:
     """Whether copies made by `from module import attribute` are replaced too. Off for values such as
     numbers or modules, whose identity says nothing about where they came from."""
 
-    serves: tuple[type, ...] = ()
-    """Which events of `megatron_ext.hooks` it raises, and whose questions, by protocol, it asks."""
+    serves: tuple[Callable[..., Any], ...] = ()
+    """Which events of `megatron_ext.hooks` it raises, and which methods of protocols it calls."""
 
     may_stay: bool = False
     """Whether the replacement does no harm when it cannot be undone, because someone else has replaced the target since

@@ -65,7 +65,8 @@ def load_patches() -> list[Patch]:
             target=f"{_MODULE}:_load_base_checkpoint",
             wrap=_wrap_load,
             parameters=("load_dir", "args", "rank0", "sharded_state_dict"),
-            serves=(CheckpointRead,),
+            # check_load is called where a feature is off, by the patches of arguments, which are always applied.
+            serves=(CheckpointRead, SavesState.load_state, SavesState.check_load),
             reason="let features see what a checkpoint holds, and take their state out of what was read",
         ),
         *repairs(),
@@ -79,7 +80,7 @@ def patches() -> list[Patch]:
             name="checkpoint/generate",
             target=f"{_MODULE}:generate_state_dict",
             wrap=_wrap_generate,
-            serves=(SaveStart, SavesState),
+            serves=(SaveStart, SavesState.save_state),
             parameters=(
                 "args",
                 "model",

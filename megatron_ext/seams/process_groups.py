@@ -113,7 +113,7 @@ def patches() -> list[Patch]:
         name="groups/build",
         target="megatron.core.parallel_state:initialize_model_parallel",
         wrap=_wrap_initialize,
-        serves=(WorldReady, GroupsBuilt, CutsWorkers),
+        serves=(WorldReady, GroupsBuilt, CutsWorkers.worker_count),
         parameters=("create_gloo_process_groups", "distributed_timeout_minutes"),
         reason="build the groups inside each worker and the group across workers",
     )

@@ -22,7 +22,7 @@ def patches() -> list[Patch]:
             name="router/load-balancing",
             target="megatron.core.transformer.moe.moe_utils:switch_load_balancing_loss_func",
             wrap=_wrap_loss,
-            serves=(WeighsExperts,),
+            serves=(WeighsExperts.expert_weights,),
             parameters=("tokens_per_expert", "num_experts"),
             reason="let features weight the experts' token counts in the load-balancing losses",
         )

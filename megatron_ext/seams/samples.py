@@ -35,7 +35,7 @@ def patches() -> list[Patch]:
             name="data/loader",
             target="megatron.training.datasets.data_samplers:build_pretraining_data_loader",
             wrap=_wrap_loader,
-            serves=(CutsSamples,),
+            serves=(CutsSamples.data_part,),
             parameters=("dataset", "consumed_samples"),
             reason="give every job its own part of the training samples",
         ),

@@ -94,7 +94,7 @@ def patches() -> list[Patch]:
             name="strategies/groups",
             target="megatron.core.parallel_state:initialize_model_parallel",
             wrap=_wrap_initialize,
-            serves=(AddsLayouts,),
+            serves=(AddsLayouts.guest_layouts,),
             parameters=(
                 "tensor_model_parallel_size",
                 "pipeline_model_parallel_size",

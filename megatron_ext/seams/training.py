@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ext.hooks import (
     ChunksBuilt,
+    CutsWorkers,
     EvaluationEnd,
     EvaluationStart,
     ModelBuilt,
@@ -70,6 +71,7 @@ def length_patches() -> list[Patch]:
             name="training/lengths",
             target=f"{_MODULE}:consume_seqlen_stats_in_iteration",
             wrap=_wrap_lengths,
+            serves=(ReplacesSchedule.lengths_of_step,),
             reason="count FLOPs by documents, which all ranks know, without a collective over all of them",
         )
     ]
@@ -91,7 +93,7 @@ def loop_patches() -> list[Patch]:
             target=f"{_MODULE}:train_step",
             wrap=_wrap_step,
             parameters=("forward_backward_func", "iteration"),
-            serves=(StepStart, StepEnd, ReplacesSchedule),
+            serves=(StepStart, StepEnd, ReplacesSchedule.forward_backward),
             reason="tell features about every step, and let them run its forward and backward passes",
         ),
     ]
@@ -114,6 +116,7 @@ def patches() -> list[Patch]:
             target=f"{_MODULE}:checkpoint_and_decide_exit",
             wrap=_wrap_exit,
             parameters=("iteration",),
+            serves=(CutsWorkers.may_exit,),
             reason="vote on ending the run (signal, duration) only at iterations where all workers meet",
         ),
         Patch(

@@ -15,6 +15,7 @@ from megatron_ext.hooks import (
     Feature,
     GroupsBuilt,
     Hooks,
+    ReplacesSchedule,
     SavesState,
     StepEnd,
     StepStart,
@@ -23,6 +24,8 @@ from megatron_ext.hooks import (
     on,
 )
 from megatron_ext.hooks.concerns import CONCERNS, NEEDING_PATCHES
+from megatron_ext.hooks.wholeness import unserved
+from megatron_ext.seams import process_groups, training
 
 
 class HalfByBase(Feature, SavesState):
@@ -156,19 +159,62 @@ def test_a_feature_that_waits_for_what_no_patch_raises_is_refused():
     hooks.register([Waits()])
     hooks.require_served([])  # it is not active
     hooks.enable(None)
-    hooks.require_served([(StepEnd, StepStart), (), (WeighsExperts,)])
-    for serves, missing in (([], "StepEnd, WeighsExperts"), ([(StepEnd,)], "WeighsExperts")):
+    hooks.require_served([(StepEnd, StepStart), (), (WeighsExperts.expert_weights,)])
+    weights = "WeighsExperts.expert_weights"
+    for serves, missing in (([], f"StepEnd, {weights}"), ([(StepEnd,)], weights)):
         with pytest.raises(UserError) as caught:
             hooks.require_served(serves)
         said = f"the feature 'waits' has what no patch of this run calls: {missing}; add the patches that their"
         assert str(caught.value) == f"{said} descriptions in megatron_ext.hooks name to its required_patches"
 
 
+class ReplacesAndCuts(Feature, ReplacesSchedule, CutsWorkers):
+    name = "replaces-and-cuts"
+
+    def enabled(self, args):
+        return True
+
+    def forward_backward(self, original):
+        return original
+
+    def lengths_of_step(self):
+        return [1]
+
+    def worker_count(self, args):
+        return 2
+
+    def may_exit(self, iteration):
+        return False
+
+
+def test_a_protocol_of_which_patches_ask_a_part_is_refused():
+    hooks = Hooks()
+    hooks.register([ReplacesAndCuts()])
+    hooks.enable(None)
+    some = [*process_groups.patches(), *training.loop_patches()]
+    with pytest.raises(UserError, match=r"calls: CutsWorkers\.may_exit, ReplacesSchedule\.lengths_of_step; add"):
+        hooks.require_served(patch.serves for patch in some)
+    every = [*process_groups.patches(), *training.patches(), *training.length_patches()]
+    hooks.require_served(patch.serves for patch in every)
+
+
+def test_the_patches_of_every_feature_of_this_package_serve_it():
+    for feature in all_features():
+        called = {called for patch in feature.required_patches() for called in patch.serves}
+        assert unserved(type(feature), called) == [], feature.name
+
+
 @pytest.mark.parametrize("kind", [*Event.__subclasses__(), *NEEDING_PATCHES], ids=lambda kind: kind.__name__)
 def test_every_event_and_protocol_names_the_patches_that_serve_it(kind):
-    [(module, function), *_] = re.findall(r"[Bb]y `seams\.(\w+)\.(\w+)\(\)`", kind.__doc__)
-    patches = getattr(importlib.import_module(f"megatron_ext.seams.{module}"), function)()
-    assert kind in {served for patch in patches for served in patch.serves}
+    methods = [value for value in vars(kind).values() if getattr(value, "__isabstractmethod__", False)]
+    wanted = set(methods or [kind])
+    served = set()
+    for module, function in re.findall(r"[Bb]y `seams\.(\w+)\.(\w+)\(\)`", kind.__doc__):
+        patches = getattr(importlib.import_module(f"megatron_ext.seams.{module}"), function)()
+        here = wanted & {called for patch in patches for called in patch.serves}
+        assert here, f"{function} has nothing of it"
+        served |= here
+    assert served == wanted
 
 
 def test_every_protocol_of_the_file_is_asked_about():

@@ -21,7 +21,7 @@ def rows(heading: str) -> list[tuple[str, str, str]]:
 
 def patches_of(kind: type) -> str:
     found = re.findall(r"[Bb]y `seams\.(\w+\.\w+\(\))`", kind.__doc__ or "")
-    return f"`{found[0]}`" if found else ""
+    return ", ".join(f"`{patches}`" for patches in found)
 
 
 def test_every_event_is_in_the_table_in_its_order_with_the_patches_that_raise_it():
