@@ -62,6 +62,8 @@ def _other_arguments(kind: type, asker: type, name: str) -> str:
     """Say so when a method cannot be called as it will be; else return an empty text."""
     wanted = inspect.signature(getattr(asker, name))
     positions: list[Any] = [None] * len(wanted.parameters)
+    if isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod)):
+        positions.pop()  # the attribute of the class takes no self
     own = inspect.signature(getattr(kind, name))
     try:
         own.bind(*positions)

@@ -10,6 +10,7 @@ from megatron_ext.backends.cpu.feature import CpuFeature
 from megatron_ext.errors import UserError
 from megatron_ext.features import all_features
 from megatron_ext.hooks import (
+    CutsSamples,
     CutsWorkers,
     Event,
     Feature,
@@ -99,6 +100,30 @@ class ByMethods(Feature):
         pass
 
 
+class WithoutSelf(Feature, CutsSamples):
+    name = "without-self"
+
+    @staticmethod
+    def enabled(args):
+        return True
+
+    @classmethod
+    def validate(cls, args):
+        return []
+
+    @staticmethod
+    def data_part(args):
+        return 0, 2
+
+
+class StaticOtherArguments(Feature):
+    name = "static-other-arguments"
+
+    @staticmethod
+    def validate(first, second):
+        return []
+
+
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
@@ -109,6 +134,7 @@ class ByMethods(Feature):
         (FormerHandler, "after_step handles no event: mark it with @on(...), or let its name begin otherwise"),
         (FormerPatches, "patches is called required_patches"),
         (Asks, "validate(self) takes other arguments than Feature: (self, args)"),
+        (StaticOtherArguments, "validate(first, second) takes other arguments than Feature: (self, args)"),
         (dict, "it is not a named megatron_ext.hooks.Feature"),
         (Feature, "it is not a named megatron_ext.hooks.Feature"),
         ("text", "it is not a named megatron_ext.hooks.Feature"),
@@ -119,8 +145,8 @@ def test_what_would_never_be_called_is_said(kind, said):
 
 
 def test_features_of_this_package_and_protocols_without_a_base_are_whole():
-    kinds = [CpuFeature, ByMethods, *(type(feature) for feature in all_features())]
-    assert [feature_problems(kind) for kind in kinds] == [[]] * 6
+    kinds = [CpuFeature, ByMethods, WithoutSelf, *(type(feature) for feature in all_features())]
+    assert [feature_problems(kind) for kind in kinds] == [[]] * 7
     hooks = Hooks()
     hooks.activate([ByMethods()])
     assert hooks.worker_count(None) == 3
