@@ -24,7 +24,6 @@ __all__ = [
     "Combine",
     "Exchange",
     "ExchangeMemory",
-    "add_in_order",
     "collective_device",
     "from_owners",
     "ordered_sum",
@@ -120,13 +119,13 @@ def ordered_sum(buffer: torch.Tensor, group: Any) -> None:
     rank = dist.get_rank(group)
 
     def add(index: int, start: int, terms: list[torch.Tensor]) -> None:
-        add_in_order(terms, terms[rank])
+        _add_in_order(terms, terms[rank])
 
     for _ in through_owners(((segment,) for segment in torch.split(buffer, SEGMENT_NUMEL)), group, add):
         pass
 
 
-def add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+def _add_in_order(terms: Sequence[torch.Tensor], out: torch.Tensor) -> None:
     """Put the sum of the terms, added in their order, into `out`, which may be one of them."""
     step = CACHED_NUMEL if out.device.type == "cpu" else out.numel()
     for first in range(0, out.numel(), step):

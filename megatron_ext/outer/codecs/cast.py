@@ -3,25 +3,19 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 
-from megatron_ext.outer.codecs.codec import as_bytes, as_numbers
+from megatron_ext.outer.codecs.codec import Codec, as_bytes, as_numbers
 
 __all__ = ["CastCodec", "Fp32Codec"]
 
 
-class Fp32Codec:
+class Fp32Codec(Codec):
     """Values as they are."""
 
     name = "fp32"
     grid = 1
     dtype = torch.float32
-
-    def for_results(self, messages: int) -> Self:
-        """Return itself."""
-        return self
 
     def nbytes(self, numel: int) -> int:
         """Return 4 per value."""
@@ -36,7 +30,7 @@ class Fp32Codec:
         return data.view(torch.float32)
 
 
-class CastCodec:
+class CastCodec(Codec):
     """Values as 16-bit floating-point numbers."""
 
     grid = 1
@@ -48,10 +42,6 @@ class CastCodec:
         self._largest = torch.finfo(dtype).max
         # Of the sum of squares, with room for its rounding.
         self._surely_fits = min((self._largest / 2) ** 2, torch.finfo(torch.float32).max)
-
-    def for_results(self, messages: int) -> Self:
-        """Return itself."""
-        return self
 
     def nbytes(self, numel: int) -> int:
         """Return 2 per value."""

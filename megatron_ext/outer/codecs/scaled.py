@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 
-from megatron_ext.outer.codecs.codec import as_bytes, as_numbers, padded
+from megatron_ext.outer.codecs.codec import Codec, as_bytes, as_numbers, padded
 
 __all__ = ["BLOCK", "BlockCodec"]
 
@@ -16,7 +14,7 @@ BLOCK = 128
 _SCALE = torch.bfloat16
 
 
-class BlockCodec:
+class BlockCodec(Codec):
     """Values as small numbers, times one scale per block: integers of 8 or 4 bits, or 8-bit floating point (e4m3)."""
 
     grid = BLOCK
@@ -26,10 +24,6 @@ class BlockCodec:
         """Take the kind: 'int8', 'int4' or 'fp8'."""
         self.name = name
         self._largest = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}[name]
-
-    def for_results(self, messages: int) -> Self:
-        """Return itself."""
-        return self
 
     def nbytes(self, numel: int) -> int:
         """Return the scales' bytes and the numbers', two 4-bit numbers in a byte."""

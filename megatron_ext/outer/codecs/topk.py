@@ -8,7 +8,7 @@ import math
 import torch
 
 from megatron_ext.outer.codecs.cast import CastCodec
-from megatron_ext.outer.codecs.codec import as_bytes, as_numbers
+from megatron_ext.outer.codecs.codec import Codec, as_bytes, as_numbers
 
 __all__ = ["CHUNK", "TopKCodec"]
 
@@ -18,7 +18,7 @@ DENSITY = 1 / 32
 """Fraction of the values that is kept unless another one is asked for."""
 
 
-class TopKCodec:
+class TopKCodec(Codec):
     """The largest values of every chunk, as bf16, with their places; all others are 0."""
 
     grid = CHUNK
