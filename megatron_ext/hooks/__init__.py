@@ -17,7 +17,6 @@ Every feature answers what `Feature` asks. What only some can answer is asked by
 
 from megatron_ext.hooks.concerns import (
     AddsLayouts,
-    CompletesArguments,
     CutsSamples,
     CutsWorkers,
     KeepsWeights,
@@ -55,7 +54,6 @@ __all__ = [
     "BuilderDone",
     "CheckpointRead",
     "ChunksBuilt",
-    "CompletesArguments",
     "CutsSamples",
     "CutsWorkers",
     "EvaluationEnd",

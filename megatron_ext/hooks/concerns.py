@@ -20,7 +20,6 @@ __all__ = [
     "CONCERNS",
     "NEEDING_PATCHES",
     "AddsLayouts",
-    "CompletesArguments",
     "CutsSamples",
     "CutsWorkers",
     "KeepsWeights",
@@ -76,19 +75,6 @@ class LoadContext:
 
     release: bool = False
     """Whether it is a release, of which Megatron loads the weights alone."""
-
-
-@runtime_checkable
-class CompletesArguments(Protocol):
-    """Has options in a file of its own."""
-
-    @abstractmethod
-    def complete_arguments(self, args: Any) -> None:
-        """Fill in arguments that a file of the user's gives; called before any feature validates them.
-
-        Raises:
-            UserError: the file cannot be used.
-        """
 
 
 @runtime_checkable
@@ -194,5 +180,5 @@ NEEDING_PATCHES = (
 )
 """The protocols whose questions are asked only where a patch is applied."""
 
-CONCERNS = (*NEEDING_PATCHES, CompletesArguments, KeepsWeights)
+CONCERNS = (*NEEDING_PATCHES, KeepsWeights)
 """All protocols of this file."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import UserError
 from megatron_ext.hooks.concerns import (
     AddsLayouts,
-    CompletesArguments,
     CutsSamples,
     CutsWorkers,
     KeepsWeights,
@@ -116,10 +115,9 @@ class Hooks:
             raise TypeError(f"{event!r} is not an event; raise an object of a type in megatron_ext.hooks.events")
 
     def complete_arguments(self, args: Any) -> None:
-        """Let every feature, active or not, read the file that it has arguments in."""
+        """Let every feature, active or not, fill in what it can before any validates."""
         for feature in self.features:
-            if isinstance(feature, CompletesArguments):
-                feature.complete_arguments(args)
+            feature.complete_arguments(args)
 
     def save_state(self, context: SaveContext) -> None:
         """Let the active features add their state to a checkpoint's, or ask for it."""

@@ -25,6 +25,15 @@ class Feature:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the feature's argument groups."""
 
+    def complete_arguments(self, args: Any) -> None:
+        """Fill in arguments that a file of the user's or other arguments give; called before any feature validates.
+
+        Called also when the feature is off.
+
+        Raises:
+            UserError: they cannot be filled in.
+        """
+
     def enabled(self, args: Any) -> bool:
         """Return whether the parsed arguments ask for the feature."""
         return False

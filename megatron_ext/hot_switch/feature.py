@@ -15,7 +15,6 @@ from megatron_ext.hooks import (
     AddsLayouts,
     BuilderDone,
     CheckpointRead,
-    CompletesArguments,
     Feature,
     GroupsBuilt,
     ReplacesSchedule,
@@ -52,7 +51,7 @@ __all__ = ["HotSwitchFeature"]
 _MIB = 2**20
 
 
-class HotSwitchFeature(Feature, CompletesArguments, AddsLayouts, ReplacesSchedule):
+class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
     """Wires the switching step to Megatron's groups, model builder, loop and log."""
 
     name = "hot-switch"

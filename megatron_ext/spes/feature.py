@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.errors import UserError, combine
 from megatron_ext.hooks import (
     ChunksBuilt,
-    CompletesArguments,
     Feature,
     LoadContext,
     SaveContext,
@@ -46,7 +45,7 @@ __all__ = ["SpesFeature"]
 _STATE = "spes"
 
 
-class SpesFeature(Feature, CompletesArguments, WeighsExperts, SavesState):
+class SpesFeature(Feature, WeighsExperts, SavesState):
     """Freezes experts before anything is made for their training."""
 
     name = "spes"

@@ -5,7 +5,6 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
-    CompletesArguments,
     CutsSamples,
     CutsWorkers,
     Feature,
@@ -59,7 +58,7 @@ class Part(Feature, CutsSamples, KeepsWeights):
         self.told.append("replaced")
 
 
-class Stateful(Feature, SavesState, CompletesArguments):
+class Stateful(Feature, SavesState):
     name = "stateful"
     on = False
 
