@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from megatron_ext.config_options import FromArgs
+from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
@@ -17,7 +19,7 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
 
-__all__ = ["argument_problems", "ending_notice", "notices"]
+__all__ = ["argument_problems", "complete_arguments", "ending_notice", "notices"]
 
 # The schedule may stay where a run continues with one worker.
 _WITH_ONE_WORKER = {
@@ -28,6 +30,32 @@ _WITH_ONE_WORKER = {
     "--local-sgd-evaluation",
     "--local-sgd-round-log",
 }
+
+
+def complete_arguments(args: Any) -> None:
+    """Make as many workers as there can be where their number is not given, as atorch does.
+
+    Args:
+        args: Megatron's argument namespace; changed in place.
+
+    Raises:
+        UserError: there can only be one.
+    """
+    # With strategies the number says which ranks they are for, so that it cannot follow from them.
+    switches = args.hot_switch_strategies is not None or args.hot_switch_strategy_file is not None
+    if not args.use_local_sgd or args.local_sgd_workers is not None or switches:
+        return
+    smallest = args.tensor_model_parallel_size * args.context_parallel_size
+    if args.num_experts:
+        smallest = math.lcm(smallest, _expert_tensor_size(args) * args.expert_model_parallel_size)
+    smallest *= args.pipeline_model_parallel_size
+    # Where it does not divide, Megatron or `_shape_problems` says why.
+    args.local_sgd_workers = max(args.world_size // smallest, 1)
+    if args.world_size == smallest:
+        raise UserError(
+            f"--use-local-sgd: TP, PP, CP and EP take all of the {args.world_size} processes, which are one worker; "
+            "start more, or give --local-sgd-workers 1 to train without outer rounds"
+        )
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -98,7 +126,7 @@ def notices(args: Any) -> list[str]:
     lines = [
         f"local SGD: {config.local_sgd_workers} workers, an outer round every "
         f"{config.local_sgd_sync_interval} steps after {config.local_sgd_warmup_steps} synchronous iterations, "
-        f"outer optimizer {outer.name}, evaluation on the "
+        f"outer optimizer {_said(outer)}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
     if outer.outer_optim_class is not None and "lr" not in outer.outer_optim_kwargs:
@@ -126,6 +154,10 @@ def notices(args: Any) -> list[str]:
             "local SGD: --local-sgd-pseudo-grad-reducer gta is the weighted mean without "
             "--local-sgd-pseudo-grad-consensus or --local-sgd-pseudo-grad-sparsification"
         )
+    if gta.sparsification_method is not None and gta.density == 1:
+        lines.append(
+            "local SGD: --local-sgd-pseudo-grad-sparsification keeps everything at --local-sgd-pseudo-grad-density 1"
+        )
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
     if config.codec == "topk" and outer.momentum > 0:
@@ -142,6 +174,13 @@ def notices(args: Any) -> list[str]:
             "--no-check-for-nan-in-loss-and-grad lets it continue"
         )
     return lines
+
+
+def _said(outer: OuterOptimizerConfig) -> str:
+    """Return which outer optimizer is in force; the default does not average the weights, as atorch's does."""
+    if outer == OuterOptimizerConfig():
+        return "sgd (DiLoCo's default: lr 0.7, momentum 0.9, Nesterov; --outer-optimizer none averages the weights)"
+    return outer.name
 
 
 def ending_notice(train_iters: int | None, done: int, since: int, interval: int) -> str | None:
@@ -182,14 +221,17 @@ def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
             f"--local-sgd-workers {workers} does not divide the data-parallel size {data} (world size "
             f"{args.world_size} / TP*PP*CP {model}); possible numbers of workers: {divisors}"
         ]
-    expert_tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    expert = expert_tensor * args.expert_model_parallel_size * args.pipeline_model_parallel_size
+    expert = _expert_tensor_size(args) * args.expert_model_parallel_size * args.pipeline_model_parallel_size
     if args.num_experts and (args.world_size // workers) % expert:
         return [
             f"--local-sgd-workers {workers} leaves {args.world_size // workers} ranks per worker, which does not hold "
             f"a whole expert-parallel group (ETP*EP*PP = {expert}); use fewer workers or a smaller expert parallel size"
         ]
     return []
+
+
+def _expert_tensor_size(args: Any) -> int:
+    return int(getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size)
 
 
 def _tied_notice(args: Any, codec: str | None, sparsified: bool) -> str | None:

@@ -26,7 +26,8 @@ class LocalSGDConfig(PenaltyConfig):
 
     local_sgd_workers: int | None = None
     """Number of workers W; must divide the data-parallel size. Each worker is an ordinary Megatron job of
-    data-parallel size DP/W. The global batch size stays the sum over all workers."""
+    data-parallel size DP/W. Unless given, as many as there can be: every data-parallel rank, or expert-parallel group,
+    is one. The global batch size stays the sum over all workers."""
 
     local_sgd_sync_interval: int = 1
     """Interval H: inner steps between two outer rounds. DiLoCo uses some hundred; 1 synchronises at every
@@ -59,7 +60,7 @@ class LocalSGDConfig(PenaltyConfig):
     """With --local-sgd-use-async: steps of all workers together without which there is no round."""
 
     gradient_accumulation_steps: int = flag("--local-sgd-gradient-accumulation-steps", 1)
-    """Steps are counted by the optimizer's, whatever was accumulated for one: only 1 is accepted."""
+    """Backward passes of one step. Changes nothing: the optimizer's steps are counted, whatever was accumulated."""
 
     cpu_offload: bool = flag("--local-sgd-cpu-offload", False)
     """Keep anchor and outer optimizer in the host's memory, pinned, from which they visit the GPU part by part during
@@ -88,7 +89,10 @@ class LocalSGDConfig(PenaltyConfig):
             return [f"{flag} has no effect without --use-local-sgd; add it or drop the option" for flag in changed]
         found = []
         if self.local_sgd_workers is None:
-            found.append("--use-local-sgd needs --local-sgd-workers W, the number of workers")
+            found.append(
+                "--use-local-sgd needs --local-sgd-workers W where strategies are switched: they are for the ranks of "
+                "a worker"
+            )
         elif self.local_sgd_workers < 1:
             found.append(f"--local-sgd-workers is {self.local_sgd_workers}; it must be at least 1")
         if self.local_sgd_sync_interval < 1:
@@ -102,11 +106,6 @@ class LocalSGDConfig(PenaltyConfig):
 
     def _async_problems(self) -> list[str]:
         found = []
-        if self.gradient_accumulation_steps != 1:
-            found.append(
-                f"{self._flag('gradient_accumulation_steps')} is {self.gradient_accumulation_steps}; drop it: the "
-                "optimizer's steps are counted, whatever was accumulated for one"
-            )
         if not self.use_async:
             for name in ("local_sgd_sync_time", "min_total_global_steps", "use_step_weight"):
                 if getattr(self, name) != self.__dataclass_fields__[name].default:
@@ -130,14 +129,10 @@ class LocalSGDConfig(PenaltyConfig):
             ("codec_density", 0 < self.codec_density <= 1, "it must be above 0 and at most 1"),
             ("local_sgd_sync_time", 0 < self.local_sgd_sync_time < math.inf, "it must be a finite number above 0"),
             ("min_total_global_steps", self.min_total_global_steps >= 1, "it must be at least 1"),
+            ("gradient_accumulation_steps", self.gradient_accumulation_steps >= 1, "it must be at least 1"),
         )
         if self.codec_density != self.__dataclass_fields__["codec_density"].default and self.codec != "topk":
             found.append(
                 f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk; add it or drop this"
-            )
-        if self.is_debug and not self.skip_anomaly and self.clip_pseudo_grad is None:
-            found.append(
-                f"{self._flag('is_debug')} has no effect without {self._flag('skip_anomaly')} or "
-                f"{self._flag('clip_pseudo_grad')}; add one or drop this"
             )
         return found

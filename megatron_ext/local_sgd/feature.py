@@ -30,7 +30,7 @@ from megatron_ext.hooks import (
     on,
 )
 from megatron_ext.local_sgd import checkpoint
-from megatron_ext.local_sgd.arguments import argument_problems, ending_notice, notices
+from megatron_ext.local_sgd.arguments import argument_problems, complete_arguments, ending_notice, notices
 from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
@@ -99,6 +99,10 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
     def enabled(self, args: Any) -> bool:
         """Return whether there are workers to train apart; one worker is an ordinary Megatron run."""
         return bool(args.use_local_sgd and args.local_sgd_workers != 1)
+
+    def complete_arguments(self, args: Any) -> None:
+        """Make every data-parallel rank a worker where their number is not given."""
+        complete_arguments(args)
 
     def validate(self, args: Any) -> list[str]:
         """Check the options by themselves, against the run's shape, and against the table of options."""

@@ -70,8 +70,6 @@ class GTAConfig(FromArgs):
                 f"{names['sparsification_method']} rescaled_random with {names['consensus_method']} is 1 / density too "
                 "large: who was left out does not count in the weights that are divided by either; use random"
             )
-        if self.sparsification_method is not None and self.density == 1:
-            found.append(f"{names['sparsification_method']} keeps everything at density 1; lower {names['density']}")
         if self.int8_mask and self.consensus_method is None:
             found.append(f"{names['int8_mask']} needs {names['consensus_method']}; add it or drop the option")
         if not self.normalize and self.reducer is None:

@@ -121,7 +121,7 @@ class ParameterView:
                 know or when Megatron places a tensor differently.
         """
         # Imported late: everything else in this module works without Megatron.
-        from megatron_ext.params.megatron import build_view
+        from megatron_ext.params.live_model import build_view
 
         return build_view(model_chunks, vocab_size=vocab_size, pg_collection=pg_collection)
 

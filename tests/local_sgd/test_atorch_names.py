@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig
+from tests.local_sgd.runs import local_run, same_state
 from tests.support.distributed import run_ranks
 
 FLAGS = ["--use-local-sgd", "--local-sgd-workers", "2", "--local-sgd-sync-interval", "32"]
@@ -73,6 +75,47 @@ def test_the_readme_s_gta_without_more_is_said_to_be_the_weighted_mean():
     ((said,),) = run_ranks(said_of, 1, *reducer)
     assert "--local-sgd-pseudo-grad-reducer gta is the weighted mean without" in said
     assert run_ranks(said_of, 1, *reducer, "--local-sgd-pseudo-grad-consensus", "sum") == [[]]
+
+
+def test_who_averaged_by_default_is_told_that_the_default_is_diloco_s():
+    ((said,),) = run_ranks(first_said_of, 1)
+    assert "outer optimizer sgd (DiLoCo's default: lr 0.7, momentum 0.9, Nesterov; --outer-optimizer none" in said
+    ((said,),) = run_ranks(first_said_of, 1, "--outer-optimizer", "none")
+    assert "outer optimizer none," in said
+
+
+def first_said_of(*options):
+    """Return what a command line is told was chosen."""
+    from megatron.training.arguments import parse_args
+
+    from megatron_ext import patch_megatron
+    from megatron_ext.local_sgd.arguments import notices
+
+    patch_megatron()
+    sys.argv = ["pretrain_gpt.py", *FLAGS, *options]
+    return notices(parse_args())[:1]
+
+
+def test_the_modules_have_atorch_s_names():
+    from megatron_ext.local_sgd import DDP, megatron, patch_megatron_for_local_sgd, plain_torch
+
+    assert DDP.OuterOptimPeriodicModelAverager is plain_torch.OuterOptimPeriodicModelAverager
+    assert DDP.StatefulPostLocalSGDOptimizer is plain_torch.StatefulPostLocalSGDOptimizer
+    assert megatron.patch_megatron_for_local_sgd is patch_megatron_for_local_sgd
+
+
+def test_atorch_s_defaults_of_what_changes_nothing_are_taken():
+    config = LocalSGDConfig(use_local_sgd=True, local_sgd_workers=2, is_debug=True, gradient_accumulation_steps=4)
+    gta = GTAConfig(reducer="gta", sparsification_method="magnitude", density=1.0)
+    assert config.problems() == gta.problems(config) == []
+
+
+def test_sparsification_at_density_1_keeps_everything():
+    gta = {"local_sgd_sync_interval": 2, "local_sgd_pseudo_grad_reducer": "gta", "local_sgd_is_debug": True}
+    dense = local_run("single", "fp32", workers=2, **gta)
+    kept = local_run("single", "fp32", workers=2, **gta, local_sgd_pseudo_grad_sparsification="magnitude")
+    assert same_state(dense, kept)
+    assert "--local-sgd-pseudo-grad-sparsification keeps everything at" in kept[0].stdout
 
 
 @pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]", '{"lr": NaN}'])

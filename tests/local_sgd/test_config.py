@@ -35,7 +35,6 @@ def test_local_sgd_is_off_by_default_and_complains_about_nothing():
         ({"local_sgd_sync_interval": -5}, "--local-sgd-sync-interval"),
         ({"local_sgd_warmup_steps": -1}, "--local-sgd-warmup-steps"),
         ({"local_sgd_round_log": " "}, "--local-sgd-round-log"),
-        ({"is_debug": True}, "--local-sgd-is-debug"),
         ({"weight_softmax_temperature": -1.0, "pseudo_gradnorm_reduce": True}, "-weight-softmax-temperature is -1.0"),
         ({"weight_softmax_temperature": 0.0, "pseudo_gradnorm_reduce": True}, "-weight-softmax-temperature is 0.0"),
         ({"ewma_threshold": -1.0, "skip_anomaly": True}, "--local-sgd-ewma-threshold is -1.0"),

@@ -329,7 +329,7 @@ def test_workers_at_their_own_speed_save_together_after_a_meeting():
             "--local-sgd-step-weight-ratio is 1.5",
         ),
         ({"use_async": False}, "--local-sgd-min-total-global-steps has no effect without --local-sgd-use-async"),
-        ({"gradient_accumulation_steps": 4}, "--local-sgd-gradient-accumulation-steps is 4; drop it"),
+        ({"gradient_accumulation_steps": 0}, "--local-sgd-gradient-accumulation-steps is 0; it must be at least 1"),
     ],
 )
 def test_a_bad_value_is_named_by_its_flag(fields, said):
