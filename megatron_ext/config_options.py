@@ -4,11 +4,22 @@
 import argparse
 import numbers
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import Field, field
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-__all__ = ["ANY_TYPE", "WITHOUT_FLAG", "FromArgs", "argument_of", "flag", "flag_of", "in_field_names", "on_off"]
+__all__ = [
+    "ANY_TYPE",
+    "WITHOUT_FLAG",
+    "FromArgs",
+    "argument_of",
+    "choices_of",
+    "flag",
+    "flag_of",
+    "in_field_names",
+    "on_off",
+    "one_of",
+]
 
 WITHOUT_FLAG = "without_flag"
 """Key of a field's metadata: what it holds cannot be given on a command line."""
@@ -18,11 +29,27 @@ ANY_TYPE = "any_type"
 """Key of a field's metadata: in Python it holds more than its annotation tells Megatron's argument factory."""
 
 
+_CHOICES = "choices"
+"""Key of a field's metadata: returns the names that it may hold. Packages that are installed may add some."""
+
+
 def flag(name: str, default: Any, **argparse_meta: Any) -> Any:
     """Return a field whose command-line flag is not simply its name."""
     # Megatron's namespace is flat, and a bare `normalize` or `density` would be anybody's.
     named = {"arg_names": [name], "dest": _argument(name)}
     return field(default=default, metadata={"argparse_meta": {**named, **argparse_meta}})
+
+
+def one_of(name: str, default: Any, names: Callable[[], tuple[str, ...]]) -> Any:
+    """Return a field that holds one of the names that there are when it is asked for, or its default."""
+    named = {"arg_names": [name], "dest": _argument(name), "type": str}
+    return field(default=default, metadata={"argparse_meta": named, _CHOICES: names})
+
+
+def choices_of(entry: "Field[Any]") -> tuple[str, ...] | None:
+    """Return the names that a config field may hold; None where it is not chosen by name."""
+    names = entry.metadata.get(_CHOICES)
+    return None if names is None else names()
 
 
 def on_off(name: str, default: bool) -> Any:
@@ -83,9 +110,10 @@ class FromArgs:
         fields: dict[str, Field[Any]] = getattr(self, "__dataclass_fields__")  # noqa: B009  # every subclass is one
         hints = get_type_hints(type(self))
         return [
-            f"{flag_of(entry)} is {value!r}; it must be {_in_words(hints[name])}"
+            f"{flag_of(entry)} is {value!r}; it must be {_in_words(hints[name], choices_of(entry))}"
             for name, entry in fields.items()
-            if not entry.metadata.get(ANY_TYPE) and not _fits(value := getattr(self, name), hints[name])
+            if not entry.metadata.get(ANY_TYPE)
+            and not _fits(value := getattr(self, name), hints[name], choices_of(entry))
         ]
 
     def by_flag(self) -> dict[str, Any]:
@@ -111,12 +139,20 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is what a field's annotation says; True for annotations that are not looked at."""
+def _fits(value: Any, hint: Any, choices: tuple[str, ...] | None = None) -> bool:
+    """Return whether a value is what a field's annotation says; True for annotations that are not looked at.
+
+    Args:
+        value: of the field.
+        hint: its annotation.
+        choices: what text may be.
+    """
     for kind in _alternatives(hint):
         if get_origin(kind) is Literal:
             # 1 == True, but it is not a choice.
             fits = any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+        elif kind is str and choices is not None:
+            fits = value in choices
         elif kind in _KINDS:
             fits = isinstance(value, _KINDS[kind][0]) and (kind is bool or not isinstance(value, bool))
         else:
@@ -126,11 +162,13 @@ def _fits(value: Any, hint: Any) -> bool:
     return False
 
 
-def _in_words(hint: Any) -> str:
-    found = []
+def _in_words(hint: Any, choices: tuple[str, ...] | None = None) -> str:
+    found: list[str] = []
     for kind in _alternatives(hint):
         if get_origin(kind) is Literal:
             found += [repr(choice) for choice in get_args(kind)]
+        elif kind is str and choices is not None:
+            found += map(repr, choices)
         elif kind in _KINDS:
             found.append(_KINDS[kind][1])
     return " or ".join(found)

@@ -8,10 +8,10 @@ Another package adds one under the entry-point group `megatron_ext.features`; it
 from __future__ import annotations
 
 import pkgutil
-from importlib.metadata import EntryPoint, entry_points
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import Feature, feature_problems
+from megatron_ext.plugins import entries, load, origin_of
 
 __all__ = ["FEATURE_GROUP", "all_features"]
 
@@ -38,34 +38,17 @@ def all_features() -> tuple[Feature, ...]:
     origins: dict[str, str] = {feature.name: "megatron_ext" for feature in own}
     origins["cpu"] = "megatron_ext"
     others = []
-    for entry in sorted(entry_points(group=FEATURE_GROUP), key=lambda entry: (entry.name, entry.value)):
-        feature = _loaded(entry)
+    for entry in entries(FEATURE_GROUP):
+        feature = load(entry, "feature", feature_problems, _made)
         if feature.name in origins:
             raise UserError(
-                f"{_origin(entry)} and {origins[feature.name]} both have a feature named {feature.name!r}; uninstall "
+                f"{origin_of(entry)} and {origins[feature.name]} both have a feature named {feature.name!r}; uninstall "
                 "one, or rename it"
             )
-        origins[feature.name] = _origin(entry)
+        origins[feature.name] = origin_of(entry)
         others.append(feature)
     return (*own, *others)
 
 
-def _loaded(entry: EntryPoint) -> Feature:
-    where = f"the feature {entry.name!r} ({entry.value}) of {_origin(entry)}"
-    try:
-        kind = entry.load()
-        problems = feature_problems(kind)
-        if not problems:
-            made: Feature = kind()
-            return made
-    # Whatever it is, the run cannot begin without what the user has installed, and must not end in silence.
-    except (Exception, SystemExit) as problem:
-        said = " ".join(str(problem).split()) or "no further message"
-        raise UserError(
-            f"{where} cannot be loaded: {type(problem).__name__}: {said}; repair or uninstall that package"
-        ) from problem
-    raise UserError(f"{where} cannot be used: {'; '.join(problems)}; repair or uninstall that package")
-
-
-def _origin(entry: EntryPoint) -> str:
-    return "a package" if entry.dist is None else f"package {entry.dist.name!r}"
+def _made(kind: type[Feature]) -> Feature:
+    return kind()

@@ -8,6 +8,7 @@ import pytest
 from megatron_ext.errors import UserError
 from megatron_ext.features import all_features
 from tests.support.distributed import run_ranks
+from tests.support.packages import installed
 
 OWN = ["hot-switch", "local-sgd", "spes", "sync-service"]
 FEATURE = """
@@ -31,22 +32,12 @@ START = """
 """
 
 
-def installed(folder: Path, package: str, code: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a package with a feature where Python finds it, as an installer leaves it."""
-    (folder / f"{package}.py").write_text(code)
-    info = folder / f"{package}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[megatron_ext.features]\n{package} = {value}\n")
-    monkeypatch.syspath_prepend(str(folder))
-
-
 def test_without_other_packages_there_are_the_four_features():
     assert [feature.name for feature in all_features()] == OWN
 
 
 def test_another_packages_feature_comes_after_the_four(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    installed(tmp_path, "their_first", FEATURE.format(name="theirs"), "their_first:Own", monkeypatch)
+    installed(tmp_path, "features", "their_first", FEATURE.format(name="theirs"), "their_first:Own", monkeypatch)
     assert [feature.name for feature in all_features()] == [*OWN, "theirs"]
 
 
@@ -68,7 +59,7 @@ def test_another_packages_feature_comes_after_the_four(tmp_path: Path, monkeypat
 def test_a_feature_that_cannot_be_used_is_named_with_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, code: str, value: str, said: str
 ):
-    installed(tmp_path, package, code, value, monkeypatch)
+    installed(tmp_path, "features", package, code, value, monkeypatch)
     with pytest.raises(UserError, match=said) as caught:
         all_features()
     assert f"package {package!r}" in str(caught.value)
@@ -89,7 +80,7 @@ def patch_with(folder: str) -> tuple[str, int, bool]:
 
 
 def test_beside_a_feature_that_cannot_be_used_nothing_is_patched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    installed(tmp_path, "their_gap", HALF, "their_gap:Own", monkeypatch)
+    installed(tmp_path, "features", "their_gap", HALF, "their_gap:Own", monkeypatch)
     ((said, applied, registered),) = run_ranks(patch_with, 1, str(tmp_path))
     assert said.startswith("the feature 'their_gap' (their_gap:Own) of package 'their_gap' cannot be used: it has not")
     assert (applied, registered) == (0, False)
@@ -97,7 +88,7 @@ def test_beside_a_feature_that_cannot_be_used_nothing_is_patched(tmp_path: Path,
 
 def test_two_packages_with_a_feature_of_one_name_are_both_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for package in ("their_left", "their_right"):
-        installed(tmp_path, package, FEATURE.format(name="same"), f"{package}:Own", monkeypatch)
+        installed(tmp_path, "features", package, FEATURE.format(name="same"), f"{package}:Own", monkeypatch)
     with pytest.raises(UserError) as caught:
         all_features()
     both = "package 'their_right' and package 'their_left' both have a feature named 'same'"

@@ -20,6 +20,7 @@ from megatron_ext.config_options import FromArgs, flag_of
 from megatron_ext.errors import UserError, combine
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.version import __version__
@@ -58,6 +59,9 @@ def settings_of(
     # What is in force where none is given.
     outer = dataclasses.replace(outer, outer_optimizer_lr=outer.learning_rate)
     found = {"the version of megatron_ext": __version__}
+    # Another version may make other values of the same messages.
+    package = CODECS.package_of(config.codec) if isinstance(config.codec, str) else None
+    found["the package of --local-sgd-codec"] = package or "megatron_ext"
     configs: tuple[FromArgs, ...] = (config, outer, gta, streaming)
     for each in configs:
         fields: dict[str, dataclasses.Field[Any]] = getattr(each, "__dataclass_fields__")  # noqa: B009  # no type says it

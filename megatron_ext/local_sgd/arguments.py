@@ -14,8 +14,9 @@ from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
 from megatron_ext.options import refusals
-from megatron_ext.outer.codecs.all_codecs import build_codec
+from megatron_ext.outer.codecs.all_codecs import build_codec, takes_density
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
 
@@ -74,7 +75,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             f"{flag} has no effect without --use-local-sgd; add it or drop the option"
             for flag in _changed(streaming, outer, gta)
         ]
-    problems += method_problems(config, outer, gta, streaming)
+    problems += method_problems(config, outer, gta, streaming, Where.JOB)
     if config.sync_in_forward:
         problems += refusals(args, feature, "--local-sgd-sync-in-forward")
     if config.use_async:
@@ -160,10 +161,10 @@ def notices(args: Any) -> list[str]:
         )
     if config.local_sgd_sync_interval == 1:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
-    if config.codec == "topk" and outer.momentum > 0:
+    if takes_density(config.codec) and outer.momentum > 0:
         lines.append(
-            "local SGD: what --local-sgd-codec topk keeps back acts like momentum; with the outer optimizer's on "
-            "top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
+            f"local SGD: what --local-sgd-codec {config.codec} keeps back acts like momentum; with the outer "
+            "optimizer's on top training may overshoot (SparseLoCo uses --outer-optimizer-momentum 0)"
         )
     tied = _tied_notice(args, config.codec, gta.sparsification_method is not None)
     if tied is not None:

@@ -5,18 +5,30 @@ from __future__ import annotations
 
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
+from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["method_problems"]
 
 
 def method_problems(
-    config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig
+    config: LocalSGDConfig, outer: OuterOptimizerConfig, gta: GTAConfig, streaming: StreamingConfig, place: Where
 ) -> list[str]:
-    """Return the problems of the options of the outer rounds, alone and together, one sentence each."""
+    """Return the problems of the options of the outer rounds, alone and together, one sentence each.
+
+    Args:
+        config: schedule, penalty and codec.
+        outer: the outer optimizer.
+        gta: how pseudo-gradients become one.
+        streaming: fragments.
+        place: where the rounds are made.
+    """
     problems = outer_optimizer_problems(outer) + gta.problems(config) + streaming.problems(config, outer)
+    if config.codec is not None:
+        problems += place_problems("--local-sgd-codec", CODECS, config.codec, place)
     if gta.reducer == "pairwise":
         problems += _pairwise_problems(config, streaming)
     if streaming.eager and gta != GTAConfig():

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.config_options import flag, flag_of
+from megatron_ext.config_options import flag, flag_of, one_of
+from megatron_ext.outer.codecs.all_codecs import lossy_codecs, takes_density
 from megatron_ext.outer.penalty_config import PenaltyConfig
 
 __all__ = ["LocalSGDConfig"]
@@ -69,14 +70,12 @@ class LocalSGDConfig(PenaltyConfig):
     is_debug: bool = flag("--local-sgd-is-debug", False)
     """Say in the log which units were clipped, and all workers' norms where one was left out, which is said anyway."""
 
-    codec: Literal["bf16", "fp16", "fp8", "int8", "int4", "topk"] | None = flag(
-        "--local-sgd-codec", None, type=str, choices=["bf16", "fp16", "fp8", "int8", "int4", "topk"]
-    )
+    codec: str | None = one_of("--local-sgd-codec", None, lossy_codecs)
     """Compress what workers send each other in a round, with error feedback: to 16, 8 or 4 bits per value, or to the
     largest values only. Takes 8 more bytes of memory per value of a rank."""
 
     codec_density: float = flag("--local-sgd-codec-density", 1 / 32)
-    """Fraction of the values that the codec topk sends, in (0, 1]."""
+    """Fraction of the values that the codec topk sends, or another one that takes a density, in (0, 1]."""
 
     def problems(self) -> list[str]:
         """Return the problems of the values by themselves, one sentence each."""
@@ -131,7 +130,7 @@ class LocalSGDConfig(PenaltyConfig):
             ("min_total_global_steps", self.min_total_global_steps >= 1, "it must be at least 1"),
             ("gradient_accumulation_steps", self.gradient_accumulation_steps >= 1, "it must be at least 1"),
         )
-        if self.codec_density != self.__dataclass_fields__["codec_density"].default and self.codec != "topk":
+        if self.codec_density != self.__dataclass_fields__["codec_density"].default and not takes_density(self.codec):
             found.append(
                 f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk; add it or drop this"
             )

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.outer.codecs.all_codecs import takes_density
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 
@@ -47,7 +48,7 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
         found["--local-sgd-pseudo-gradnorm-reduce"] = True
         found["--local-sgd-weight-softmax-temperature"] = config.weight_softmax_temperature
         found["--local-sgd-weight-scale-free"] = config.weight_scale_free
-    if config.codec == "topk":
+    if takes_density(config.codec):
         found["--local-sgd-codec-density"] = config.codec_density
     if config.use_async:
         found["--local-sgd-sync-time"] = config.local_sgd_sync_time

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.patching import Patch, PatchRegistry
@@ -89,8 +90,12 @@ def add_config_group(parser: argparse.ArgumentParser, config_class: type, title:
     """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    hidden = [entry.name for entry in dataclasses.fields(config_class) if entry.metadata.get("without_flag")]
-    ArgumentGroupFactory(config_class, exclude=hidden).build_group(parser, title=title)
+    fields = dataclasses.fields(config_class)
+    hidden = [entry.name for entry in fields if entry.metadata.get("without_flag")]
+    group = ArgumentGroupFactory(config_class, exclude=hidden).build_group(parser, title=title)
+    chosen = {argument_of(entry): names for entry in fields if (names := choices_of(entry)) is not None}
+    for action in group._group_actions:
+        action.choices = chosen.get(action.dest, action.choices)
 
 
 @contextmanager

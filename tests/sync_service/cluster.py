@@ -24,8 +24,8 @@ class Cluster:
         """Start one of the servers, with changes to the file that all have in common."""
         return started(self.launch(number, *failpoints, **changes))
 
-    def launch(self, number: int, *failpoints: str, **changes: Any) -> Process:
-        """Begin to start one."""
+    def launch(self, number: int, *failpoints: str, packages: str = "", **changes: Any) -> Process:
+        """Begin to start one, beside the packages in a folder."""
         service = self.service
         shards = {"shards": self.addresses} if len(self.addresses) > 1 else {"bind": self.addresses[0]}
         config = service.folder / f"server.{len(service.processes)}.yaml"
@@ -38,7 +38,7 @@ class Cluster:
         for name in failpoints:
             argv += ["--failpoint", name]
         log = service.folder / f"server.{len(service.processes)}.log"
-        server = Process(service.zygote, log, {"argv": argv})
+        server = Process(service.zygote, log, {"argv": argv, "packages": packages})
         service.processes.append(server)
         self.servers[number] = server
         return server

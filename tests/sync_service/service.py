@@ -108,6 +108,8 @@ class Service:
     # A server that was started again would often find a port that the kernel chose taken by some connection meanwhile.
     address: str = field(default_factory=lambda: f"127.0.0.1:{free_port()}")
     extra: dict[str, Any] = field(default_factory=dict)
+    packages: str = ""
+    """Folder with packages of others that the server has."""
     server: Process | None = None
 
     def start(
@@ -124,8 +126,8 @@ class Service:
         for name in failpoints:
             argv += ["--failpoint", name]
         log = self.folder / f"server.{len(self.processes)}.log"
-        limits = {"file_size": file_size, "descriptors": descriptors}
-        self.server = Process(self.zygote, log, {"argv": argv, "clock_jumps": clock_jumps, **limits})
+        also = {"file_size": file_size, "descriptors": descriptors, "packages": self.packages}
+        self.server = Process(self.zygote, log, {"argv": argv, "clock_jumps": clock_jumps, **also})
         self.processes.append(self.server)
         until(lambda: "listening at" in self.output or self.server.exit_code is not None, "the server's start")
         return self.server

@@ -2,9 +2,9 @@
 """A process that has imported torch and gRPC once, and forks servers and peers on request.
 
 It reads one JSON object per line: `argv` for the `megatron-ext` command or `peer` for `toy_peer.py`, `log`
-for the file that takes the output, `file_size` for a limit on the size of files, and `descriptors` for the limits, soft
-and hard, on their number. It answers with the process's id, and writes the exit status of a process that has ended to
-`log` + ".exit".
+for the file that takes the output, `file_size` for a limit on the size of files, `descriptors` for the limits, soft
+and hard, on their number, and `packages` for a folder in which Python finds packages. It answers with the process's
+id, and writes the exit status of a process that has ended to `log` + ".exit".
 """
 
 import gc
@@ -71,6 +71,8 @@ def _child(job: dict[str, Any]) -> int:
         resource.setrlimit(resource.RLIMIT_FSIZE, (job["file_size"], resource.RLIM_INFINITY))
     if job.get("descriptors"):
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(job["descriptors"]))
+    if job.get("packages"):
+        sys.path.insert(0, job["packages"])
     if job.get("clock_jumps") or job.get("peer", {}).pop("clock_jumps", False):
         _let_the_clock_jump()
     return main(job["argv"]) if "argv" in job else run_peer(job["peer"])

@@ -23,6 +23,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = ["Settings"]
@@ -111,7 +112,8 @@ class Settings:
         wrong = [problem for each in configs for problem in each.type_problems()]
         if wrong:
             return wrong
-        problems = self.config.problems() + method_problems(self.config, self.outer, self.gta, self.streaming)
+        problems = self.config.problems()
+        problems += method_problems(self.config, self.outer, self.gta, self.streaming, Where.PLAIN)
         count = self.config.local_sgd_workers
         if self.workers not in (None, count):
             problems.append(

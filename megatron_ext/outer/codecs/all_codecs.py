@@ -4,50 +4,73 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
+from megatron_ext.errors import UserError
+from megatron_ext.plugins import Registry
 
-from megatron_ext.outer.codecs.cast import CastCodec, Fp32Codec
-from megatron_ext.outer.codecs.codec import Codec
-from megatron_ext.outer.codecs.scaled import BlockCodec
-from megatron_ext.outer.codecs.topk import TopKCodec
+if TYPE_CHECKING:
+    from megatron_ext.outer.codecs.codec import Codec
 
-__all__ = ["CODEC_NAMES", "LOSSY_NAMES", "build_codec"]
+__all__ = ["CODECS", "EXACT_CODEC", "build_codec", "lossy_codecs", "takes_density"]
 
-_CODECS: dict[str, Callable[[], Codec]] = {
-    "fp32": Fp32Codec,
-    "bf16": lambda: CastCodec("bf16", torch.bfloat16),
-    "fp16": lambda: CastCodec("fp16", torch.float16),
-    "fp8": lambda: BlockCodec("fp8"),
-    "int8": lambda: BlockCodec("int8"),
-    "int4": lambda: BlockCodec("int4"),
-    "topk": TopKCodec,
+EXACT_CODEC = "fp32"
+"""The one that loses nothing, in which values travel; in all others pseudo-gradients do."""
+
+# By name, so that a list of them imports nothing.
+_OWN = {
+    EXACT_CODEC: "megatron_ext.outer.codecs.cast:Fp32Codec",
+    "bf16": "megatron_ext.outer.codecs.cast:Bf16Codec",
+    "fp16": "megatron_ext.outer.codecs.cast:Fp16Codec",
+    "fp8": "megatron_ext.outer.codecs.scaled:Fp8Codec",
+    "int8": "megatron_ext.outer.codecs.scaled:Int8Codec",
+    "int4": "megatron_ext.outer.codecs.scaled:Int4Codec",
+    "topk": "megatron_ext.outer.codecs.topk:TopKCodec",
 }
 
-CODEC_NAMES = tuple(_CODECS)
-LOSSY_NAMES = tuple(name for name in CODEC_NAMES if name != "fp32")
+
+def _problems(name: str, kind: Any) -> list[str]:
+    from megatron_ext.outer.codecs.codec_checks import codec_problems
+
+    return codec_problems(name, kind)
+
+
+CODECS: Registry[type[Codec]] = Registry("codec", "megatron_ext.codecs", _OWN, _problems)
+"""Other packages add theirs under the entry-point group `megatron_ext.codecs`."""
+
+
+def lossy_codecs() -> tuple[str, ...]:
+    """Return the names of the codecs that compress."""
+    return tuple(name for name in CODECS.names() if name != EXACT_CODEC)
+
+
+def takes_density(name: str | None) -> bool:
+    """Return whether the codec of a name keeps a fraction of the values, which can be given."""
+    return name is not None and CODECS.find(name).takes_density
 
 
 def build_codec(name: str, density: float | None = None) -> Codec:
     """Return the codec of a name.
 
     Args:
-        name: one of `CODEC_NAMES`; 'topk' also with its density behind it, as in 'topk:0.125'.
-        density: fraction of values that 'topk' keeps, in (0, 1].
+        name: one of `CODECS`; one that takes a density also with that behind it, as in 'topk:0.125'.
+        density: fraction of values that such a codec keeps, in (0, 1]; without effect on others.
 
     Raises:
-        ValueError: there is no such codec.
+        UserError: there is no such codec, or it cannot be loaded.
     """
-    kind, _, written = name.partition(":")
-    if kind not in _CODECS or (written and kind != "topk"):
-        raise ValueError(f"codec {name!r} is not known; use one of {', '.join(CODEC_NAMES)}")
-    if kind != "topk" or (density is None and not written):
-        return _CODECS[kind]()
-    fraction = _fraction(written) if written else density
+    kind_name, colon, written = name.partition(":")
+    kind = CODECS.find(kind_name)
+    if not kind.takes_density:
+        if colon:
+            raise UserError(f"codec {name!r} has a density, which {kind_name} does not take; drop it")
+        return kind()
+    if not colon and density is None:
+        return kind()
+    fraction = _fraction(written) if colon else density
     if fraction is None or not 0 < fraction <= 1:
-        raise ValueError(f"the density of codec {name!r} must be above 0 and at most 1")
-    return TopKCodec(fraction)
+        raise UserError(f"the density of codec {name!r} must be above 0 and at most 1")
+    return kind(fraction)  # type: ignore[call-arg]  # its class says that it takes one
 
 
 def _fraction(written: str) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from megatron_ext.outer.codecs.codec import Codec, as_bytes, as_numbers
 
-__all__ = ["CastCodec", "Fp32Codec"]
+__all__ = ["Bf16Codec", "CastCodec", "Fp16Codec", "Fp32Codec"]
 
 
 class Fp32Codec(Codec):
@@ -27,19 +27,16 @@ class Fp32Codec(Codec):
 
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
         """Return the values."""
-        return data.view(torch.float32)
+        return as_numbers(data, torch.float32)
 
 
 class CastCodec(Codec):
-    """Values as 16-bit floating-point numbers."""
+    """Values as 16-bit floating-point numbers, of the type that a subclass has."""
 
     grid = 1
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        """Take its name and the type: bfloat16 or float16."""
-        self.name = name
-        self.dtype = dtype
-        self._largest = torch.finfo(dtype).max
+    def __init__(self) -> None:
+        self._largest = torch.finfo(self.dtype).max
         # Of the sum of squares, with room for its rounding.
         self._surely_fits = min((self._largest / 2) ** 2, torch.finfo(torch.float32).max)
 
@@ -62,3 +59,17 @@ class CastCodec(Codec):
             return values.to(self.dtype)
         within = torch.where(torch.isinf(values), values, values.clamp(-self._largest, self._largest))
         return within.to(self.dtype)
+
+
+class Bf16Codec(CastCodec):
+    """Values as bfloat16: the range of fp32, 8 bits of precision."""
+
+    name = "bf16"
+    dtype = torch.bfloat16
+
+
+class Fp16Codec(CastCodec):
+    """Values as float16: up to 65,504, 11 bits of precision."""
+
+    name = "fp16"
+    dtype = torch.float16

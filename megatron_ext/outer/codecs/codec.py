@@ -7,18 +7,26 @@ it stays visible.
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar, Self
 
 import torch
 
-__all__ = ["Codec", "as_bytes", "as_numbers", "padded"]
+from megatron_ext.outer.places import Where
+
+__all__ = ["LARGEST_GRID", "Codec", "as_bytes", "as_numbers", "padded"]
+
+LARGEST_GRID = 1 << 20
+"""Elements that a server takes together, in one frame."""
 
 
-class Codec(Protocol):
-    """Turns fp32 values into bytes and back."""
+class Codec(ABC):
+    """Turns fp32 values into bytes and back. It has no state: what it makes of values depends on these alone."""
 
     name: str
-    """What it is called where it is asked for: `build_codec` makes it again."""
+    """What it is called where it is asked for: `build_codec` makes it again. Of a class that takes a density, an
+    object's name has the density behind it, as in 'topk:0.125'."""
 
     grid: int
     """How many elements in a row are coded together, counted from the first one that is given; 1 where every value is
@@ -27,18 +35,27 @@ class Codec(Protocol):
     dtype: torch.dtype
     """A type that holds what it decodes to."""
 
-    def for_results(self, messages: int) -> Codec:
+    takes_density: ClassVar[bool] = False
+    """Whether it is made with the fraction of the values that it keeps, in (0, 1], or without for its own default."""
+
+    refused_in: ClassVar[Mapping[Where, str]] = {}
+    """The places where it does not work, each with the reason; without any it works everywhere."""
+
+    def for_results(self, messages: int) -> Self:
         """Return a codec for the mean of this many messages of this one, which loses about as little: itself here."""
         return self
 
+    @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Return the number of bytes of `numel` values."""
 
+    @abstractmethod
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the bytes, uint8, (nbytes,), of fp32 values, (numel,)."""
+        """Return the bytes, uint8, (nbytes,), of fp32 values, (numel,), which stay as they are."""
 
+    @abstractmethod
     def decode(self, data: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return the fp32 values, (numel,), of bytes."""
+        """Return the fp32 values, (numel,), of bytes, which may begin anywhere in their memory."""
 
 
 def padded(values: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import math
+from typing import Self
 
 import torch
 
-from megatron_ext.outer.codecs.cast import CastCodec
+from megatron_ext.outer.codecs.cast import Bf16Codec
 from megatron_ext.outer.codecs.codec import Codec, as_bytes, as_numbers
 
 __all__ = ["CHUNK", "TopKCodec"]
@@ -21,18 +22,21 @@ DENSITY = 1 / 32
 class TopKCodec(Codec):
     """The largest values of every chunk, as bf16, with their places; all others are 0."""
 
+    name = "topk"
     grid = CHUNK
     dtype = torch.float32
+    takes_density = True
 
     def __init__(self, density: float = DENSITY) -> None:
         """Take the fraction of values to keep, in (0, 1]; of every chunk at least one is."""
-        self.name = "topk" if density == DENSITY else f"topk:{density!r}"
+        if density != DENSITY:
+            self.name = f"{type(self).name}:{density!r}"
         self._density = density
-        self._cast = CastCodec("bf16", torch.bfloat16)
+        self._cast = Bf16Codec()
 
-    def for_results(self, messages: int) -> TopKCodec:
+    def for_results(self, messages: int) -> Self:
         """Return one that has room for what all the messages chose, since they chose different values."""
-        return TopKCodec(min(1.0, self._density * messages))
+        return type(self)(min(1.0, self._density * messages))
 
     def nbytes(self, numel: int) -> int:
         """Return 4 per value that is kept."""

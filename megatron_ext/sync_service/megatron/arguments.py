@@ -5,12 +5,14 @@
 
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config_options import FromArgs
+from megatron_ext.config_options import FromArgs, one_of
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.options import refusals
+from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
+from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
 from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
@@ -53,7 +55,7 @@ class SyncServiceConfig(FromArgs):
     sync_service_index: int | None = None
     """Which part of the samples is this peer's, from 0; the lowest free one unless given."""
 
-    sync_service_codec: Literal["fp32", "bf16", "fp16", "fp8", "int8", "int4", "topk"] = "fp32"
+    sync_service_codec: str = one_of("--sync-service-codec", EXACT_CODEC, CODECS.names)
     """How contributions travel. All but fp32 lose something, which is sent along with the next contribution, and
     saved in checkpoints until then."""
 
@@ -122,6 +124,12 @@ class SyncServiceConfig(FromArgs):
                 f"--sync-service-index is {self.sync_service_index}; it must be 0 to --sync-service-peers minus 1"
             )
         found += self._delay_problems()
+        refused = [
+            place_problems("--sync-service-codec", CODECS, self.sync_service_codec, place)
+            for place in (Where.SERVER, Where.ASYNCHRONOUS)
+        ]
+        if all(refused):  # the server refuses what works in one kind of rounds alone
+            found += refused[0]
         seconds = ("--sync-service-interval-seconds", "--sync-service-round-seconds", "--sync-service-patience-seconds")
         for flag in seconds:
             value = self.by_flag()[flag]

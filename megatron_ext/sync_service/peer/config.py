@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from megatron_ext.errors import UserError
-from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
+from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE
 
 __all__ = ["ClientConfig"]
 
@@ -35,8 +36,8 @@ class ClientConfig:
     """How many peers there are; the server refuses another number than its own."""
 
     codec: str = "fp32"
-    """How contributions travel: fp32, bf16, fp16, int8 or int4. All but fp32 lose something, which this peer sends
-    along with its next contribution (error feedback). Must be the same for all peers."""
+    """How contributions travel: one of `megatron_ext.outer.codecs.all_codecs.CODECS`. All but fp32 lose something,
+    which this peer sends along with its next contribution (error feedback). Must be the same for all peers."""
 
     agreed: Mapping[str, str] = field(default_factory=dict)
     """Whatever else must be the same for all peers, by the name of the field."""
@@ -59,6 +60,12 @@ class ClientConfig:
 
     take_over: bool = False
     """Take this peer's place though another process that is alive has it, which is refused from then on."""
+
+    @property
+    def coding(self) -> dict[str, str]:
+        """What must be the same for all peers and the server about the codec."""
+        package = CODECS.package_of(self.codec)
+        return {"codec": self.codec, **({} if package is None else {CODEC_PACKAGE: package})}
 
     def check(self) -> None:
         """Check the values.
@@ -83,10 +90,9 @@ class ClientConfig:
             raise UserError(
                 f"heartbeat_seconds is {self.heartbeat_seconds}; it must be 0 to {LONGEST_HEARTBEAT_SECONDS:g}"
             )
-        if self.codec not in CODEC_NAMES:
-            raise UserError(f"codec is {self.codec!r}; use one of {', '.join(CODEC_NAMES)}")
-        if "codec" in self.agreed:
-            raise UserError("agreed has a field 'codec', which is sent anyway; drop it")
+        CODECS.find(self.codec)
+        for name in sorted({"codec", CODEC_PACKAGE} & self.agreed.keys()):
+            raise UserError(f"agreed has a field {name!r}, which is sent anyway; drop it")
         if not 4096 <= self.frame_bytes <= 4 << 20:
             raise UserError(f"frame_bytes is {self.frame_bytes}; it must be 4096 to {4 << 20}")
         if self.streams < 1 or self.call_bytes < self.frame_bytes:

@@ -118,7 +118,7 @@ class Membership:
         request = pb2.RegisterRequest(
             caller=self.caller,
             protocol=PROTOCOL_VERSION,
-            config={**config.agreed, "codec": config.codec},
+            config={**config.agreed, **config.coding},
             catalog=[
                 pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit, owners=spec.owners) for spec in catalog
             ],

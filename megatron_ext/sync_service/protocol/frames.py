@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import build_codec
-from megatron_ext.outer.codecs.codec import Codec
+from megatron_ext.outer.codecs.codec import LARGEST_GRID, Codec
 from megatron_ext.outer.codecs.scaled import BLOCK
 from megatron_ext.sync_service.protocol.catalog import MOST_AXES, TensorSpec
 from megatron_ext.sync_service.protocol.checksum import crc32
@@ -38,7 +39,7 @@ __all__ = [
     "whole_box",
 ]
 
-MAX_PAYLOAD = 4 << 20
+MAX_PAYLOAD = 4 * LARGEST_GRID
 """Bytes; a frame with more is refused."""
 
 HEAD_BYTES = 256
@@ -53,7 +54,7 @@ def codec_of(name: str) -> Codec:
     """
     try:
         return build_codec(name)
-    except ValueError as error:
+    except UserError as error:
         raise Refusal("invalid", str(error)) from None
 
 

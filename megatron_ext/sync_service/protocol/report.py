@@ -10,7 +10,10 @@ from typing import Any
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
 
-__all__ = ["INTERVAL", "Progress", "Report"]
+__all__ = ["CODEC_PACKAGE", "INTERVAL", "Progress", "Report"]
+
+CODEC_PACKAGE = "codec_package"
+"""Field of what peers have in common: the other package, with its version, that has the codec; absent for ours."""
 
 INTERVAL = "--sync-service-interval"
 """The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import CODECS, build_codec
+from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.sync_service.protocol.catalog import LONGEST_NAME, Catalog
-from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.protocol.refusal import Refusal
-from megatron_ext.sync_service.protocol.report import INTERVAL
+from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE, INTERVAL
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.values.merge import layers_of
 
@@ -28,13 +29,13 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
         catalog: the tensors.
 
     Raises:
-        Refusal: the codec is unknown, there are owners where there must be none, an owner is none of the peers, the
-            steps between two rounds are not the run's, there are no experts to merge, the tensors are beyond the run's
-            limits, or a field has no end.
+        Refusal: the codec is unknown here, or of another package than at the peer, there are owners where there must be
+            none, an owner is none of the peers, the steps between two rounds are not the run's, there are no experts to
+            merge, the tensors are beyond the run's limits, or a field has no end.
     """
     _check_fields(config)
     run.limits.check_catalog(catalog)
-    codec_of(config.get("codec", ""))
+    _check_codec(run, config.get("codec", ""), config.get(CODEC_PACKAGE, ""))
     for spec in catalog:
         if spec.owners and run.is_asynchronous:
             raise Refusal(
@@ -61,6 +62,29 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
                 f"merge_interval is {run.merge_interval} in the run, but the catalog has no experts (tensors such as "
                 "decoder.layers.0.mlp.experts.0.linear_fc1.weight); drop merge_interval",
             )
+
+
+def _check_codec(run: RunConfig, name: str, package: str) -> None:
+    """Check that this server has a peer's codec, and the same one.
+
+    Raises:
+        Refusal: it does not, or the codec does not work in the rounds of the run.
+    """
+    try:
+        kind = build_codec(name).name.partition(":")[0]
+        place = Where.ASYNCHRONOUS if run.is_asynchronous else Where.SERVER
+        problems = place_problems("codec", CODECS, kind, place)
+    except UserError as error:
+        raise Refusal("invalid", f"at the server, {error}, or install there what the peer has") from error
+    if problems:
+        raise Refusal("invalid", problems[0])
+    own = CODECS.package_of(kind) or ""
+    if own != package:
+        raise Refusal(
+            "state",
+            f"codec {name!r} comes from {package or 'megatron_ext'} at the peer and from {own or 'megatron_ext'} at "
+            "the server; install the same in both places",
+        )
 
 
 def check_against(

@@ -165,6 +165,8 @@ class Run:
                 raise Refusal("state", f"the run has several servers, which peer {peer!r} does not know; update it")
             if self._shards.problem:
                 raise Refusal("state" if self._shards.is_refused else "later", self._shards.problem)
+            if lacking := self._shards.lacking(config["codec"]):
+                raise Refusal("state", lacking)
             begins = self._begins_with(config, catalog)
             if not begins:
                 own = {INTERVAL} if self.config.is_asynchronous else set()

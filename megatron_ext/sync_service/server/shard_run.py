@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import Frame
 from megatron_ext.sync_service.protocol.refusal import Refusal
@@ -209,7 +210,7 @@ class ShardRun:
                 self._word = word
                 self._heard += 1
                 self.changes.notify_all()
-        return {"wants_catalog": wants_catalog, "spooled": self._shard.spool.nbytes}
+        return {"wants_catalog": wants_catalog, "spooled": self._shard.spool.nbytes, "codecs": CODECS.packages()}
 
     def _check(self, word: Word) -> None:
         """Check that both servers mean the same.

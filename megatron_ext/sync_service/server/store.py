@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.protocol import DIGEST_PROTOCOL, PROTOCOL_VERSION
 from megatron_ext.sync_service.protocol.report import INTERVAL
@@ -289,7 +290,12 @@ class RunStore:
 
     def _open(self, catalog: Catalog) -> None:
         self._catalog = catalog
-        self.shard.open(part_of(catalog, self.shard_of, 0), self.agreed["codec"])
+        codec = self.agreed["codec"]
+        try:
+            build_codec(codec)  # of a package that may be gone since
+        except UserError as error:
+            raise UserError(f"run {self._name}: its peers' {error}, or install the package that has it") from error
+        self.shard.open(part_of(catalog, self.shard_of, 0), codec)
 
     def _recover_spool(self) -> None:
         number = self.state.open_round

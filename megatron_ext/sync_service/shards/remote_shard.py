@@ -84,6 +84,7 @@ class RemoteShard:
         self.problem = f"shard {number} at {self.address} has not answered yet"
         self.is_refused = False
         self.spooled: dict[str, int] = {}
+        self.codecs: dict[str, str] = {}
         self._run = run
         self._connection = Connection(connection)
         self._changed = changed
@@ -188,7 +189,7 @@ class RemoteShard:
                 with self._changed:
                     catalog = self._catalog(self.number)
                 reply = self._call("follow", {**word, **catalog}, FOLLOWED, _TELL_DEADLINE)
-            self.spooled = reply.spooled
+            self.spooled, self.codecs = reply.spooled, reply.codecs
         except ShardProblem as error:
             problem, is_refused = str(error), error.is_refusal
         with self._changed:

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
+from megatron_ext.errors import UserError
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.protocol.catalog import LONGEST_NAME, MOST_AXES, Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.schema import (
     Malformed,
@@ -111,6 +112,9 @@ class Followed:
 
     spooled: dict[str, int]
     """Bytes of what it has of contributions, by peer."""
+
+    codecs: dict[str, str]
+    """By name, the package that the shard has a codec from; empty for megatron_ext."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +226,10 @@ def check_work(call: str, work: Work, config: RunConfig, catalog: Catalog) -> De
 
 
 def _codec(value: Any, where: str) -> str:
-    if value not in CODEC_NAMES:
-        raise Malformed(f"{where} must be one of {', '.join(CODEC_NAMES)}")
+    try:
+        CODECS.find(str(value))
+    except UserError as error:
+        raise Malformed(f"{where}: {error}") from error
     return str(value)
 
 
@@ -275,7 +281,9 @@ WORD = record(
 SEAL = record(Seal, peer=name, instance=name, index=integer(0, LARGEST_INDEX), round=integer())
 WORK = record(Work, job=job_from_json, decision=optional(decision_from_json))
 
-FOLLOWED = record(Followed, wants_catalog=flag, spooled=map_of(name, integer()))
+FOLLOWED = record(
+    Followed, wants_catalog=flag, spooled=map_of(name, integer()), codecs=map_of(text(LONGEST_NAME), text(LONGEST_NAME))
+)
 SEALED = record(Sealed, missing=optional(text()), frames=integer(), bytes=integer())
 DAMAGED = record(_damaged, damaged=row(name, text()))
 MEASURED = record(_measured, measured=list_of(measured_from_json, LARGEST_INDEX + 1))

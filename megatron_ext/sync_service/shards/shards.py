@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.shards.remote_shard import RemoteShard
 from megatron_ext.sync_service.shards.shard import RoundJob, Shard
@@ -42,6 +43,19 @@ class Shards:
     def is_refused(self) -> bool:
         """Whether one does not because it belongs to something else, which waiting does not fix."""
         return any(shard.problem and shard.is_refused for shard in self.others)
+
+    def lacking(self, codec: str) -> str:
+        """Say which shards, which are here, lack a codec, or have another than this server; empty when none does."""
+        kind = codec.partition(":")[0]
+        wanted = CODECS.package_of(kind) or ""
+        found = [(shard, shard.codecs.get(kind)) for shard in self.others]
+        return "; ".join(
+            f"shard {shard.number} at {shard.address} has "
+            + (f"no codec {kind!r}" if package is None else f"codec {kind!r} from {package or 'megatron_ext'}")
+            + f", the first server from {wanted or 'megatron_ext'}; install the same on all servers"
+            for shard, package in found
+            if package != wanted
+        )
 
     @property
     def spooled(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig, StreamingConfig
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.exchange.pairwise import partners
+from megatron_ext.outer.places import Where
 from tests.local_sgd.engines import engine_of, start_groups
 from tests.support.distributed import run_ranks
 
@@ -127,6 +128,7 @@ def test_what_cannot_be_combined_is_refused():
     config = LocalSGDConfig(
         use_local_sgd=True, local_sgd_workers=2, clip_pseudo_grad=1.0, codec="int8", local_sgd_evaluation="workers"
     )
-    problems = method_problems(config, OuterOptimizerConfig(), GTAConfig(reducer="pairwise"), StreamingConfig())
+    gta = GTAConfig(reducer="pairwise")
+    problems = method_problems(config, OuterOptimizerConfig(), gta, StreamingConfig(), Where.JOB)
     assert len(problems) == 2
     assert all(problem.startswith("--local-sgd-pseudo-grad-reducer pairwise") for problem in problems)

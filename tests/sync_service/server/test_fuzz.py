@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import MAX_PAYLOAD, Box, Frame, whole_box
@@ -92,7 +92,7 @@ def damaged(data: bytes, dice: random.Random) -> bytes:
 
 
 def test_a_frame_is_whole_or_refused(dice: Iterator[random.Random]) -> None:
-    good = [frame for codec in CODEC_NAMES for frame in frames(codec)]
+    good = [frame for codec in CODECS.own_names for frame in frames(codec)]
     messages = {frame.to_message().SerializeToString(): frame for frame in good}
     for thrown in dice:
         data = damaged(thrown.choice(list(messages)), thrown)
@@ -108,7 +108,7 @@ def test_a_frame_is_whole_or_refused(dice: Iterator[random.Random]) -> None:
 def test_a_spool_file_gives_back_what_was_written_or_nothing(dice: Iterator[random.Random], tmp_path: Path) -> None:
     path = tmp_path / "peer.frames"
     wholes = {}
-    for codec in CODEC_NAMES:
+    for codec in CODECS.own_names:
         path.unlink(missing_ok=True)
         contribution = Contribution(path, CATALOG, codec)
         for frame in frames(codec)[:-1]:
@@ -116,7 +116,7 @@ def test_a_spool_file_gives_back_what_was_written_or_nothing(dice: Iterator[rand
         wholes[codec] = path.read_bytes(), {spec.name: contribution.read(spec) for spec in CATALOG}
         assert contribution.missing(None) is None
     for thrown in dice:
-        codec = thrown.choice(CODEC_NAMES)
+        codec = thrown.choice(CODECS.own_names)
         data, values = wholes[codec]
         path.write_bytes(damaged(data, thrown))
         found = Contribution(path, CATALOG, codec)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.peer.client import SyncClient
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog
@@ -143,7 +143,7 @@ def test_the_frames_that_the_finest_client_cuts_are_allowed_unless_told_otherwis
 
 def test_a_frame_of_few_bytes_and_many_values_is_refused():
     shape = (MAX_PAYLOAD // 4 + 128,)
-    for codec in CODEC_NAMES[1:]:
+    for codec in CODECS.own_names[1:]:
         most, more = (
             Frame.make("t0", shape, whole_box(shape), 0, torch.ones(n), codec) for n in (shape[0] - 128, shape[0])
         )

@@ -106,7 +106,7 @@ def test_any_other_value_in_any_place_of_a_request_is_refused_or_makes_sense(
         ("follow", {"members": {"p": "/i"}}, "follow.members.p is '/i'; it must be a name"),
         ("follow", {"open_round": -1}, "follow.open_round is -1; it must be a whole number"),
         ("follow", {"catalog": []}, "the catalog has 0 tensors"),
-        ("follow", {"codec": "zip"}, "follow.codec must be one of fp32"),
+        ("follow", {"codec": "zip"}, "follow.codec: codec 'zip' is not known; use one of fp32"),
         ("seal", {"peer": "../p"}, "seal.peer is '../p'; it must be a name"),
         ("seal", {"round": 1e3}, "seal.round is 1000.0; it must be a whole number"),
         ("write", {"decision": None}, "write.decision is missing"),
@@ -183,7 +183,7 @@ class Answering(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generate
         return pb2.ShardReply(json=self.answers[request.call])
 
 
-FOLLOWED = '{"wants_catalog": false, "spooled": {"p": 5}}'
+FOLLOWED = '{"wants_catalog": false, "spooled": {"p": 5}, "codecs": {"fp32": ""}}'
 ANSWERS: dict[str, Any] = {
     "follow": json.loads(FOLLOWED),
     "seal": {"missing": None, "frames": 1, "bytes": 5},

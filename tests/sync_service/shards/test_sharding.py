@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.penalty import Penalty
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.peer.client import ClientConfig, SyncClient
@@ -327,7 +328,8 @@ def test_a_shard_follows_its_own_run_alone(tmp_path: Path):
         shard.follow(shard=0)
     with pytest.raises(Refusal, match="its folder lacks values of run 'demo'"):
         shard.follow(open_round=3)
-    assert shard.follow() == {"wants_catalog": False, "spooled": {}}
+    codecs = dict.fromkeys(CODECS.own_names, "")
+    assert shard.follow() == {"wants_catalog": False, "spooled": {}, "codecs": codecs}
     again = Shard1(tmp_path)
     with pytest.raises(Refusal, match=r"has shard 1 of 2 of another run 'demo' \(id one; the first server's is two\)"):
         again.follow(id="two")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.spes import Ownership, merge_experts
 from megatron_ext.sync_service.channel.connection import DamagedOnTheWay
 from megatron_ext.sync_service.channel.route import Route
@@ -140,7 +140,7 @@ def test_a_download_that_calls_something_unchanged_that_was_not_expected_is_dama
             download(Route(connection), pool, pb2.Caller(), parts, 1, 1, expected)
 
 
-@pytest.mark.parametrize("codec", CODEC_NAMES)
+@pytest.mark.parametrize("codec", CODECS.own_names)
 def test_a_merge_of_experts_that_all_peers_train_stays_when_nobody_trains_on(make_service: MakeService, codec: str):
     service = make_service(**{**MERGING, "peers": 1})
     service.start()

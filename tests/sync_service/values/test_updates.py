@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_ext.outer.codecs.all_codecs import LOSSY_NAMES
+from megatron_ext.outer.codecs.all_codecs import lossy_codecs
 from megatron_ext.sync_service.peer.download import download
 from megatron_ext.sync_service.peer.parts import Part
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
@@ -23,7 +23,7 @@ def again(codec: str, values: torch.Tensor) -> torch.Tensor:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(LOSSY_NAMES), st.integers(1, 700), st.floats(1e-6, 1e3), st.integers(0, 1000))
+@given(st.sampled_from(lossy_codecs()), st.integers(1, 700), st.floats(1e-6, 1e3), st.integers(0, 1000))
 def test_whoever_decodes_an_update_gets_the_same_values(codec: str, numel: int, size: float, seed: int):
     generator = torch.Generator().manual_seed(seed)
     before = torch.randn(numel, generator=generator)
@@ -53,7 +53,7 @@ def test_a_step_that_was_cut_in_another_way_is_sent_as_values():
     assert found.update.isnan().all() and torch.equal(found.values, 1 + joined)
 
 
-@pytest.mark.parametrize("codec", LOSSY_NAMES)
+@pytest.mark.parametrize("codec", lossy_codecs())
 def test_peers_that_hold_slices_get_the_values_of_those_that_hold_everything(
     make_service: Callable[..., Service], codec: str
 ):

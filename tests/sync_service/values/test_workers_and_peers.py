@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_ext.outer.codecs.all_codecs import CODEC_NAMES
+from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from tests.support.distributed import run_ranks
 from tests.sync_service.service import Service
@@ -47,7 +47,7 @@ REDUCERS: dict[str, dict[str, Any]] = {
 EVERYTHING: dict[str, dict[str, dict[str, Any]]] = {
     f"{reducer} in {codec}": {"gta": fields, "penalty": {} if codec == "fp32" else {"codec": codec}}
     for reducer, fields in REDUCERS.items()
-    for codec in CODEC_NAMES
+    for codec in CODECS.own_names
 }
 
 SAME: dict[str, dict[str, dict[str, Any]]] = {
