@@ -23,6 +23,8 @@ from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.outer.reducers.all_reducers import REDUCERS
+from megatron_ext.plugins import Registry
 from megatron_ext.version import __version__
 
 __all__ = [
@@ -60,8 +62,13 @@ def settings_of(
     outer = dataclasses.replace(outer, outer_optimizer_lr=outer.learning_rate)
     found = {"the version of megatron_ext": __version__}
     # Another version may make other values of the same messages.
-    package = CODECS.package_of(config.codec) if isinstance(config.codec, str) else None
-    found["the package of --local-sgd-codec"] = package or "megatron_ext"
+    chosen: dict[str, tuple[Registry[Any], Any]] = {
+        "--local-sgd-codec": (CODECS, config.codec),
+        "--local-sgd-pseudo-grad-reducer": (REDUCERS, gta.reducer),
+    }
+    for flag, (registry, name) in chosen.items():
+        package = registry.package_of(name) if isinstance(name, str) else None
+        found[f"the package of {flag}"] = package or "megatron_ext"
     configs: tuple[FromArgs, ...] = (config, outer, gta, streaming)
     for each in configs:
         fields: dict[str, dataclasses.Field[Any]] = getattr(each, "__dataclass_fields__")  # noqa: B009  # no type says it

@@ -98,7 +98,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if too_many is not None:
         problems.append(too_many)
     problems += _shape_problems(args, config)
-    if gta.reducer == "pairwise":
+    if gta.in_pairs:
         problems += refusals(args, feature, "--local-sgd-pseudo-grad-reducer pairwise")
     length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:

@@ -26,11 +26,11 @@ def method_problems(
         streaming: fragments.
         place: where the rounds are made.
     """
-    problems = outer_optimizer_problems(outer) + gta.problems(config) + streaming.problems(config, outer)
+    problems = outer_optimizer_problems(outer) + gta.problems(config, place) + streaming.problems(config, outer)
     if config.codec is not None:
         problems += place_problems("--local-sgd-codec", CODECS, config.codec, place)
-    if gta.reducer == "pairwise":
-        problems += _pairwise_problems(config, streaming)
+    if gta.in_pairs:
+        problems += _pair_problems(config, gta, streaming)
     if streaming.eager and gta != GTAConfig():
         problems.append(
             "--local-sgd-eager-updates takes the plain mean; drop the --local-sgd-pseudo-grad options of the reducer"
@@ -40,7 +40,7 @@ def method_problems(
     return problems + (_forward_problems(config, gta, streaming) if config.sync_in_forward else [])
 
 
-def _pairwise_problems(config: LocalSGDConfig, streaming: StreamingConfig) -> list[str]:
+def _pair_problems(config: LocalSGDConfig, gta: GTAConfig, streaming: StreamingConfig) -> list[str]:
     """Return why workers cannot meet in pairs."""
     reasons = {
         "knows the norms of two workers only; drop the options of the penalty": config.has_penalty,
@@ -51,7 +51,7 @@ def _pairwise_problems(config: LocalSGDConfig, streaming: StreamingConfig) -> li
             config.local_sgd_evaluation == "synced"
         ),
     }
-    return [f"--local-sgd-pseudo-grad-reducer pairwise {reason}" for reason, holds in reasons.items() if holds]
+    return [f"--local-sgd-pseudo-grad-reducer {gta.reducer} {reason}" for reason, holds in reasons.items() if holds]
 
 
 def _forward_problems(config: LocalSGDConfig, gta: GTAConfig, streaming: StreamingConfig) -> list[str]:
@@ -60,7 +60,7 @@ def _forward_problems(config: LocalSGDConfig, gta: GTAConfig, streaming: Streami
         "--local-sgd-codec": config.codec is not None,
         "the --local-sgd-fragment options": streaming.active and not streaming.eager,
         "--local-sgd-eager-updates": streaming.eager,
-        "--local-sgd-pseudo-grad-reducer pairwise": gta.reducer == "pairwise",
+        f"--local-sgd-pseudo-grad-reducer {gta.reducer}": gta.in_pairs,
         "--local-sgd-use-async": config.use_async,
     }
     return [

@@ -80,7 +80,7 @@ class LocalSGD:
         self.met = False
         self._equal = True
         self._healed = False
-        self._apart = self.gta.reducer == "pairwise" or self.streaming.eager
+        self._apart = self.gta.in_pairs or self.streaming.eager
         self._across = across
         self._worker = dist.get_rank(across)
         self.device = self.values[0].device if self.values else collective_device(across)

@@ -12,11 +12,13 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.reducer_config import GTAConfig
 
 __all__ = [
     "OuterOptimizer",
     "OuterSGD",
     "TorchOuter",
+    "averages_values",
     "build_outer_optimizer",
     "outer_optimizer_problems",
     "outer_states_per_anchor",
@@ -238,6 +240,14 @@ class TorchOuter:
 def _like(anchor: torch.Tensor) -> torch.Tensor:
     """Return new memory like an anchor's, pinned if that is."""
     return torch.empty_like(anchor, pin_memory=anchor.is_pinned())
+
+
+def averages_values(config: OuterOptimizerConfig, reducing: GTAConfig) -> bool:
+    """Return whether the next anchor is the mean of the workers' values itself: no outer optimizer, and the mean.
+
+    The anchor minus the common pseudo-gradient would be the same except for rounding; one worker gets back its values.
+    """
+    return config.name == "none" and reducing.is_mean
 
 
 def outer_states_per_anchor(config: OuterOptimizerConfig) -> int:

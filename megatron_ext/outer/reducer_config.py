@@ -4,10 +4,16 @@
 # Annotations are evaluated here (no postponed evaluation): Megatron's argument factory reads the types.
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from megatron_ext.config_options import FromArgs, flag, flag_of, on_off
+from megatron_ext.config_options import FromArgs, flag, flag_of, on_off, one_of
+from megatron_ext.errors import UserError
 from megatron_ext.outer.penalty_config import PenaltyConfig
+from megatron_ext.outer.places import Where, place_problems
+from megatron_ext.outer.reducers.all_reducers import DEFAULT_REDUCER, REDUCERS
+
+if TYPE_CHECKING:
+    from megatron_ext.outer.reducers.reducer import Reducer
 
 __all__ = ["GTAConfig"]
 
@@ -16,12 +22,10 @@ __all__ = ["GTAConfig"]
 class GTAConfig(FromArgs):
     """How the workers' pseudo-gradients become one (generalized task arithmetic)."""
 
-    reducer: Literal["linear", "gta", "pairwise"] | None = flag(
-        "--local-sgd-pseudo-grad-reducer", None, type=str, choices=["linear", "gta", "pairwise"]
-    )
+    reducer: str | None = one_of("--local-sgd-pseudo-grad-reducer", None, REDUCERS.names)
     """'linear' = the weighted mean, which is the default as well; 'gta' = generalized task arithmetic: sign
     consensus, sparsification; 'pairwise' = no common mean, but random pairs of workers with anchors of their own
-    (NoLoCo)."""
+    (NoLoCo). Packages that are installed may add others."""
 
     consensus_method: Literal["sum", "count"] | None = flag(
         "--local-sgd-pseudo-grad-consensus", None, type=str, choices=["sum", "count"]
@@ -45,26 +49,53 @@ class GTAConfig(FromArgs):
     """Compare signs as 8-bit integers, to save memory."""
 
     @property
+    def reducer_name(self) -> str:
+        """What the reducer in force is called."""
+        return DEFAULT_REDUCER if self.reducer is None else self.reducer
+
+    @property
     def is_mean(self) -> bool:
         """Whether the common pseudo-gradient is the weighted mean."""
-        return self.reducer in (None, "linear") and self.normalize
+        return self.build().is_mean
 
-    def problems(self, penalty: PenaltyConfig) -> list[str]:
+    @property
+    def in_pairs(self) -> bool:
+        """Whether workers meet in pairs, and have anchors of their own."""
+        return REDUCERS.find(self.reducer_name).in_pairs
+
+    def build(self) -> "Reducer":
+        """Return the reducer.
+
+        Raises:
+            UserError: there is none of that name, or it cannot be loaded.
+        """
+        kind = REDUCERS.find(self.reducer_name)
+        return kind(**{name: getattr(self, name) for name in kind.options})
+
+    def problems(self, penalty: PenaltyConfig, place: Where = Where.JOB) -> list[str]:
         """Return the problems of the values, one sentence each.
 
         Args:
             penalty: decides over the weights that a reducer is given.
+            place: where the rounds are made.
         """
-        found = []
         names = {name: flag_of(entry) for name, entry in self.__dataclass_fields__.items()}
+        try:
+            options = REDUCERS.find(self.reducer_name).options
+        except UserError as error:
+            return [f"{names['reducer']}: {error}"]
+        found = place_problems(names["reducer"], REDUCERS, self.reducer_name, place)
         if not 0 < self.density <= 1:
             found.append(f"{names['density']} is {self.density}; it must be above 0 and at most 1")
         elif self.density != 1 and self.sparsification_method is None:
             found.append(f"{names['density']} needs {names['sparsification_method']}; add it or drop the option")
-        if self.reducer != "gta":
-            for name in ("consensus_method", "sparsification_method", "int8_mask"):
-                if getattr(self, name):
-                    found.append(f"{names[name]} needs {names['reducer']} gta; add it or drop the option")
+        without_effect = [
+            f"{names[name]} needs {names['reducer']} {_with_option(name)}; add it or drop the option"
+            for name in ("consensus_method", "sparsification_method", "int8_mask")
+            if getattr(self, name) and name not in options
+        ]
+        if without_effect:
+            found += without_effect
         elif self.consensus_method and self.normalize and self.sparsification_method == "rescaled_random":
             found.append(
                 f"{names['sparsification_method']} rescaled_random with {names['consensus_method']} is 1 / density too "
@@ -72,16 +103,25 @@ class GTAConfig(FromArgs):
             )
         if self.int8_mask and self.consensus_method is None:
             found.append(f"{names['int8_mask']} needs {names['consensus_method']}; add it or drop the option")
-        if not self.normalize and self.reducer is None:
-            found.append(f"--no-local-sgd-pseudo-grad-normalize needs {names['reducer']}; add it or drop the option")
-        elif not self.normalize and not penalty.pseudo_gradnorm_reduce:
-            found.append(
-                "--no-local-sgd-pseudo-grad-normalize sums the workers' pseudo-gradients, which makes every outer step "
-                "W times too large; normalise, or weight the workers with --local-sgd-pseudo-gradnorm-reduce"
-            )
-        elif not self.normalize and self.consensus_method is None:
-            found.append(
-                "--no-local-sgd-pseudo-grad-normalize has no effect without "
-                f"{names['consensus_method']}: weights by norms sum up to 1; drop it"
-            )
-        return found
+        return found if self.normalize else found + self._sum_problems(penalty, names, options)
+
+    def _sum_problems(self, penalty: PenaltyConfig, names: dict[str, str], options: tuple[str, ...]) -> list[str]:
+        """Return why weights cannot be left as they are."""
+        said = "--no-local-sgd-pseudo-grad-normalize"
+        if self.reducer is None:
+            return [f"{said} needs {names['reducer']}; add it or drop the option"]
+        if "normalize" not in options:
+            return [f"{said} has no effect with {names['reducer']} {self.reducer}; drop it"]
+        if not penalty.pseudo_gradnorm_reduce:
+            return [
+                f"{said} sums the workers' pseudo-gradients, which makes every outer step W times too large; "
+                "normalise, or weight the workers with --local-sgd-pseudo-gradnorm-reduce"
+            ]
+        if self.consensus_method is None:
+            return [f"{said} has no effect without {names['consensus_method']}: weights by norms sum up to 1; drop it"]
+        return []
+
+
+def _with_option(name: str) -> str:
+    """Return the names of this package's reducers for which a field means something."""
+    return " or ".join(own for own in REDUCERS.own_names if name in REDUCERS.find(own).options)

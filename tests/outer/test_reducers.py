@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig
 from megatron_ext.outer.penalty import Penalty
-from megatron_ext.outer.reducers import Gta, Linear, build_sparsifier, sparsify
+from megatron_ext.outer.reducers.gta import Gta, sparsify
+from megatron_ext.outer.reducers.linear import Linear
 
 EQUAL, GROWING = [1.0] * 4, [1.0, 2.0, 3.0, 4.0]
 
@@ -35,15 +36,15 @@ def by_norms_and_steps():
 @pytest.mark.parametrize(
     ("reducer", "weights", "expected"),
     [
-        (Gta(consensus="sum"), EQUAL, -3.0),
-        (Gta(consensus="sum"), softmax(1, 1, 1, 1), -3.0),
-        (Gta(consensus="sum", int8_mask=True), EQUAL, -3.0),
-        (Gta(consensus="count"), EQUAL, 2.0),
-        (Gta(consensus="sum"), GROWING, -10 / 3),
-        (Gta(consensus="count"), GROWING, 2.5),
-        (Gta(consensus=None), GROWING, -1.0),
-        (Gta(consensus=None, normalize=False), EQUAL, -2.0),
-        (Gta(consensus="sum", normalize=False), EQUAL, -6.0),
+        (Gta(consensus_method="sum"), EQUAL, -3.0),
+        (Gta(consensus_method="sum"), softmax(1, 1, 1, 1), -3.0),
+        (Gta(consensus_method="sum", int8_mask=True), EQUAL, -3.0),
+        (Gta(consensus_method="count"), EQUAL, 2.0),
+        (Gta(consensus_method="sum"), GROWING, -10 / 3),
+        (Gta(consensus_method="count"), GROWING, 2.5),
+        (Gta(consensus_method=None), GROWING, -1.0),
+        (Gta(consensus_method=None, normalize=False), EQUAL, -2.0),
+        (Gta(consensus_method="sum", normalize=False), EQUAL, -6.0),
         (Linear(), EQUAL, -0.5),
         (Linear(normalize=False), EQUAL, -2.0),
         (Linear(), GROWING, -1.0),
@@ -57,7 +58,7 @@ def test_reducers_give_the_specified_golden_values(reducer, weights, expected):
 
 
 def test_exact_zeros_are_on_nobody_s_side():
-    result = Gta(consensus="sum")([torch.zeros(3), torch.tensor([1.0, -2.0, 0.0])], [1.0, 1.0])
+    result = Gta(consensus_method="sum")([torch.zeros(3), torch.tensor([1.0, -2.0, 0.0])], [1.0, 1.0])
     assert result.tolist() == [1.0, -2.0, 0.0]
 
 
@@ -65,7 +66,7 @@ def test_exact_zeros_are_on_nobody_s_side():
 def test_equal_pseudo_gradients_come_out_as_they_went_in(workers, seed):
     term = torch.randn(50, generator=torch.Generator().manual_seed(seed))
     weights = [1.0 / workers] * workers
-    for reducer in (Linear(), Gta(consensus="sum"), Gta(consensus="count", int8_mask=True)):
+    for reducer in (Linear(), Gta(consensus_method="sum"), Gta(consensus_method="count", int8_mask=True)):
         assert torch.allclose(reducer([term.clone() for _ in range(workers)], weights), term)
 
 
@@ -88,7 +89,7 @@ def test_magnitude_keeps_the_largest_and_at_least_one(numel, density):
 
 def test_random_masks_depend_on_round_and_worker_and_on_nothing_else():
     config = GTAConfig(reducer="gta", sparsification_method="random", density=0.5)
-    thin, again = build_sparsifier(config), build_sparsifier(config)
+    thin, again = config.build().sparsifier, config.build().sparsifier
     tensor = torch.ones(64)
     masks = [thin(tensor, seed).tolist() for seed in ((0, 1, 0), (0, 1, 1), (1, 1, 0))]
     torch.manual_seed(math.prod(range(1, 9)))
@@ -109,6 +110,6 @@ def test_what_is_left_of_equal_pseudo_gradients_has_this_size(method, consensus,
     """In the mean over the elements that anybody has; the last of these is refused (test_config)."""
     generator = torch.Generator().manual_seed(0)
     terms = [sparsify(torch.ones(20_000), 0.25, method, generator) for _ in range(4)]
-    whole = Gta(consensus=consensus)(terms, [0.25] * 4)
+    whole = Gta(consensus_method=consensus)(terms, [0.25] * 4)
     kept = whole if consensus is None else whole[whole != 0]
     assert float(kept.mean()) == pytest.approx(size, rel=0.02)

@@ -117,7 +117,7 @@ class Fragment:
         self._device = device
         self._index = index
         # Whether every worker has an anchor and an outer state of its own, so that there is no common step to observe.
-        apart = eager or gta.reducer == "pairwise"
+        apart = eager or gta.in_pairs
         self._observe = observe and not apart
         self._flight: _Flight | None = None
         self._penalty = Penalty(config, workers=dist.get_world_size(across), units=len(self.units))

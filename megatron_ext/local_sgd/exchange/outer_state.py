@@ -16,10 +16,9 @@ from megatron_ext.local_sgd.exchange.owned import OwnedRuns
 from megatron_ext.local_sgd.exchange.owner_shard import OuterShard
 from megatron_ext.local_sgd.exchange.segments import ElementRun
 from megatron_ext.outer.config import OuterOptimizerConfig
-from megatron_ext.outer.outer_optimizer import build_outer_optimizer, outer_states_per_anchor
+from megatron_ext.outer.outer_optimizer import averages_values, build_outer_optimizer, outer_states_per_anchor
 from megatron_ext.outer.penalty import Penalty
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.outer.reducers import build_reducer, build_sparsifier
 
 __all__ = ["OuterState", "SyncedTensor"]
 
@@ -82,7 +81,7 @@ class OuterState:
         self._gta = gta
         # Eager steps are by parts of two rounds' pseudo-gradients.
         has_values = compressed is None and eager is None
-        self._averages = outer.name == "none" and gta.is_mean and has_values
+        self._averages = has_values and averages_values(outer, gta)
         self._compressed = compressed
         self._eager = eager
         self._device = device
@@ -202,14 +201,15 @@ class OuterState:
 
     def _start(self, anchors: list[torch.Tensor]) -> OuterShard:
         """Begin at these parts of the anchor."""
+        reducer = self._gta.build()
         self._shard = OuterShard(
             anchors,
             [self._ranges(run, lambda entry: True) for _, run in self._owned.numbered],
             [self._ranges(run, lambda entry: entry.counted) for _, run in self._owned.numbered],
             [self._ranges(run, lambda entry: entry.on_two_stages) for _, run in self._owned.numbered],
             optimizer=build_outer_optimizer(self._outer, anchors),
-            reducer=build_reducer(self._gta),
-            sparsifier=build_sparsifier(self._gta),
+            reducer=reducer,
+            sparsifier=reducer.sparsifier,
             # The terms are this worker's own, and of a pair its partner's.
             worker=0 if self._owned.apart else self._owned.worker,
             device=self._device,

@@ -11,7 +11,7 @@ import torch
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
 from megatron_ext.outer.outer_optimizer import OuterOptimizer
 from megatron_ext.outer.penalty import Verdict
-from megatron_ext.outer.reducers import Reducer, Sparsifier
+from megatron_ext.outer.reducers.reducer import Reducer, Sparsifier
 from megatron_ext.outer.weighted_sum import weighted_mean
 from megatron_ext.transport.collectives import CACHED_NUMEL
 

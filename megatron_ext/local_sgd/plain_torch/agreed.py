@@ -62,7 +62,7 @@ class Settings:
     @property
     def apart(self) -> bool:
         """Whether workers have anchors of their own, so that no round brings all of them together."""
-        return self.gta.reducer == "pairwise" or self.streaming.eager
+        return self.gta.in_pairs or self.streaming.eager
 
     def agree(self, across: Any, inside: Any) -> tuple[RoundWriter | None, bool]:
         """Check the values, and that all ranks have the same; all ranks must call it.

@@ -55,7 +55,7 @@ class StateGuard:
             or config.codec is not None
             or config.use_async
             or streaming.active
-            or gta.reducer == "pairwise"
+            or gta.in_pairs
         )
 
     def description(self, replaced: Mapping[str, tuple[int, int]]) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def _worker_problems(args: Any, config: SyncServiceConfig) -> list[str]:
             "--sync-service-interval-seconds with --use-local-sgd: the peer's rounds have to fall on rounds of its "
             "workers, which are counted in steps; use --sync-service-interval"
         )
-    streaming = StreamingConfig.from_args(args)
+    streaming, gta = StreamingConfig.from_args(args), GTAConfig.from_args(args)
     # 0 and None are reported elsewhere.
     inside = args.local_sgd_sync_interval or 1
     for flag, steps in (
@@ -251,7 +251,7 @@ def _worker_problems(args: Any, config: SyncServiceConfig) -> list[str]:
         "streaming (the --local-sgd-fragment options)": streaming.active and not streaming.eager,
         "--local-sgd-eager-updates": streaming.eager,
         "--local-sgd-sync-in-forward": args.local_sgd_sync_in_forward,
-        "--local-sgd-pseudo-grad-reducer pairwise": GTAConfig.from_args(args).reducer == "pairwise",
+        f"--local-sgd-pseudo-grad-reducer {gta.reducer}": gta.in_pairs,
     }
     return problems + [
         f"{option} leaves workers with different weights after a round, which a peer cannot have; drop it, or "

@@ -12,6 +12,7 @@ from megatron_ext.config_options import in_field_names
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
 from megatron_ext.outer.penalty_config import PenaltyConfig
+from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.spes import MergeConfig
 from megatron_ext.sync_service.protocol.limits import LONGEST_SECONDS, Limits, can_be_waited
@@ -43,9 +44,6 @@ _LIMITS = tuple(entry.name for entry in fields(Limits))
 """Fields of a run that are limits to what one peer announces and uploads."""
 
 _ROUNDS = ("synchronous", "asynchronous")
-_REDUCERS = (None, "linear", "gta")
-_CONSENSUS = (None, "sum", "count")
-_THINNED = (None, "magnitude", "random", "rescaled_random")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +140,7 @@ class RunConfig:
 
     reducer: str | None = None
     """How the pseudo-gradients of what all peers train become one: 'linear' (the weighted mean, as when none is given)
-    or 'gta' (generalized task arithmetic). What owners train is their mean with either."""
+    or 'gta' (generalized task arithmetic), or that of another package. What owners train is their mean with any."""
 
     consensus_method: str | None = None
     """With gta: every element keeps only the peers on the majority's side, decided by the 'sum' of the pseudo-gradients
@@ -191,6 +189,11 @@ class RunConfig:
             max_staleness=self.max_staleness,
             step_weights=self.step_weights,
         )
+
+    @property
+    def place(self) -> Where:
+        """Where its rounds are made, as reducers, codecs and outer optimizers call it."""
+        return Where.ASYNCHRONOUS if self.is_asynchronous else Where.SERVER
 
     @property
     def is_asynchronous(self) -> bool:
@@ -253,9 +256,6 @@ class RunConfig:
                 self.contributions_per_step is None or self.contributions_per_step >= 1,
                 "it must be 1 or more",
             ),
-            ("reducer", self.reducer in _REDUCERS, f"it must be {_either(_REDUCERS)}; pairs have no common anchor"),
-            ("consensus_method", self.consensus_method in _CONSENSUS, f"it must be {_either(_CONSENSUS)}"),
-            ("sparsification_method", self.sparsification_method in _THINNED, f"it must be {_either(_THINNED)}"),
             ("max_staleness", (self.max_staleness or 0) >= 0, "it must be 0 or more"),
             ("sync_steps", self.sync_steps is None or self.sync_steps >= 1, "it must be 1 or more"),
             *((name, (getattr(self, name) or 0) >= 1, "it must be 1 or more") for name in self._given(*_LIMITS)),
@@ -264,7 +264,8 @@ class RunConfig:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
         found += _as_fields(outer_optimizer_problems(self.outer), OuterOptimizerConfig, _OUTER)
         found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
-        found += _as_fields(self.reducing.problems(self._guards), GTAConfig, _REDUCER)
+        reducing = self.reducing.type_problems() or self.reducing.problems(self._guards, self.place)
+        found += _as_fields(reducing, GTAConfig, _REDUCER)
         found += self._merge_problems()
         return found + self._asynchronous_problems()
 
@@ -280,7 +281,7 @@ class RunConfig:
         ]
         found += [
             f"{name} cannot be combined with rounds: asynchronous yet, where no two contributions meet; drop it"
-            for name in self._given("merge_interval", *_PENALTY, *_REDUCER)
+            for name in self._given("merge_interval", *_PENALTY)
         ]
         if self.outer_optimizer not in ("none", "sgd") or not self.outer_optimizer_nesterov:
             found.append(
@@ -301,10 +302,6 @@ class RunConfig:
         if self.sync_steps is None:
             found.append("merge_interval needs sync_steps, the steps between two rounds; add it")
         return found
-
-
-def _either(values: Sequence[str | None]) -> str:
-    return " or ".join(value for value in values if value is not None)
 
 
 def _as_fields(problems: Sequence[str], config: Any, names: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import CODECS, build_codec
-from megatron_ext.outer.places import Where, place_problems
+from megatron_ext.outer.places import place_problems
 from megatron_ext.sync_service.protocol.catalog import LONGEST_NAME, Catalog
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE, INTERVAL
@@ -72,8 +72,7 @@ def _check_codec(run: RunConfig, name: str, package: str) -> None:
     """
     try:
         kind = build_codec(name).name.partition(":")[0]
-        place = Where.ASYNCHRONOUS if run.is_asynchronous else Where.SERVER
-        problems = place_problems("codec", CODECS, kind, place)
+        problems = place_problems("codec", CODECS, kind, run.place)
     except UserError as error:
         raise Refusal("invalid", f"at the server, {error}, or install there what the peer has") from error
     if problems:

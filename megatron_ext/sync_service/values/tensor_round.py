@@ -13,10 +13,11 @@ import torch
 
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.delayed_nesterov import DelayedNesterov
-from megatron_ext.outer.outer_optimizer import OuterOptimizer, build_outer_optimizer
+from megatron_ext.outer.outer_optimizer import OuterOptimizer, averages_values, build_outer_optimizer
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.outer.reducers import Linear, Reducer, build_reducer, build_sparsifier
+from megatron_ext.outer.reducers.linear import Linear
+from megatron_ext.outer.reducers.reducer import Reducer
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.blocks import Block
@@ -104,9 +105,9 @@ class TensorRound:
         self._alone = alone
         self._codec = result_codec or codec
         reducing = GTAConfig() if reducing is None else reducing
-        self._is_mean = reducing.is_mean
-        self._reducer: Reducer = build_reducer(reducing)
-        self._sparsifier = build_sparsifier(reducing)
+        self._averages = averages_values(optimizer, reducing)
+        self._reducer = reducing.build()
+        self._sparsifier = self._reducer.sparsifier
         self._before = before
         self._scalars = dict(outer_scalars)
         self._merged = merged
@@ -272,7 +273,7 @@ class TensorRound:
             # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
             return self.sources.absolute or spec.name in self._merged or len(verdict.accepted) > 1
         # The mean itself, not the anchor minus the mean difference: one peer gets back what it sent.
-        return self._config.outer_optimizer == "none" and self.sources.absolute and self._is_mean
+        return self.sources.absolute and self._averages
 
     def _of_owners(
         self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool

@@ -262,7 +262,7 @@ CATALOG = Catalog.of_tensors(start_values(0))
 def test_the_values_are_where_the_formula_says_for_the_order_of_arrival(
     make_service: MakeService, momentum: float, shards: int
 ):
-    outer = {**DELAYED, "step_weights": True} if momentum else ASYNC
+    outer = {**DELAYED, "step_weights": True} if momentum else {**ASYNC, "reducer": "linear"}
     service = make_service(peers=3, **outer)
     begin(service, shards)
     with ExitStack() as stack:
