@@ -22,6 +22,7 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.optimizers.all_optimizers import OPTIMIZERS
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.outer.reducers.all_reducers import REDUCERS
 from megatron_ext.plugins import Registry
@@ -58,13 +59,14 @@ def settings_of(
     if outer.outer_optim_class is not None:
         # A class and its import path are the same choice.
         outer = dataclasses.replace(outer, outer_optim_class=outer.class_path)
-    # What is in force where none is given.
-    outer = dataclasses.replace(outer, outer_optimizer_lr=outer.learning_rate)
+    if outer.outer_optimizer_lr is None:
+        outer = dataclasses.replace(outer, outer_optimizer_lr=_default_lr(outer))
     found = {"the version of megatron_ext": __version__}
     # Another version may make other values of the same messages.
     chosen: dict[str, tuple[Registry[Any], Any]] = {
         "--local-sgd-codec": (CODECS, config.codec),
         "--local-sgd-pseudo-grad-reducer": (REDUCERS, gta.reducer),
+        "--outer-optimizer": (OPTIMIZERS, outer.outer_optimizer),
     }
     for flag, (registry, name) in chosen.items():
         package = registry.package_of(name) if isinstance(name, str) else None
@@ -76,6 +78,15 @@ def settings_of(
             if name not in MAY_DIFFER:
                 found[flag_of(entry)] = canonical(getattr(each, name))
     return found
+
+
+def _default_lr(outer: OuterOptimizerConfig) -> float | None:
+    """Return the learning rate that is in force where none is given, or where none has an effect that of sgd."""
+    try:
+        rate = outer.learning_rate
+    except (UserError, TypeError):  # that there is no such optimizer is said elsewhere
+        rate = None
+    return OuterOptimizerConfig().learning_rate if rate is None else rate
 
 
 def canonical(value: Any) -> str:

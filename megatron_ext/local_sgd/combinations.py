@@ -26,7 +26,7 @@ def method_problems(
         streaming: fragments.
         place: where the rounds are made.
     """
-    problems = outer_optimizer_problems(outer) + gta.problems(config, place) + streaming.problems(config, outer)
+    problems = outer_optimizer_problems(outer, place) + gta.problems(config, place) + streaming.problems(config, outer)
     if config.codec is not None:
         problems += place_problems("--local-sgd-codec", CODECS, config.codec, place)
     if gta.in_pairs:

@@ -57,7 +57,7 @@ class StreamingConfig(FromArgs):
             found.append(f"--local-sgd-fragments is {self.fragments}; it must be at least 1")
         elif self.fragments == 1 and self.pattern != type(self)().pattern:
             found.append("--local-sgd-fragment-pattern has no effect without --local-sgd-fragments above 1; drop it")
-        if self.fragments > 1 and not outer.is_sgd and outer.outer_optimizer != "none":
+        if self.fragments > 1 and not outer.is_sgd and not outer.is_average:
             found.append(
                 f"--local-sgd-fragments above 1 steps fragments apart, which --outer-optimizer {outer.name} "
                 "has not been tested with; use sgd or none"

@@ -58,12 +58,7 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
         found["--local-sgd-step-weight-ratio"] = config.step_weight_ratio
     if outer.outer_optim_class is not None:
         return {**found, "--outer-optim-kwargs": dict(outer.outer_optim_kwargs)}
-    if outer.outer_optimizer != "none":
-        found["--outer-optimizer-lr"] = outer.learning_rate
-    if outer.is_sgd:
-        found["--outer-optimizer-momentum"] = outer.outer_optimizer_momentum
-        found["--outer-optimizer-nesterov"] = outer.outer_optimizer_nesterov
-    return found
+    return {**found, **{f"--outer-optimizer-{name}": value for name, value in outer.arguments.items()}}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,9 +12,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config_options import ANY_TYPE, FromArgs, flag, on_off
+from megatron_ext.errors import UserError
+from megatron_ext.outer.optimizers.all_optimizers import find_optimizer
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_ext.outer.optimizers.base import OuterOptimizer
 
     OptimizerClass = type[torch.optim.Optimizer] | str
     Arguments = dict[str, Any]
@@ -60,8 +64,8 @@ class OuterOptimizerConfig(FromArgs):
     """The optimizer that applies the workers' averaged pseudo-gradient (DiLoCo, arXiv 2311.08105)."""
 
     outer_optimizer: str = "sgd"
-    """Outer optimizer: 'sgd', 'adam', 'adamw', 'none' (plain averaging of the weights), or the import path of
-    a torch optimizer class, such as mypackage.optimizers.Lion."""
+    """Outer optimizer: 'sgd', 'adam', 'adamw', 'none' (plain averaging of the weights), that of a package by its name,
+    or the import path of a torch optimizer class, such as mypackage.optimizers.Lion."""
 
     outer_optimizer_lr: float | None = flag("--outer-optimizer-lr", None, type=float)
     """Outer learning rate: 0.7 for sgd unless given; all others need one of their own, since theirs mean something
@@ -85,20 +89,30 @@ class OuterOptimizerConfig(FromArgs):
         """Return the problems of the values by themselves, one sentence each."""
         if self.outer_optim_class is not None or self.outer_optim_kwargs:
             return self._class_problems()
-        found = []
-        name, rate = self.outer_optimizer, self.outer_optimizer_lr
+        found, rate = [], self.outer_optimizer_lr
         if rate is not None and not 0 < rate <= _LARGEST_RATE:
             found.append(f"--outer-optimizer-lr is {rate}; it must be a number above 0 and at most {_LARGEST_RATE:g}")
-        if rate is not None and name == "none":
-            found.append("--outer-optimizer-lr has no effect with --outer-optimizer none; drop it")
-        if rate is None and name != "none" and not self.is_sgd:
-            found.append(f"--outer-optimizer {name} needs --outer-optimizer-lr; the default of 0.7 is for sgd only")
         if not 0 <= self.outer_optimizer_momentum < 1:
             found.append(f"--outer-optimizer-momentum is {self.outer_optimizer_momentum}; it must be in [0, 1)")
-        elif not self.is_sgd and self.outer_optimizer_momentum != type(self).outer_optimizer_momentum:
-            found.append(f"--outer-optimizer-momentum has no effect with --outer-optimizer {name}; drop it")
-        if not self.is_sgd and not self.outer_optimizer_nesterov:
-            found.append(f"--no-outer-optimizer-nesterov has no effect with --outer-optimizer {name}; drop it")
+        try:
+            kind = self.kind
+        except UserError as error:
+            return [*found, str(error)]  # what an optimizer that there is not would need is of no interest
+        if rate is None and "lr" in kind.options and kind.default_lr is None:
+            found.append(
+                f"--outer-optimizer {self.name} needs --outer-optimizer-lr; the default of 0.7 is for sgd only"
+            )
+        for option, flag_name, is_given in (
+            ("lr", "--outer-optimizer-lr", rate is not None),
+            (
+                "momentum",
+                "--outer-optimizer-momentum",
+                self.outer_optimizer_momentum != type(self).outer_optimizer_momentum,
+            ),
+            ("nesterov", "--no-outer-optimizer-nesterov", not self.outer_optimizer_nesterov),
+        ):
+            if is_given and option not in kind.options:
+                found.append(f"{flag_name} has no effect with --outer-optimizer {self.name}; drop it")
         return found
 
     def _class_problems(self) -> list[str]:
@@ -149,13 +163,40 @@ class OuterOptimizerConfig(FromArgs):
 
     @property
     def momentum(self) -> float:
-        """The momentum of SGD in force; 0 for other optimizers."""
+        """The momentum in force; 0 for an optimizer that is not given one."""
         if self.outer_optim_class is not None:
             given = self.outer_optim_kwargs.get("momentum", 0.0)
             return float(given) if self.is_sgd and isinstance(given, int | float) else 0.0
-        return self.outer_optimizer_momentum if self.is_sgd else 0.0
+        return self.outer_optimizer_momentum if "momentum" in self.kind.options else 0.0
 
     @property
-    def learning_rate(self) -> float:
-        """The learning rate in force."""
-        return 0.7 if self.outer_optimizer_lr is None else self.outer_optimizer_lr
+    def learning_rate(self) -> float | None:
+        """The learning rate in force, of an optimizer that has none but those of the command line; None without one."""
+        kind = self.kind
+        if "lr" not in kind.options:
+            return None
+        return kind.default_lr if self.outer_optimizer_lr is None else self.outer_optimizer_lr
+
+    @property
+    def kind(self) -> "type[OuterOptimizer]":
+        """The class that `outer_optimizer` asks for, whatever `outer_optim_class` does.
+
+        Raises:
+            UserError: there is none of that name, or it cannot be loaded.
+        """
+        return find_optimizer(self.outer_optimizer)
+
+    @property
+    def is_average(self) -> bool:
+        """Whether there is no outer optimizer: the weights are averaged."""
+        return self.outer_optim_class is None and self.kind.is_average
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What `kind` is made with."""
+        values = {
+            "lr": self.learning_rate,
+            "momentum": self.outer_optimizer_momentum,
+            "nesterov": self.outer_optimizer_nesterov,
+        }
+        return {name: values[name] for name in self.kind.options}

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol
 
 from megatron_ext.plugins import Registry
 
-__all__ = ["HasPlaces", "Where", "place_claims", "place_problems"]
+__all__ = ["HasPlaces", "Where", "place_claims", "place_problems", "refusal"]
 
 
 class Where(enum.Enum):
@@ -37,7 +37,12 @@ def place_problems[T: HasPlaces](said: str, registry: Registry[type[T]], name: s
         name: what it is called there.
         place: where it would work.
     """
-    reason = registry.find(name).refused_in.get(place)
+    return refusal(said, registry, name, registry.find(name), place)
+
+
+def refusal(said: str, registry: Registry[Any], name: str, kind: type[HasPlaces], place: Where) -> list[str]:
+    """Return why a class cannot work in a place, which others of a registry may; nothing where it can."""
+    reason = kind.refused_in.get(place)
     if reason is None:
         return []
     others = [own for own in registry.own_names if place not in registry.find(own).refused_in]

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig, OuterOptimizerConfig
-from megatron_ext.outer.outer_optimizer import outer_optimizer_problems, resolve_class
+from megatron_ext.outer.optimizers.all_optimizers import find_optimizer
+from megatron_ext.outer.outer_optimizer import outer_optimizer_problems
 
 
 def test_the_outer_optimizer_defaults_are_those_of_diloco():
@@ -93,7 +94,7 @@ def test_a_momentum_is_accepted_only_in_zero_to_one(momentum):
 @pytest.mark.parametrize("name", ["rmsprop", "no.such.module.Thing", "math.sqrt", "torch.nn.Linear", ""])
 def test_an_unknown_outer_optimizer_is_refused_with_the_choices(name):
     with pytest.raises(UserError, match="adamw"):
-        resolve_class(name)
+        find_optimizer(name)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,10 @@ def test_an_outer_optimizer_that_cannot_work_as_asked_is_refused_at_the_start(fi
 def test_an_import_path_names_a_torch_optimizer():
     import torch
 
-    assert resolve_class("torch.optim.Adagrad") is torch.optim.Adagrad
-    assert resolve_class("none") is None
+    made = find_optimizer("torch.optim.Adagrad")([torch.zeros(3)], lr=0.1)
+    assert isinstance(made._optimizer, torch.optim.Adagrad)
+    assert find_optimizer("torch.optim.SGD") is find_optimizer("sgd")
+    assert find_optimizer("none").is_average
 
 
 @pytest.mark.parametrize(

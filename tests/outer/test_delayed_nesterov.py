@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from megatron_ext.outer.delayed_nesterov import DelayedNesterov
-from megatron_ext.outer.outer_optimizer import OuterSGD
+from megatron_ext.outer.optimizers.delayed_nesterov import DelayedNesterov
+from megatron_ext.outer.optimizers.sgd import OuterSGD
 
 WHOLE = slice(None)
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.local_sgd import OuterOptimizerConfig
-from megatron_ext.outer.outer_optimizer import OuterSGD, build_outer_optimizer, outer_optimizer_problems
+from megatron_ext.outer.optimizers.sgd import OuterSGD
+from megatron_ext.outer.outer_optimizer import build_outer_optimizer, outer_optimizer_problems
 
 
 @given(
@@ -45,8 +46,8 @@ def test_sgd_is_torch_s_bit_for_bit_on_any_ranges(sizes, rounds, chunk, lr, mome
         ({}, {"momentum_buffer"}),
         ({"outer_optimizer_momentum": 0.0}, set()),
         ({"outer_optimizer": "none"}, set()),
-        ({"outer_optimizer": "adamw"}, {"step", "exp_avg", "exp_avg_sq"}),
-        ({"outer_optimizer": "torch.optim.Adagrad"}, {"step", "sum"}),
+        ({"outer_optimizer": "adamw", "outer_optimizer_lr": 0.7}, {"step", "exp_avg", "exp_avg_sq"}),
+        ({"outer_optimizer": "torch.optim.Adagrad", "outer_optimizer_lr": 0.7}, {"step", "sum"}),
     ],
 )
 def test_a_state_continues_in_another_optimizer_without_sharing_memory(config, states):
@@ -153,7 +154,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monk
 
 @pytest.mark.parametrize("name", ["sgd", "none", "adam", "adamw", "torch.optim.RMSprop"])
 def test_a_rank_that_owns_nothing_has_an_outer_optimizer_too(name):
-    optimizer = build_outer_optimizer(OuterOptimizerConfig(outer_optimizer=name), [])
+    optimizer = build_outer_optimizer(OuterOptimizerConfig(outer_optimizer=name, outer_optimizer_lr=0.1), [])
     assert all(tensors == [] for tensors in optimizer.tensor_state().values())
     assert optimizer.scalar_state() == {}
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
-from megatron_ext.outer.outer_optimizer import OuterOptimizer
+from megatron_ext.outer.optimizers.base import OuterOptimizer
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducers.reducer import Reducer, Sparsifier
 from megatron_ext.outer.weighted_sum import weighted_mean

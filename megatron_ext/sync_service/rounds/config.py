@@ -262,7 +262,7 @@ class RunConfig:
         ):
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
-        found += _as_fields(outer_optimizer_problems(self.outer), OuterOptimizerConfig, _OUTER)
+        found += _as_fields(outer_optimizer_problems(self.outer, self.place), OuterOptimizerConfig, _OUTER)
         found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
         reducing = self.reducing.type_problems() or self.reducing.problems(self._guards, self.place)
         found += _as_fields(reducing, GTAConfig, _REDUCER)
@@ -283,7 +283,7 @@ class RunConfig:
             f"{name} cannot be combined with rounds: asynchronous yet, where no two contributions meet; drop it"
             for name in self._given("merge_interval", *_PENALTY)
         ]
-        if self.outer_optimizer not in ("none", "sgd") or not self.outer_optimizer_nesterov:
+        if self.outer_optimizer == "sgd" and not self.outer_optimizer_nesterov:
             found.append(
                 "rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd (with "
                 "outer_optimizer_momentum 0 for none of it) or none"

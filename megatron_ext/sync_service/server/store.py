@@ -156,7 +156,7 @@ class RunStore:
                 "peers": config.peers,
                 "quorum": config.policy.quorum,
                 "outer_optimizer": config.outer_optimizer,
-                "outer_optimizer_lr": config.outer.learning_rate if config.outer_optimizer != "none" else None,
+                "outer_optimizer_lr": config.outer.learning_rate,
                 "outer_optimizer_momentum": config.outer.momentum,
             }
         )

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ext.outer.config import OuterOptimizerConfig
-from megatron_ext.outer.delayed_nesterov import DelayedNesterov
-from megatron_ext.outer.outer_optimizer import OuterOptimizer, averages_values, build_outer_optimizer
+from megatron_ext.outer.optimizers.base import OuterOptimizer
+from megatron_ext.outer.outer_optimizer import averages_values, build_outer_optimizer
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.outer.reducers.linear import Linear
@@ -346,13 +346,7 @@ class TensorRound:
     def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
         if self._alone is None:
             return build_outer_optimizer(self._config, anchors)
-        has_optimizer = self._config.outer_optimizer != "none"
-        return DelayedNesterov(
-            anchors,
-            lr=self._config.learning_rate if has_optimizer else 1.0,
-            momentum=self._config.outer_optimizer_momentum if has_optimizer else 0.0,
-            count=self._alone.per_step,
-        )
+        return self._config.kind.of_contributions(anchors, count=self._alone.per_step, **self._config.arguments)
 
 
 def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from megatron_ext.outer.delayed_nesterov import DelayedNesterov
+from megatron_ext.outer.optimizers.delayed_nesterov import DelayedNesterov
 from megatron_ext.sync_service.peer.client import Report, SyncClient
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.refusal import Refusal

@@ -9,7 +9,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import lossy_codecs
-from megatron_ext.outer.outer_optimizer import OuterSGD
+from megatron_ext.outer.optimizers.sgd import OuterSGD
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import SHAPES, digest, start_values, trained

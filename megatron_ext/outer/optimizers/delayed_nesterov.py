@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from megatron_ext.outer.optimizers.base import OuterOptimizer
+
 __all__ = ["DelayedNesterov"]
 
 _COUNT = "contributions"
@@ -19,10 +21,10 @@ _GATHERED = "gathered"
 _MOMENTUM = "momentum_buffer"
 
 
-class DelayedNesterov:
+class DelayedNesterov(OuterOptimizer):
     """Nesterov's momentum that is applied with every N-th pseudo-gradient. A step is of a whole anchor."""
 
-    elementwise = False
+    name = "delayed-nesterov"
 
     def __init__(self, anchors: Sequence[torch.Tensor], *, lr: float, momentum: float, count: int) -> None:
         """Take what is moved.
