@@ -15,6 +15,7 @@ class Fp32Codec(Codec):
 
     name = "fp32"
     grid = 1
+    is_cast = True
     dtype = torch.float32
 
     def nbytes(self, numel: int) -> int:
@@ -34,6 +35,7 @@ class CastCodec(Codec):
     """Values as 16-bit floating-point numbers, of the type that a subclass has."""
 
     grid = 1
+    is_cast = True
 
     def __init__(self) -> None:
         self._largest = torch.finfo(self.dtype).max

@@ -30,10 +30,14 @@ class Codec(ABC):
 
     grid: int
     """How many elements in a row are coded together, counted from the first one that is given; 1 where every value is
-    coded by itself, whatever stands beside it, and what it decodes to is coded without loss."""
+    coded by itself, whatever stands beside it, and what it decodes to, and the opposite of that, without loss."""
 
     dtype: torch.dtype
     """A type that holds what it decodes to."""
+
+    is_cast: ClassVar[bool] = False
+    """Whether the bytes are the numbers of `dtype` as memory has them, so that what is kept as these is coded already.
+    """
 
     takes_density: ClassVar[bool] = False
     """Whether it is made with the fraction of the values that it keeps, in (0, 1], or without for its own default."""

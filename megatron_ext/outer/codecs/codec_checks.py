@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from megatron_ext.outer.codecs.codec import LARGEST_GRID, Codec
+from megatron_ext.outer.codecs.codec import LARGEST_GRID, Codec, as_bytes
 from megatron_ext.outer.places import Where, place_claims
 
 __all__ = ["codec_problems"]
@@ -71,10 +71,15 @@ def _coding_problems(codec: Codec) -> list[str]:
     parts = [codec.decode(codec.encode(part), part.numel()) for part in torch.split(values, grid)]
     if not _same(torch.cat(parts), decoded):
         return [f"parts of {grid} elements, which is its grid, decode to other values by themselves than all at once"]
-    if grid == 1 and not _same(codec.decode(codec.encode(decoded), decoded.numel()), decoded):
-        return ["what it decodes to is not coded without loss, which a grid of 1 promises"]
+    for again in (decoded, -decoded) if grid == 1 else ():
+        if not _same(codec.decode(codec.encode(again), again.numel()), again):
+            return ["what it decodes to, or its opposite, is not coded without loss, which a grid of 1 promises"]
+    if codec.decode(codec.encode(torch.zeros(grid)), grid).view(torch.int32).any():
+        return ["zeros do not decode to zeros, which are not sent at all"]
     if not _same(decoded.to(codec.dtype).float(), decoded):
         return [f"its dtype, {codec.dtype}, does not hold what it decodes to"]
+    if codec.is_cast and not (grid == 1 and torch.equal(coded, as_bytes(decoded.to(codec.dtype)))):
+        return [f"it does not cast: its bytes are not those of {codec.dtype}; let is_cast be False"]
     for special in (math.nan, math.inf, -math.inf):
         values[grid] = special
         if codec.decode(codec.encode(values), values.numel()).isfinite().all():

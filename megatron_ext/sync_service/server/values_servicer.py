@@ -308,7 +308,7 @@ def _frames(
         codec = "fp32"
     source = spec.name if codec == "fp32" else state_name(UPDATE, spec.name)
     cuts = [(offset, count) for offset, count in cut(box.numel, FRAME_BYTES) if offset >= skip]
-    is_coded = codec_of(codec).grid == 1 and snapshot.dtype(source) == kept_as(codec)
+    is_coded = codec_of(codec).is_cast and snapshot.dtype(source) == kept_as(codec)
     for offset, count in cuts:
         if first is None:
             values = snapshot.read_box(source, box, offset, count).float()

@@ -72,6 +72,36 @@ class Shrinks(Bf16Codec):
         return super().decode(data, numel) * 0.7
 
 
+class Lopsided(Bf16Codec):
+    """Rounds negative numbers to fewer bits."""
+
+    name = "lopsided"
+    is_cast = False
+
+    def encode(self, values):
+        rounded = super().encode(values).view(torch.int16)
+        return torch.where(rounded < 0, rounded & ~3, rounded).view(torch.uint8)
+
+
+class Offset(Int8Codec):
+    name = "offset"
+
+    def decode(self, data, numel):
+        return super().decode(data, numel) + 0.5
+
+
+class NoCast(Bf16Codec):
+    """Has its bytes the other way round."""
+
+    name = "no-cast"
+
+    def encode(self, values):
+        return super().encode(values).view(-1, 2).flip(1).reshape(-1)
+
+    def decode(self, data, numel):
+        return super().decode(data.view(-1, 2).flip(1).reshape(-1), numel)
+
+
 class Narrow(Int8Codec):
     name = "narrow"
     dtype = torch.bfloat16
@@ -91,6 +121,7 @@ class Huge(Int8Codec):
 
 class Fat(Bf16Codec):
     name = "fat"
+    is_cast = False
     dtype = torch.float32
 
     def nbytes(self, numel):
@@ -158,7 +189,10 @@ def test_so_does_one_that_says_where_it_does_not_work_or_takes_a_density(kind):
         (Aligned, "decode gives other values where the bytes begin at an odd address; see codec.as_numbers"),
         (FineGrid, "parts of 64 elements, which is its grid, decode to other values by themselves than all at once"),
         (NoGrid, "parts of 1 elements, which is its grid, decode to other values by themselves than all at once"),
-        (Shrinks, "what it decodes to is not coded without loss, which a grid of 1 promises"),
+        (Shrinks, "what it decodes to, or its opposite, is not coded without loss, which a grid of 1 promises"),
+        (Lopsided, "what it decodes to, or its opposite, is not coded without loss, which a grid of 1 promises"),
+        (Offset, "zeros do not decode to zeros, which are not sent at all"),
+        (NoCast, "it does not cast: its bytes are not those of torch.bfloat16; let is_cast be False"),
         (Narrow, "its dtype, torch.bfloat16, does not hold what it decodes to"),
         (Hides, "nan decodes to a finite value, which hides that a worker has diverged"),
         (Huge, "its grid is 2097152, and a frame holds at most 1048576 elements; repair that, or put synchronous"),
