@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.desk import Desk
+from tests.sync_service.conftest import make_service, zygote  # noqa: F401  # fixtures
 
 
 @pytest.fixture

@@ -20,7 +20,6 @@ from tests.support.corpus import make
 from tests.support.distributed import REPOSITORY
 from tests.support.pretrain import run_pretrain
 from tests.support.processes import SESSION_MARK, session_processes
-from tests.sync_service.conftest import make_service, zygote  # noqa: F401  # fixtures
 from tests.sync_service.service import Service
 
 SCRIPT = REPOSITORY / "examples" / "spes" / "quickstart.sh"
@@ -49,7 +48,7 @@ def quickstart() -> ModuleType:
 def test_the_peers_train_and_their_logs_and_the_journal_are_understood(
     tmp_path: Path,
     quickstart: ModuleType,
-    make_service: Callable[..., Service],  # noqa: F811  # the fixture
+    make_service: Callable[..., Service],  # the fixture
 ) -> None:
     plan = quickstart.Plan(output=tmp_path, schedule=quickstart.Schedule(iterations=100))
     (tmp_path / "text").mkdir()

@@ -7,6 +7,10 @@ from pathlib import Path
 
 from megatron_ext.hooks import Event, Feature
 from megatron_ext.hooks.concerns import CONCERNS
+from megatron_ext.outer.codecs.all_codecs import CODECS, lossy_codecs
+from megatron_ext.outer.optimizers.all_optimizers import OPTIMIZERS
+from megatron_ext.outer.places import Where
+from megatron_ext.outer.reducers.all_reducers import REDUCERS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = (REPOSITORY / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -55,3 +59,41 @@ def test_what_is_quoted_of_the_example_is_there():
     assert entry in TEXT and entry in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8").splitlines()
     source = (EXAMPLE / "megatron_ext_example" / "parameter_norm.py").read_text(encoding="utf-8")
     assert f"a whole one in {len(source.splitlines())} lines" in TEXT and "--parameter-norm-interval" in source
+
+
+def test_every_registry_is_in_the_table_with_its_group_and_every_place_is_named():
+    table = TEXT[TEXT.index("## A reducer, a codec") :].split("\n\n")[2]
+    groups = re.findall(r"^\| (reducer|codec|outer optimizer) \|.*\| `([\w.]+)` \|$", table, re.MULTILINE)
+    assert [group for _, group in groups] == [registry.group for registry in (REDUCERS, CODECS, OPTIMIZERS)]
+    said = re.search(r"The places are (.+?), in \[places", TEXT)
+    assert said is not None and re.findall(r"`(\w+)`", said[1]) == [place.name for place in Where]
+
+
+def test_the_example_package_has_an_entry_for_each_file_that_the_page_names():
+    project = (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
+    named = re.findall(r"examples/extension/megatron_ext_example/(\w+)\.py", TEXT)
+    assert sorted(set(named)) == ["coordinate_median", "fp24", "parameter_norm"]
+    assert all(f'"megatron_ext_example.{name}:' in project for name in named)
+    assert 'median = "megatron_ext_example.coordinate_median:CoordinateMedian"' in project
+    assert "    median = " in TEXT
+
+
+def lines_with(page: str, beginning: str) -> str:
+    """Return the first line of a page with a beginning."""
+    text = (REPOSITORY / page).read_text(encoding="utf-8")
+    return next(line for line in text.splitlines() if line.startswith(beginning))
+
+
+def test_pages_list_the_names_of_the_registries():
+    flag = lines_with("README.md", "`--local-sgd-codec ")
+    assert flag.split("`")[1].split()[1].split("|") == list(lossy_codecs())
+    assert re.findall(r"`([a-z0-9]+)`", lines_with("docs/sync-service-reference.md", "| `--sync-service-codec`")) == [
+        "fp32",
+        *CODECS.own_names,
+    ]
+    page = (REPOSITORY / "docs" / "local-sgd.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in page.split("| codec |")[1].split("\n\n")[0].splitlines()[2:]]
+    assert [name for cell in cells for name in re.findall(r"`(\w+)`", cell)] == list(lossy_codecs())
+    reducers = lines_with("README.md", "| `--local-sgd-pseudo-grad-reducer`")
+    assert re.findall(r"`([a-z]+)`", reducers) == list(REDUCERS.own_names)
+    assert all(f"`{name}`" in lines_with("README.md", "| `--outer-optimizer`") for name in OPTIMIZERS.own_names)
