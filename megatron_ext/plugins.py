@@ -97,14 +97,6 @@ class Registry[T]:
         """
         return (*self._own, *self._by_name())
 
-    def has(self, name: str) -> bool:
-        """Return whether a name stands for something.
-
-        Raises:
-            UserError: as `names`, unless it is this package's own.
-        """
-        return name in self._own or name in self._by_name()
-
     def find(self, name: str) -> T:
         """Return what a name stands for.
 

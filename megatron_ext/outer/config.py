@@ -172,7 +172,9 @@ class OuterOptimizerConfig(FromArgs):
     @property
     def learning_rate(self) -> float | None:
         """The learning rate in force, of an optimizer that has none but those of the command line; None without one."""
-        kind = self.kind
+        return self._rate_of(self.kind)
+
+    def _rate_of(self, kind: "type[OuterOptimizer]") -> float | None:
         if "lr" not in kind.options:
             return None
         return kind.default_lr if self.outer_optimizer_lr is None else self.outer_optimizer_lr
@@ -194,9 +196,10 @@ class OuterOptimizerConfig(FromArgs):
     @property
     def arguments(self) -> dict[str, Any]:
         """What `kind` is made with."""
+        kind = self.kind
         values = {
-            "lr": self.learning_rate,
+            "lr": self._rate_of(kind),
             "momentum": self.outer_optimizer_momentum,
             "nesterov": self.outer_optimizer_nesterov,
         }
-        return {name: values[name] for name in self.kind.options}
+        return {name: values[name] for name in kind.options}

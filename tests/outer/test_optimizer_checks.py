@@ -34,7 +34,7 @@ class HeavyBall(OuterOptimizer):
         return {"buffer": self._buffers}
 
     def load(self, tensors, scalars):
-        for buffer, loaded in zip(self._buffers, tensors["buffer"], strict=True):
+        for buffer, loaded in zip(self._buffers, tensors.get("buffer", self._buffers), strict=True):
             buffer.copy_(loaded)
 
 
@@ -67,6 +67,13 @@ class Forgets(HeavyBall):
 
     def load(self, tensors, scalars):
         pass
+
+
+class WantsAState(HeavyBall):
+    name = "wants-a-state"
+
+    def load(self, tensors, scalars):
+        super().load({"buffer": tensors["buffer"]}, scalars)
 
 
 class TakesAName(HeavyBall):
@@ -129,6 +136,7 @@ def test_so_does_one_that_was_written_for_torch():
         (ByNorm, "it is elementwise, but makes another step range by range than of the whole anchor"),
         (Shaken, "it makes another step the second time; workers would drift apart"),
         (Forgets, "after load it makes another step than the one whose state it was; a resumed run would differ"),
+        (WantsAState, "load wants 'buffer' also before the first step, when there is no state; start from rest then"),
         (TakesAName, "it calls a state 'exact', which is the name of something else in checkpoints; rename it"),
         (Doubles, "its state 'buffer' is not an fp32 tensor of the shape of every anchor"),
         (Decays, "its options have 'weight_decay'; the options are lr, momentum, nesterov"),

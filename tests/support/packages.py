@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 
-def write_package(folder: Path, group: str, package: str, code: str, value: str, name: str = "") -> None:
+def write_package(
+    folder: Path, group: str, package: str, code: str, value: str, name: str = "", version: str = "1.0"
+) -> None:
     """Write a package of one module with one entry point.
 
     Args:
@@ -16,11 +18,12 @@ def write_package(folder: Path, group: str, package: str, code: str, value: str,
         code: of the module.
         value: of the entry point.
         name: of the entry point; the package's unless given.
+        version: of the package.
     """
     (folder / f"{package}.py").write_text(code)
-    info = folder / f"{package}-1.0.dist-info"
+    info = folder / f"{package}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(f"[megatron_ext.{group}]\n{name or package} = {value}\n")
 
 

@@ -39,10 +39,13 @@ def find_optimizer(name: str) -> type[OuterOptimizer]:
     Raises:
         UserError: the name is neither known nor the import path of a torch optimizer class.
     """
+    if name in _OWN:  # of which a server makes one per block
+        found: type[OuterOptimizer] = OPTIMIZERS.find(name)
+        return found
     # Late, like what the names stand for: a list of names does not need torch.
     from megatron_ext.outer.optimizers.torch_optimizers import imported, of_torch
 
-    if OPTIMIZERS.has(name):
+    if name in OPTIMIZERS.names():
         return of_torch(OPTIMIZERS.find(name), f"--outer-optimizer {name!r}")
     choices = f"use one of {', '.join(OPTIMIZERS.names())} or the import path of a torch optimizer class"
     if "." not in name:

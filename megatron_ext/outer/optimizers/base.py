@@ -91,7 +91,10 @@ class OuterOptimizer(ABC):
 
     @abstractmethod
     def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, float]) -> None:
-        """Take over what `tensor_state` and `scalar_state` returned, into memory of its own; the rest starts afresh."""
+        """Take over what `tensor_state` and `scalar_state` returned, into memory of its own.
+
+        Before the first step of a tensor there is nothing of it; what is not there starts from rest.
+        """
 
 
 def like(anchor: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,15 @@ def _step_problems(kind: type[OuterOptimizer], options: dict[str, Any]) -> list[
         twin.step(0, whole, own.clone())
         if not torch.equal(again[0], moved):
             return ["it makes another step the second time; workers would drift apart"]
+    fresh_anchors = _start()
+    fresh: Any = kind(fresh_anchors, **options)
+    try:
+        fresh.load({}, {})
+    except LookupError as error:
+        return [f"load wants {error} also before the first step, when there is no state; start from rest then"]
+    fresh.step(0, whole, own.clone())
+    if not torch.equal(fresh_anchors[0], moved):
+        return ["load without a state does not leave it at rest"]
     tensors = made.tensor_state()
     for state, held in tensors.items():
         if state in TAKEN:

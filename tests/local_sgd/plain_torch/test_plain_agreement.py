@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers without Megatron that were not told or given the same are refused together, and none is left waiting."""
 
+import os
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +11,7 @@ import torch.distributed as dist
 from tests.local_sgd.engines import pairs
 from tests.local_sgd.plain_runs import model, said_by, train, wrapped
 from tests.support.distributed import run_ranks
+from tests.support.packages import write_package
 
 TIMEOUT = 60.0
 
@@ -231,3 +235,19 @@ def test_groups_that_count_workers_in_different_orders_are_refused():
 def test_ranks_of_a_worker_need_the_same_layers():
     for said in run_ranks(other_layers_inside, 4, timeout=TIMEOUT):
         assert "the ranks of worker 0 have parameters of other layers: 0, 1 on rank 1, 0 on rank 0; all ranks" in said
+
+
+def with_another_version(folder, versions):
+    """Return what ranks are told of which the second one has another version of a package."""
+    sys.path.insert(0, f"{folder}/{versions[int(os.environ['RANK'])]}")
+    dist.init_process_group("gloo")
+    return said_by(lambda: wrapped(torch.optim.SGD(model().parameters(), lr=0.1), codec="their-cast"))
+
+
+def test_other_versions_of_a_packages_codec_are_refused_on_all_ranks(tmp_path):
+    code = "from megatron_ext.outer.codecs.cast import Bf16Codec\n\nclass Own(Bf16Codec):\n    name = 'their-cast'\n"
+    for version in ("1.0", "2.0"):
+        (tmp_path / version).mkdir()
+        write_package(tmp_path / version, "codecs", "their_cast", code, "their_cast:Own", "their-cast", version)
+    for said in run_ranks(with_another_version, 2, str(tmp_path), ["1.0", "2.0"]):
+        assert "the package of codec is their_cast 1.0 on worker 0 and their_cast 2.0 on worker 1; give all" in said

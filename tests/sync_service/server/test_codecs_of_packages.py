@@ -78,9 +78,7 @@ def test_a_server_with_another_version_says_so(make_service: MakeService, theirs
     service = make_service()
     newer = tmp_path / "newer"
     newer.mkdir()
-    write_package(newer, "codecs", "their_cast", CODEC, "their_cast:Own", "their-cast")
-    metadata = newer / "their_cast-1.0.dist-info" / "METADATA"
-    metadata.write_text(metadata.read_text().replace("Version: 1.0", "Version: 2.0"))
+    write_package(newer, "codecs", "their_cast", CODEC, "their_cast:Own", "their-cast", "2.0")
     service.packages = str(newer)
     service.start()
     said = "codec 'their-cast' comes from their_cast 1.0 at the peer and from their_cast 2.0 at the server; install"
