@@ -16,7 +16,10 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
 from megatron_ext.hot_switch.model_config import circumstance_of
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
+from megatron_ext.hot_switch.strategies.guest_experts import experts_fit, experts_of_guest
+from megatron_ext.hot_switch.strategies.pipeline_stages import stage_flags, stages_of_guest, stages_of_home
 from megatron_ext.hot_switch.strategies.strategy import Strategy
+from megatron_ext.hot_switch.strategies.strategy_checks import sizes_are_usable
 from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
 from megatron_ext.options import refusals
@@ -112,6 +115,7 @@ def strategies_of(args: Any) -> StrategyList:
         )
         for strategy in parsed
     ]
+    strategies = _for_guests(args, strategies, problems)
     return check_strategies(
         strategies,
         config.hot_switch_bucket_sizes or (),
@@ -121,6 +125,21 @@ def strategies_of(args: Any) -> StrategyList:
         shape=_shape_of(args),
         problems=problems,
     )
+
+
+def _for_guests(args: Any, strategies: list[Strategy | None], problems: list[str]) -> list[Strategy | None]:
+    """Return the strategies with what Megatron's options say about home alone, and with what guests have then."""
+    home = strategies[0] if strategies else None
+    if home is None or not args.num_layers or not all(sizes_are_usable(each) for each in strategies if each):
+        return strategies  # there is something else to complain about
+    about = {"has_experts": bool(args.num_experts), "stages_before_replicas": args.use_tp_pp_dp_mapping}
+    strategies = [home, *(each and experts_of_guest(each, home, **about) for each in strategies[1:])]
+    try:
+        home = stages_of_home(home, args)
+    except ParamsError as error:
+        problems.append(f"strategy {home.label}: {error}")
+        return strategies
+    return [home, *(each and stages_of_guest(each, home, args.num_layers) for each in strategies[1:])]
 
 
 def _from_file(args: Any, path: Path) -> StrategyList:
@@ -196,6 +215,10 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
     args.sequence_parallel = home.sequence_parallel
     args.micro_batch_size = home.micro_batch_size
     args.num_virtual_stages_per_pipeline_rank = home.vpp if home.vpp > 1 else None
+    args.pipeline_model_parallel_layout = home.stages_text
+    if home.stages_text is not None:
+        args.num_virtual_stages_per_pipeline_rank = None  # the text says it
+    args.microbatch_group_size_per_vp_stage = home.micro_batch_group
     args.decoder_first_pipeline_num_layers = home.first_stage_layers
     args.decoder_last_pipeline_num_layers = home.last_stage_layers
     args.expert_model_parallel_size, args.expert_tensor_parallel_size = home.ep, home.etp
@@ -211,6 +234,7 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
             for which, count in (("first", home.first_stage_layers), ("last", home.last_stage_layers))
             if count is not None
         )
+        + ("" if home.stages_text is None else f"--pipeline-model-parallel-layout '{home.stages_text}', ")
         + f"expert parallel size {home.ep}, recompute {home.recompute}"
     ]
 
@@ -283,6 +307,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
                 ("--recompute-granularity", "each strategy's recompute", args.recompute_granularity),
                 ("--expert-model-parallel-size", "each strategy's ep", args.expert_model_parallel_size != 1),
                 ("--expert-tensor-parallel-size", "each strategy's etp", args.expert_tensor_parallel_size),
+                *((flag, f"home's {field}", True) for flag, field in stage_flags(args).items()),
             )
             if given
         ]
@@ -309,6 +334,14 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
         ]
     if args.num_experts and args.add_bias_linear:
         problems += _expert_bias_problems(args, listed.strategies)
+    if args.use_tp_pp_dp_mapping:
+        problems += [
+            f"strategy {strategy.label}: with --use-tp-pp-dp-mapping Megatron needs as many replicas of experts as of "
+            f"the rest where there are several stages, but etp*ep is {strategy.expert_tp * strategy.ep} and tp*cp is "
+            f"{strategy.tp * strategy.cp}; make them equal, or drop --use-tp-pp-dp-mapping"
+            for strategy in listed.strategies
+            if not experts_fit(strategy, stages_before_replicas=True)
+        ]
     if config.hot_switch_attention == "rows":
         problems += [
             f"strategy {strategy.label}: --hot-switch-attention rows needs whole rows, which context parallelism cuts; "

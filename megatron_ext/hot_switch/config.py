@@ -25,7 +25,9 @@ class HotSwitchConfig(FromArgs):
     """Strategies as DP,TP,PP, each for all ranks. The first one is home: it owns the optimizer's state and trains
     the longest sequences, and --tensor-model-parallel-size and --pipeline-model-parallel-size are taken from it. The
     others are guests in the order in which they run, shortest sequences first. With one strategy nothing switches.
-    --context-parallel-size and the expert parallel sizes hold for all of them."""
+    --context-parallel-size holds for all of them, Megatron's options on pipeline stages for those with as many stages
+    as home (others have one chunk per stage, as even as the layers divide), and the expert parallel sizes for those
+    whose ranks they fit (others have the nearest that do)."""
 
     hot_switch_bucket_sizes: list[int] | None = None
     """Bounds of the sequence lengths, from --seq-length down to 0, one more than strategies. A strategy trains the
@@ -33,7 +35,8 @@ class HotSwitchConfig(FromArgs):
 
     hot_switch_strategy_file: str | None = None
     """The same as a YAML file, in which each strategy can also have cp, vpp, ep, etp, first_stage_layers,
-    last_stage_layers, sequence_parallel, micro_batch_size and recompute of its own; home's are taken for the run's."""
+    last_stage_layers, stage_layers, micro_batch_group, sequence_parallel, micro_batch_size and recompute of its own;
+    home's are taken for the run's."""
 
     hot_switch_gpus_per_node: int = 8
     """Ranks of a node, for the choice of who sends in a switch: of several ranks that hold the same part, one on the

@@ -16,6 +16,7 @@ from megatron_ext.options.common_verdicts import (
     NO_TE_ON_CPU,
     OPEN,
     SAME,
+    STRATEGIES,
     UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
@@ -26,6 +27,7 @@ from megatron_ext.options.verdict import needs_gpu, refused, tested
 __all__ = ["RANK_GROUPS"]
 
 _GTP = refused("Megatron does not combine it with groups inside the data-parallel dimension")
+_STAGES = tested(f"{STRATEGIES}test_stages.py::test_stages_of_the_command_line_are_homes")
 
 
 def _splits_sequences(args: Any) -> bool:
@@ -64,7 +66,7 @@ RANK_GROUPS = (
         "--use-tp-pp-dp-mapping",
         cpu=tested(f"{BACKENDS}test_cpu_layouts.py::test_the_order_of_ranks_does_not_matter"),
         local_sgd=UNTRIED,
-        hot_switch=refused("strategies number their ranks in Megatron's default order"),
+        hot_switch=tested(f"{STRATEGIES}test_stages.py::test_stages_before_replicas_change_nothing"),
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -181,9 +183,7 @@ RANK_GROUPS = (
         given("microbatch_group_size_per_vp_stage"),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused(
-            "a step may have fewer micro-batches than that", "drop it: groups are as large as the pipeline has stages"
-        ),
+        hot_switch=_STAGES,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -198,11 +198,7 @@ RANK_GROUPS = (
         lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused(
-            "each strategy has its own",
-            "drop --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank, "
-            "and give vpp in --hot-switch-strategy-file",
-        ),
+        hot_switch=_STAGES,
         sync_service=AS_ANY_JOB,
         flags=("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
     ),
@@ -217,10 +213,7 @@ RANK_GROUPS = (
         ),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused(
-            "each strategy has its own",
-            "drop what says so, and give first_stage_layers and last_stage_layers in --hot-switch-strategy-file",
-        ),
+        hot_switch=_STAGES,
         sync_service=AS_ANY_JOB,
         flags=(
             "--decoder-first-pipeline-num-layers",

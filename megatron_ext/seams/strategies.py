@@ -188,7 +188,15 @@ def _workers(given: dict[str, Any], workers: int) -> list[list[int]]:
     """Return the ranks of each worker, ascending: contiguous slices of home's data-parallel dimension."""
     tp, pp = given.get("tensor_model_parallel_size", 1), given.get("pipeline_model_parallel_size", 1)
     cp, ranks = given.get("context_parallel_size", 1), dist.get_world_size()
-    home = Layout(tp=tp, pp=pp, cp=cp, dp=ranks // (tp * pp * cp), order=given.get("order", DEFAULT_ORDER))
+    home = Layout(
+        tp=tp,
+        pp=pp,
+        cp=cp,
+        ep=given.get("expert_model_parallel_size", 1),
+        etp=given.get("expert_tensor_parallel_size"),
+        dp=ranks // (tp * pp * cp),
+        order=given.get("order", DEFAULT_ORDER),
+    )
     places = [home.coordinates(rank).dp * workers // home.dp for rank in range(ranks)]
     return [[rank for rank in range(ranks) if places[rank] == worker] for worker in range(workers)]
 

@@ -47,7 +47,7 @@ bucket_sizes: [32, 16, 8, 0]
 strategies:
   - {dp: 1, tp: 2, pp: 2, vpp: 2, first_stage_layers: 4, sequence_parallel: true, recompute: full}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2}
-  - {dp: 2, tp: 1, pp: 2, vpp: 2, last_stage_layers: 4, recompute: selective}
+  - {dp: 2, tp: 1, pp: 2, vpp: 2, stage_layers: [1, 2, 3, 0], micro_batch_group: 3, recompute: selective}
 """
 
 

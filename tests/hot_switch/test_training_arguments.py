@@ -22,8 +22,6 @@ NOT_WITH_IT = {
     "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.0,
     "hierarchical_context_parallel_sizes": [1, 1],
-    "num_virtual_stages_per_pipeline_rank": 2,
-    "decoder_first_pipeline_num_layers": 1,
     "use_local_sgd": True,
     "local_sgd_workers": 1,
     "local_sgd_sync_in_forward": True,
@@ -48,7 +46,6 @@ NOT_WITH_IT = {
     "check_for_spiky_loss": True,
     "distribute_saved_activations": True,
     "overlap_moe_expert_parallel_comm": True,
-    "microbatch_group_size_per_virtual_pipeline_stage": 4,
     "fine_grained_activation_offloading": True,
     "use_te_activation_func": True,
 }
@@ -69,12 +66,18 @@ CASES = {
         [],
     ),
     "experts under tensor parallelism": (
-        arguments(["2,1,1", "1,2,1"], [32, 8, 0], num_experts=2),
+        arguments(["1,2,1", "2,1,1"], [32, 8, 0], num_experts=2),
         [
             "strategy 1,2,1: Megatron trains experts under tensor parallelism only with sequence parallelism",
             "strategy 1,2,1: Megatron does not train experts with biases on etp = 2 ranks; use etp 1, or give",
             "strategy 2,1,1: Megatron does not train experts with biases without expert parallelism on its local",
         ],
+    ),
+    "guests of home's experts": (
+        arguments(
+            ["2,1,1", "1,2,1"], [32, 8, 0], num_experts=2, expert_model_parallel_size=2, disable_bias_linear=True
+        ),
+        [],
     ),
     "experts with biases that Megatron trains": (
         arguments(["2,1,1", "1,1,2"], [32, 8, 0], num_experts=2, transformer_impl="transformer_engine"),
@@ -108,6 +111,39 @@ CASES = {
     "layers": (
         arguments(["1,1,2", "2,1,1"], [32, 8, 0], num_layers=3),
         ["3 layers cannot be divided over pp*vpp = 2 chunks"],
+    ),
+    "stages of a pipeline of one": (
+        arguments(*HOME_AND_GUEST, num_virtual_stages_per_pipeline_rank=2, decoder_first_pipeline_num_layers=1),
+        [
+            "strategy 1,2,1: a pipeline of one stage has nothing to divide unevenly; change "
+            "--num-virtual-stages-per-pipeline-rank, --decoder-first-pipeline-num-layers"
+        ],
+    ),
+    "a list of stages that is none": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], pipeline_model_parallel_layout="Et|tx"),
+        ["strategy 1,1,2: Invalid layer character: x", "change --pipeline-model-parallel-layout"],
+    ),
+    "a list of too few stages": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], pipeline_model_parallel_layout="Et|t|L"),
+        ["strategy 1,1,2: the layout has 3 stages, which 2 pipeline ranks cannot share; change --pipeline-model"],
+    ),
+    "a list of other layers": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], pipeline_model_parallel_layout="Ettt|L"),
+        ["strategy 1,1,2 layers3-0: stage_layers adds up to 3, but the model has 2 layers"],
+    ),
+    "chunks that do not divide": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], num_layers_per_virtual_pipeline_stage=3),
+        ["strategy 1,1,2: 2 layers cannot be cut into chunks of that size on 2 stages; change --num-layers"],
+    ),
+    "experts of stages before replicas": (
+        arguments(
+            ["2,1,2", "4,1,1"],
+            [32, 8, 0],
+            use_tp_pp_dp_mapping=True,
+            num_experts=2,
+            expert_model_parallel_size=2,
+        ),
+        ["strategy 2,1,2 ep2: with --use-tp-pp-dp-mapping Megatron needs as many replicas of experts as of the rest"],
     ),
     "rows of sequence parallelism": (
         arguments(["2,1,1", "1,2,1"], [32, 9, 0], sequence_parallel=True),
@@ -146,8 +182,6 @@ CASES = {
                     "--moe-router-load-balancing-type quantile_balancing or sinkhorn",
                 ),
                 *(
-                    "virtual pipeline stages",
-                    "uneven pipeline stages",
                     "--local-sgd-sync-in-forward",
                     "--dataloader-type",
                 ),
@@ -156,7 +190,6 @@ CASES = {
                 *("--transformer-impl inference_optimized", "--tp-comm-overlap", "--log-max-attention-logit"),
                 *("--moe-routing-trace-path", "--logits-load-dir", "--check-for-spiky-loss"),
                 *("--distribute-saved-activations", "--overlap-moe-expert-parallel-comm"),
-                "--microbatch-group-size-per-virtual-pipeline-stage",
                 "--fp8-format, --fp4-format or --te-precision-config-file",
                 "--cpu-offloading-num-layers or --fine-grained-activation-offloading",
                 *("--te-rng-tracker", "--use-te-activation-func"),
@@ -209,7 +242,7 @@ def problems_of(command_lines):
     found = []
     for line in command_lines:
         args = parser.parse_args(line)
-        args.world_size = 3 if "3,1,1" in line else 2
+        args.world_size = 3 if "3,1,1" in line else 4 if "4,1,1" in line and "2,1,2" in line else 2
         found.append(hot_switch.validate(args))
     return found
 
@@ -233,7 +266,10 @@ def test_mistakes_in_and_beside_a_strategy_file_are_named(tmp_path):
     recomputation = {"recompute_granularity": "selective", "recompute_activations": True}
     both = arguments(*HOME_AND_GUEST, hot_switch_strategy_file=str(file), **recomputation)
     with_model = toy_gpt(hot_switch_strategy_file=str(listed))
-    in_file, beside, in_list = run_ranks(problems_of, 1, [bare, both, with_model])[0]
+    listed_too = toy_gpt(hot_switch_strategy_file=str(listed), microbatch_group_size_per_virtual_pipeline_stage=4)
+    lines = [bare, both, with_model, listed_too]
+    in_file, beside, in_list, twice = run_ranks(problems_of, 1, lines)[0]
+    assert "--microbatch-group-size-per-virtual-pipeline-stage is not read with --hot-switch-strategy-file" in twice[0]
     assert "pp*vpp = 6 chunks" in in_list[0] and "strategy 2,1,1 vpp2" in in_list[0]
     assert "no list 'bucket_sizes'" in in_file[0]
     for option, field in (

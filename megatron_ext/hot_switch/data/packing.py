@@ -120,9 +120,7 @@ def _deal(rows: Sequence[Row], strategy: Strategy) -> tuple[tuple[tuple[Row, ...
     """Give row r to replica r mod dp, and make micro-batches of each replica's rows."""
     size = strategy.micro_batch_size
     count = max(1, math.ceil(len(rows) / (strategy.dp * size)))
-    # The interleaved schedule runs micro-batches in groups of pp.
-    if strategy.vpp > 1:
-        count = math.ceil(count / strategy.pp) * strategy.pp
+    count = strategy.runnable_micro_batches(count)
     filled = [*rows, *[()] * (count * size * strategy.dp - len(rows))]
     replicas = [filled[replica :: strategy.dp] for replica in range(strategy.dp)]
     return tuple(tuple(tuple(own[first : first + size]) for first in range(0, len(own), size)) for own in replicas)

@@ -63,12 +63,18 @@ def build_guest(
 
 def _adapt(transformer: Any, strategy: Strategy) -> None:
     """Give a home's copied `TransformerConfig` a guest's layout, and what Megatron derives from one."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
     transformer.tensor_model_parallel_size = strategy.tp
     transformer.pipeline_model_parallel_size = strategy.pp
     transformer.virtual_pipeline_model_parallel_size = strategy.vpp if strategy.vpp > 1 else None
     transformer.num_layers_in_first_pipeline_stage = strategy.first_stage_layers
     transformer.num_layers_in_last_pipeline_stage = strategy.last_stage_layers
-    transformer.microbatch_group_size_per_vp_stage = strategy.pp
+    transformer.pipeline_model_parallel_layout = (
+        None if strategy.stages_text is None else PipelineParallelLayerLayout(strategy.stages_text, strategy.pp)
+    )
+    transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
+    transformer.microbatch_group_size_per_vp_stage = strategy.micro_batch_group or strategy.pp
     transformer.context_parallel_size = strategy.cp
     transformer.expert_model_parallel_size = strategy.ep
     transformer.expert_tensor_parallel_size = strategy.expert_tp

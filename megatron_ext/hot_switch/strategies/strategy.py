@@ -47,6 +47,13 @@ class Strategy:
     last_stage_layers: int | None = None
     """Decoder layers of the last pipeline stage; None for an even share."""
 
+    stage_layers: tuple[int, ...] | None = None
+    """Decoder layers of each chunk, chunk `v * pp + p` being chunk v of stage p; None for what the fields above say.
+    Only the first and the last chunk may have none."""
+
+    micro_batch_group: int | None = None
+    """Micro-batches that a chunk takes one after the other where stages are interleaved (vpp above 1); None for pp."""
+
     sequence_parallel: bool = False
     """Whether activations between the tensor parallel regions are split along the sequence."""
 
@@ -74,6 +81,25 @@ class Strategy:
         """
         return (2 * self.cp if self.cp > 1 else 1) * (self.tp if self.sequence_parallel else 1)
 
+    def runnable_micro_batches(self, count: int) -> int:
+        """Return how many micro-batches Megatron's schedule needs, to run at least `count`.
+
+        The interleaved schedule runs groups of them, of which the last one may be smaller, but not than the pipeline.
+        """
+        if self.vpp == 1:
+            return count
+        group = self.micro_batch_group or self.pp
+        count = max(count, group)
+        rest = count % group
+        return count + self.pp - rest if 0 < rest < self.pp else count
+
+    @property
+    def stages_text(self) -> str | None:
+        """`stage_layers` as Megatron's `--pipeline-model-parallel-layout` has them, such as `Ett|tt|ttL`."""
+        if self.stage_layers is None:
+            return None
+        return "E" + "|".join("t" * count for count in self.stage_layers) + "L"
+
     @property
     def label(self) -> str:
         """`dp,tp,pp`, followed by the other sizes where they are not 1, e.g. `2,2,2 cp2 vpp2`."""
@@ -85,7 +111,8 @@ class Strategy:
             for name, layers in (("first", self.first_stage_layers), ("last", self.last_stage_layers))
             if layers is not None
         ]
-        return f"{self.dp},{self.tp},{self.pp}" + "".join([*others, *ends])
+        listed = [] if self.stage_layers is None else [" layers" + "-".join(map(str, self.stage_layers))]
+        return f"{self.dp},{self.tp},{self.pp}" + "".join([*others, *ends, *listed])
 
     def layout(self, num_layers: int) -> Layout:
         """Return the layout that this strategy gives a model of `num_layers` decoder layers.
@@ -96,7 +123,7 @@ class Strategy:
         Raises:
             ParamsError: the sizes do not fit together, or the layers cannot be split like that.
         """
-        layers: tuple[int, ...] = ()
+        layers = self.stage_layers or ()
         if self.first_stage_layers is not None or self.last_stage_layers is not None:
             layers = uneven_layers(
                 num_layers, pp=self.pp, vpp=self.vpp, first=self.first_stage_layers, last=self.last_stage_layers

@@ -12,7 +12,7 @@ from megatron_ext.params import GptShape, ParamsError, Placement, uneven_layers
 
 __all__ = ["bucket_order", "bucket_problems", "model_problems", "size_problems", "sizes_are_usable"]
 
-_SIZES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size")
+_SIZES = ("dp", "tp", "pp", "cp", "ep", "etp", "vpp", "micro_batch_size", "micro_batch_group")
 
 
 def bucket_order(count: int) -> list[int]:
@@ -39,6 +39,9 @@ def size_problems(strategy: Strategy) -> list[str]:
         problems.append(f"{name}: sequence_parallel needs tp > 1; leave it out")
     if strategy.vpp > 1 and strategy.pp == 1:
         problems.append(f"{name}: vpp is {strategy.vpp}, but interleaving needs pp > 1; use vpp 1 or more stages")
+    group = strategy.micro_batch_group
+    if group is not None and 1 <= group < strategy.pp and strategy.vpp > 1:
+        problems.append(f"{name}: micro_batch_group is {group}, but a group must fill {strategy.pp} stages; raise it")
     if not problems:
         experts = strategy.expert_tp * strategy.ep * strategy.pp
         if strategy.world_size % experts:
@@ -160,6 +163,8 @@ def _expert_problems(strategy: Strategy, shape: GptShape) -> list[str]:
 def _pipeline_problems(strategy: Strategy, shape: GptShape) -> list[str]:
     name, layers = f"strategy {strategy.label}", shape.num_layers
     chunks = strategy.pp * strategy.vpp
+    if strategy.stage_layers is not None:
+        return _listed_problems(strategy, layers)
     if strategy.first_stage_layers is None and strategy.last_stage_layers is None:
         if layers % chunks == 0:
             return []
@@ -184,4 +189,18 @@ def _pipeline_problems(strategy: Strategy, shape: GptShape) -> list[str]:
             f"{name}: its stages would have {', '.join(map(str, counts))} of {layers} layers, and each needs one; "
             "change first_stage_layers or last_stage_layers"
         ]
+    return []
+
+
+def _listed_problems(strategy: Strategy, layers: int) -> list[str]:
+    """Return the problems of the layers that a strategy lists by chunk."""
+    name, counts, chunks = f"strategy {strategy.label}", strategy.stage_layers or (), strategy.pp * strategy.vpp
+    if strategy.first_stage_layers is not None or strategy.last_stage_layers is not None:
+        return [f"{name}: stage_layers lists all layers; leave first_stage_layers and last_stage_layers out"]
+    if len(counts) != chunks:
+        return [f"{name}: stage_layers lists {len(counts)} chunks, but pp*vpp is {chunks}; give one number for each"]
+    if sum(counts) != layers:
+        return [f"{name}: stage_layers adds up to {sum(counts)}, but the model has {layers} layers; change it"]
+    if min(counts) < 0 or not all(counts[1:-1]):
+        return [f"{name}: every chunk but the first and the last needs a layer; change stage_layers"]
     return []

@@ -15,10 +15,10 @@ from megatron_ext.yaml_file import read_yaml
 
 __all__ = ["read_strategy_file"]
 
-_TYPES: dict[str, type] = {"sequence_parallel": bool, "recompute": str}
+_TYPES: dict[str, type] = {"sequence_parallel": bool, "recompute": str, "stage_layers": list}
 """Fields of a strategy that are not integers."""
 
-_WORDS = {int: "a whole number", bool: "true or false", str: "a word"}
+_WORDS = {int: "a whole number", bool: "true or false", str: "a word", list: "a list of whole numbers"}
 
 
 def read_strategy_file(
@@ -90,7 +90,11 @@ def _strategy(entry: Any, where: str, problems: list[str]) -> Strategy | None:
     for name, value in entry.items():
         wanted = _TYPES.get(name, int)
         # A bool is an int to isinstance, but no size.
-        if name in known and type(value) is not wanted:
+        fits = type(value) is wanted and all(type(each) is int for each in (value if isinstance(value, list) else ()))
+        if name in known and not fits:
             complaints.append(f"{where}: {name} is {value!r}; it must be {_WORDS[wanted]}")
     problems += complaints
-    return None if complaints else Strategy(**entry)
+    if complaints:
+        return None
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in entry.items()}
+    return Strategy(**values)

@@ -36,6 +36,12 @@ def test_a_file_says_the_same_as_the_fields_of_a_strategy(file: Path) -> None:
     assert chosen.buckets == (Bucket(above=4096, up_to=16384), Bucket(above=0, up_to=4096))
 
 
+def test_a_file_lists_the_layers_of_chunks(file: Path) -> None:
+    file.write_text("strategies: [{dp: 1, tp: 1, pp: 2, stage_layers: [15, 17], micro_batch_group: 4}]")
+    home = read_strategy_file(file, shape=PRESETS["llama-7b"]).home
+    assert home == Strategy(dp=1, tp=1, pp=2, stage_layers=(15, 17), micro_batch_group=4)
+
+
 def test_buckets_may_be_left_out(file: Path) -> None:
     file.write_text("strategies: [{dp: 2, tp: 1, pp: 1}]")
     assert read_strategy_file(file).buckets == ()
@@ -54,6 +60,10 @@ def test_buckets_may_be_left_out(file: Path) -> None:
         (
             "strategies: [{dp: 2, tp: 1, pp: 1, sequence_parallel: 1}]",
             ["sequence_parallel is 1; it must be true or false"],
+        ),
+        (
+            "strategies: [{dp: 2, tp: 1, pp: 1, stage_layers: [1, true]}]",
+            ["strategy 1: stage_layers is [1, True]; it must be a list of whole numbers"],
         ),
         ("strategies: ['1,4,2']", ["strategy 1: '1,4,2' is not a mapping; write it as {dp: 1, tp: 4, pp: 2}"]),
         ("strategies: [{dp: 2, tp: 1, pp: 1}]\nbuckets: [4, 0]", ["'buckets' is not known; use 'strategies' and"]),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import PRESETS, Bucket, Strategy, check_strategies, read_strategies
+from megatron_ext.hot_switch.strategies.guest_experts import experts_fit, experts_of_guest
+from megatron_ext.hot_switch.strategies.pipeline_stages import stages_of_guest
 from megatron_ext.params import GptShape
 
 LLAMA = PRESETS["llama-7b"]
@@ -63,6 +65,34 @@ def test_a_label_names_every_size_that_is_not_one() -> None:
     assert Strategy(dp=2, tp=4, pp=1, etp=2).label == "2,4,1 etp2"
 
 
+def test_listed_stages_reach_the_layout_and_megatron() -> None:
+    strategy = Strategy(dp=1, tp=1, pp=2, vpp=2, stage_layers=(0, 15, 16, 1))
+    assert strategy.layout(32).layers_per_chunk == (0, 15, 16, 1)
+    assert strategy.label == "1,1,2 vpp2 layers0-15-16-1"
+    assert Strategy(dp=1, tp=1, pp=2, stage_layers=(2, 0)).stages_text == "Ett|L"
+    assert check_strategies([strategy], shape=LLAMA).home is strategy
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_guests_with_other_stages_than_home_have_them_as_even_as_layers_divide(layers: int, pp: int) -> None:
+    guest = stages_of_guest(Strategy(dp=1, tp=1, pp=pp), Strategy(dp=pp, tp=1, pp=9, vpp=2), layers)
+    assert guest.vpp == 1
+    counts = guest.stage_layers or (layers // pp,) * pp
+    if layers >= pp:
+        assert sum(counts) == layers and max(counts) - min(counts) <= 1
+        assert counts[-1] == min(counts) and (counts[0] == min(counts) or pp == 2 or set(counts[1:-1]) == {counts[0]})
+
+
+@given(st.integers(1, 100), st.integers(2, 5), st.integers(0, 6))
+def test_the_interleaved_schedule_gets_the_micro_batches_that_it_can_run(count: int, pp: int, more: int) -> None:
+    strategy = Strategy(dp=1, tp=1, pp=pp, vpp=2, micro_batch_group=pp + more)
+    runnable = strategy.runnable_micro_batches(count)
+    assert runnable >= max(count, pp + more)
+    assert runnable % (pp + more) == 0 or runnable % (pp + more) >= pp
+    assert runnable - max(count, pp + more) < pp
+    assert Strategy(dp=1, tp=1, pp=pp).runnable_micro_batches(count) == count
+
+
 @pytest.mark.parametrize("text", ["1,4", "1,4,2,1", "1;4;2", "a,b,c", "", "1,,2", "-1,4,2", "1.5,4,2", "\u0661,4,2"])
 def test_a_strategy_of_another_form_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="is not of the form dp,tp,pp; write three numbers"):
@@ -102,6 +132,11 @@ def test_bucket_sizes_that_do_not_fit_are_refused(sizes: list[int], complaint: s
         ({"pp": 4, "first_stage_layers": 4}, LLAMA, "28 layers cannot be split evenly over 3 pipeline stages; change"),
         ({"first_stage_layers": 32}, LLAMA, "first_stage_layers and last_stage_layers are for pp above 1; leave them"),
         ({"pp": 2, "first_stage_layers": 32}, LLAMA, "would have 32, 0 of 32 layers, and each needs one"),
+        ({"pp": 2, "stage_layers": (16,)}, LLAMA, "stage_layers lists 1 chunks, but pp*vpp is 2; give one number"),
+        ({"pp": 2, "stage_layers": (16, 15)}, LLAMA, "stage_layers adds up to 31, but the model has 32 layers; change"),
+        ({"pp": 3, "stage_layers": (16, 0, 16)}, LLAMA, "every chunk but the first and the last needs a layer; change"),
+        ({"pp": 2, "stage_layers": (1, 31), "last_stage_layers": 31}, LLAMA, "leave first_stage_layers and last_stage"),
+        ({"pp": 4, "vpp": 2, "micro_batch_group": 3}, LLAMA, "micro_batch_group is 3, but a group must fill 4 stages"),
         ({"pp": 1, "vpp": 2}, LLAMA, "vpp is 2, but interleaving needs pp > 1; use vpp 1 or more stages"),
         ({"ep": 2}, LLAMA, "ep is 2, but the model has no experts; use ep 1"),
         ({"dp": 3, "ep": 3}, MOE, "8 experts cannot be divided over ep = 3; use an ep that divides them"),
@@ -168,3 +203,26 @@ def test_all_problems_are_told_together() -> None:
 def test_no_strategy_at_all_is_refused() -> None:
     with pytest.raises(UserError, match="there is no strategy; give at least one"):
         read_strategies([])
+
+
+@pytest.mark.parametrize(
+    ("guest", "home", "stages_first", "expected"),
+    [
+        ({"dp": 4, "tp": 2}, {"dp": 8, "ep": 8}, False, (8, 1)),
+        ({"dp": 8, "tp": 1}, {"dp": 2, "tp": 4, "ep": 2, "etp": 1}, False, (2, None)),
+        ({"dp": 1, "tp": 2, "pp": 4}, {"dp": 8, "ep": 8}, False, (2, 1)),
+        ({"dp": 2, "pp": 2, "cp": 2}, {"tp": 2, "pp": 2, "cp": 2, "etp": 4}, True, (1, 2)),
+        ({"dp": 1, "tp": 4, "pp": 2}, {"dp": 4, "pp": 2, "ep": 1}, True, (1, None)),
+        ({"dp": 2, "tp": 2, "pp": 2}, {"dp": 4, "tp": 1, "pp": 2, "ep": 4}, True, (2, 1)),
+    ],
+)
+def test_guests_cut_experts_as_home_does_or_as_near_to_it_as_fits(guest, home, stages_first, expected) -> None:
+    sizes = {"dp": 1, "tp": 1, "pp": 1}
+    home = Strategy(**{**sizes, **home})
+    given_sizes = {"ep": home.ep, "etp": home.etp}
+    found = experts_of_guest(
+        Strategy(**{**sizes, **guest, **given_sizes}), home, has_experts=True, stages_before_replicas=stages_first
+    )
+    assert (found.ep, found.etp if expected[1] is not None else None) == (expected[0], expected[1])
+    assert experts_fit(found, stages_before_replicas=stages_first)
+    assert found.sequence_parallel == (found.tp > 1)
