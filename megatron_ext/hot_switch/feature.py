@@ -99,6 +99,7 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
             *logging.patches(),
             *checkpoint.load_patches(),
             *router.padding_patches(),
+            *router.document_patches(),
             *norms.patches(),
             *attention.patches(),
             *latent_attention.patches(),

@@ -17,7 +17,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
 )
 from megatron_ext.options.row import given, row, says
-from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
+from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
 
@@ -50,8 +50,9 @@ MIXTURE = (
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
         cpu=OPEN,
         local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
-        hot_switch=accepted("the row on quantile_balancing or sinkhorn has the say"),
+        hot_switch=refused("home's quantiles would follow home's tokens alone", "use another type"),
         sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
+        in_config=("transformer.moe_router_load_balancing_type",),
     ),
     row(
         "--moe-expert-rank-capacity-factor",
@@ -123,24 +124,36 @@ MIXTURE = (
         in_config=("transformer.overlap_moe_expert_parallel_comm",),
     ),
     row(
-        "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
-        lambda args: bool(_balances(args, "seq_aux_loss", "global_aux_loss") and any(_listed(args.moe_aux_loss_coeff))),
+        "--moe-router-load-balancing-type seq_aux_loss",
+        lambda args: bool(_balances(args, "seq_aux_loss") and any(_listed(args.moe_aux_loss_coeff))),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=tested(f"{STRATEGIES}test_routers.py::test_losses_by_sequence_are_those_of_documents"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--moe-router-load-balancing-type global_aux_loss",
+        lambda args: bool(_balances(args, "global_aux_loss") and any(_listed(args.moe_aux_loss_coeff))),
         cpu=OPEN,
         local_sgd=OPEN,
         hot_switch=refused(
-            "the one would take a row of documents for a sequence, the other keeps counts that would be one strategy's "
-            "only",
-            "use aux_loss",
+            "each micro-batch is balanced by the counts of those before it in the step, whose order and sizes the "
+            "strategies decide",
+            "use seq_aux_loss, which no strategy changes, or aux_loss",
         ),
         sync_service=AS_ANY_JOB,
         in_config=("transformer.moe_router_load_balancing_type", "transformer.moe_aux_loss_coeff"),
     ),
     row(
-        "--moe-router-load-balancing-type quantile_balancing or sinkhorn",
-        lambda args: bool(args.num_experts) and _balances(args, "quantile_balancing", "sinkhorn"),
+        "--moe-router-load-balancing-type sinkhorn",
+        lambda args: bool(args.num_experts) and _balances(args, "sinkhorn"),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused("home's would follow home's tokens alone", "use another type"),
+        hot_switch=refused(
+            "which expert a token gets depends on all tokens of its micro-batch, padding included, and so on the "
+            "strategies",
+            "use another type",
+        ),
         sync_service=AS_ANY_JOB,
         in_config=("transformer.moe_router_load_balancing_type",),
     ),

@@ -18,7 +18,7 @@ NOT_WITH_IT = {
     "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
-    "moe_router_load_balancing_type": ["seq_aux_loss", "quantile_balancing"],
+    "moe_router_load_balancing_type": ["global_aux_loss", "quantile_balancing"],
     "moe_expert_capacity_factor": 1.0,
     "moe_expert_rank_capacity_factor": 1.0,
     "hierarchical_context_parallel_sizes": [1, 1],
@@ -178,8 +178,8 @@ CASES = {
                 *("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor"),
                 "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
                 *(
-                    "--moe-router-load-balancing-type seq_aux_loss or global_aux_loss",
-                    "--moe-router-load-balancing-type quantile_balancing or sinkhorn",
+                    "--moe-router-load-balancing-type global_aux_loss",
+                    "--moe-router-load-balancing-type quantile_balancing",
                 ),
                 *(
                     "--local-sgd-sync-in-forward",

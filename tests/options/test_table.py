@@ -207,7 +207,7 @@ DOUBTFUL = [
     "--moe-routing-trace-path folder",
     "--logits-load-dir folder",
     "--check-for-spiky-loss",
-    "--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+    "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
     "--moe-router-load-balancing-type sinkhorn --num-experts 4",
     "--moe-expert-capacity-factor 1",
     "--hierarchical-context-parallel-sizes 2 2",

@@ -2,7 +2,8 @@
 """Tells every forward pass where its micro-batch has documents, whatever the user's `get_batch` does about masks.
 
 Megatron's own way, a mask in the batch, does not reach the stages in the middle of a pipeline. Routers with auxiliary
-losses, or biases that follow the tokens of experts, also receive which positions are padding.
+losses, or biases that follow the tokens of experts, also receive which positions are padding, and those with losses by
+sequence the documents.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_ext.hot_switch.data.row_parts import own_positions
 from megatron_ext.hot_switch.data.rows import PackedBatch, document_lengths, document_mask
 from megatron_ext.hot_switch.runtime.document_attention import attend_by_document
 from megatron_ext.hot_switch.runtime.router_losses import reported_losses
+from megatron_ext.seams.router import documents_of_rows
 
 __all__ = ["DocumentMasks"]
 
@@ -46,6 +48,13 @@ class DocumentMasks:
         self._passes = [0] * len(chunks)
         config = chunks[0].config
         self._tells_padding = bool(reported_losses(config)) or config.moe_router_enable_expert_bias
+        self._routers = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if hasattr(module, "get_aux_loss_coeff") and module.get_aux_loss_coeff("seq_aux_loss")
+        ]
+        self._config = config
         for number, chunk in enumerate(chunks):
             chunk.register_forward_pre_hook(partial(self._give, number), with_kwargs=True)
 
@@ -57,8 +66,10 @@ class DocumentMasks:
             UserError: the chunks ran another number of forward passes.
         """
         self._batches, self._passes = batches, [0] * len(self._passes)
+        documents = [_documents(self._config, batch.segments, self._device) for batch in batches if self._routers]
         try:
-            yield
+            with documents_of_rows(self._routers, documents):
+                yield
         finally:
             self._batches = None
         if any(passes != len(batches) for passes in self._passes):
@@ -89,6 +100,28 @@ class DocumentMasks:
         return args, {**kwargs, "attention_mask": mask}
 
 
+def _documents(config: Any, segments: torch.Tensor, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Return the document of each token that this rank's routers see of a micro-batch, and how many there are."""
+    from megatron.core import parallel_state
+
+    # Counted where it can be read without waiting for the device.
+    rows, most = segments.shape[0], int(segments.max()) + 1
+    numbers = segments.clamp(min=0) + most * torch.arange(rows)[:, None]
+    numbers = own_positions(numbers, parallel_state.get_context_parallel_group())
+    if config.sequence_parallel:
+        numbers = _tensor_parallel_part(numbers)
+    # Megatron has positions before rows.
+    return numbers.t().reshape(-1).to(device, non_blocking=True), max(1, most) * rows
+
+
+def _tensor_parallel_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's positions where sequence parallelism cuts rows."""
+    from megatron.core import parallel_state
+
+    part = tensor.shape[1] // parallel_state.get_tensor_model_parallel_world_size()
+    return tensor.narrow(1, part * parallel_state.get_tensor_model_parallel_rank(), part).contiguous()
+
+
 def _padding_mask(module: Any, segments: torch.Tensor) -> torch.Tensor:
     """Return where a micro-batch has padding, as the model expects it: bool, shape (rows, positions)."""
     from megatron.core import parallel_state
@@ -97,5 +130,4 @@ def _padding_mask(module: Any, segments: torch.Tensor) -> torch.Tensor:
     if module.pre_process or not module.config.sequence_parallel:
         return padding
     # Megatron cuts it along with the embeddings only.
-    part = padding.shape[1] // parallel_state.get_tensor_model_parallel_world_size()
-    return padding.narrow(1, part * parallel_state.get_tensor_model_parallel_rank(), part).contiguous()
+    return _tensor_parallel_part(padding)

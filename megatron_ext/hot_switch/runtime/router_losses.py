@@ -14,8 +14,8 @@ import torch
 
 __all__ = ["BALANCING", "Z_LOSS", "RouterReport", "reported_losses"]
 
-BALANCING = "load_balancing_loss"
-"""Megatron's name of the loss of `--moe-aux-loss-coeff` in reports."""
+BALANCING = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+"""Megatron's names, in reports, of the losses of `--moe-aux-loss-coeff`, by `--moe-router-load-balancing-type`."""
 
 Z_LOSS = "z_loss"
 """Megatron's name of the loss of `--moe-z-loss-coeff` in reports."""
@@ -29,9 +29,12 @@ def reported_losses(config: Any) -> tuple[str, ...]:
     """
     if config.num_moe_experts is None:
         return ()
-    coefficients = config.moe_aux_loss_coeff
-    balancing = any(coefficients) if isinstance(coefficients, list) else bool(coefficients)
-    return (*([BALANCING] if balancing else []), *([Z_LOSS] if config.moe_z_loss_coeff else []))
+    types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if not isinstance(types, list):
+        types, coefficients = [types], [coefficients]
+    weights = dict(zip(types, coefficients, strict=True))
+    balancing = [name for kind, name in BALANCING.items() if weights.get(kind)]
+    return (*balancing, *([Z_LOSS] if config.moe_z_loss_coeff else []))
 
 
 class RouterReport:
@@ -62,7 +65,7 @@ class RouterReport:
         Args:
             values: sums over micro-batches by name, shape (layers,).
             sharing: ranks that share a row of the guest's, tensor and context parallel. They hold parts of the
-                balancing loss, which they add up, but means of the z loss over their parts of a row.
+                balancing losses, which they add up, but means of the z loss over their parts of a row.
         """
         for number, name in enumerate(self.names):
             if name in values:
@@ -87,6 +90,6 @@ class RouterReport:
         for number, name in enumerate(self.names):
             tracker.ensure_initialized(name, self.layers, self._device)
             values = tracker.metrics[name].values
-            # Megatron adds up the values of all stages, and those of the balancing loss of ranks that share rows.
-            holders = stages * (sharing if name == BALANCING else 1)
+            # Megatron adds up the values of all stages, and those of balancing losses of ranks that share rows.
+            holders = stages * (1 if name == Z_LOSS else sharing)
             values.mul_(replicas * scale).add_((self.sums[number] * scale / holders).to(values.dtype))

@@ -320,7 +320,7 @@ def test_functions_that_are_another_way_to_say_the_same_train_the_same(tmp_path,
         (OWN_ATTENTION, "the model's core attention is Capped, which does not keep the documents of a row apart;"),
         (OPTIONS_OF_THE_CONFIG, "--window-size, as the model's config says, is not supported with hot switching: "),
         (MEANS_BY_THE_CONFIG, "the model's config says calculate_per_token_loss=False; leave it as --calculate-per-"),
-        (EXPERTS_OF_THE_CONFIG, "quantile_balancing or sinkhorn, as the model's config says, is not supported"),
+        (EXPERTS_OF_THE_CONFIG, "sinkhorn, as the model's config says, is not supported with hot switching: "),
         (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
     ],
     ids=[
