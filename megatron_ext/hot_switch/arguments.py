@@ -10,10 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ext.data.corpus_files import check_corpus, check_split
-from megatron_ext.data.split import MEGATRONS_SPLIT
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
+from megatron_ext.hot_switch.data.corpora import check_corpora, training_corpora
 from megatron_ext.hot_switch.model_config import circumstance_of
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategies.guest_experts import experts_fit, experts_of_guest
@@ -78,14 +77,12 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 
 def _corpus_problems(args: Any) -> list[str]:
     """Return the problems of the data files, which Megatron opens before this run's own reader does."""
-    if args.mock_data or not args.data_path or len(args.data_path) != 1:
-        return []  # a blend is refused elsewhere
+    if args.mock_data:
+        return []
     try:
-        check_corpus(args.data_path[0])
-        check_split(args.data_path[0], args.split or MEGATRONS_SPLIT)
+        return check_corpora(training_corpora(args))
     except UserError as error:
         return [str(error)]
-    return []
 
 
 def strategies_of(args: Any) -> StrategyList:

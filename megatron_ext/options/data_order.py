@@ -10,6 +10,7 @@ from megatron_ext.options.common_verdicts import (
     BARE,
     HOT_STATIC,
     OPEN,
+    STRATEGIES,
     UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
@@ -22,6 +23,7 @@ __all__ = ["DATA_ORDER"]
 _OWN_ORDER = refused("hot switching reads documents in an order of its own", named="--dataloader-type")
 _PLAIN_DOCUMENTS = refused("hot switching reads plain documents", "drop them", named="--sft, --fim-data")
 _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
+_BLENDS = tested(f"{STRATEGIES}data/test_blends.py::test_a_run_on_a_blend_does_not_depend_on_the_strategies")
 _IGNORED = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
@@ -91,7 +93,7 @@ DATA_ORDER = (
         lambda args: args.data_path is not None and len(args.data_path) != 1,
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused("hot switching reads the documents of one corpus", "give --data-path one prefix"),
+        hot_switch=_BLENDS,
         sync_service=AS_ANY_JOB,
         flags=("--data-path",),
     ),
@@ -100,9 +102,7 @@ DATA_ORDER = (
         lambda args: not args.mock_data and args.data_path is None,
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused(
-            "hot switching reads the documents of one corpus, which --split divides", "give --data-path its prefix"
-        ),
+        hot_switch=_BLENDS,
         sync_service=AS_ANY_JOB,
         flags=("--data-args-path", "--per-split-data-args-path", "--train-data-path"),
     ),

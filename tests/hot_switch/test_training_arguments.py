@@ -28,8 +28,6 @@ NOT_WITH_IT = {
     "dataloader_type": "cyclic",
     "dataloader_inter_document_masking": True,
     "sft": True,
-    "mock_data": False,
-    "data_path": ["0.5", "one", "0.5", "other"],
     "window_size": "8,0",
     "position_embedding_type": "yarn",
     "multi_latent_attention": True,
@@ -185,7 +183,7 @@ CASES = {
                     "--local-sgd-sync-in-forward",
                     "--dataloader-type",
                 ),
-                *("--dataloader-inter-document-masking", "--sft, --fim-data", "a blend of data", "--window-size"),
+                *("--dataloader-inter-document-masking", "--sft, --fim-data", "--window-size"),
                 *("--position-embedding-type", "--mla-down-proj-fusion", "--spec", "--defer-embedding-wgrad-compute"),
                 *("--transformer-impl inference_optimized", "--tp-comm-overlap", "--log-max-attention-logit"),
                 *("--moe-routing-trace-path", "--logits-load-dir", "--check-for-spiky-loss"),
@@ -196,9 +194,13 @@ CASES = {
             )
         ],
     ),
-    "data of several splits": (
-        arguments(*HOME_AND_GUEST, mock_data=False, train_data_path=["somewhere"]),
-        ["data without --data-path (--data-args-path, --per-split-data-args-path or --train-data-path) is not"],
+    "data that are not there": (
+        arguments(*HOME_AND_GUEST, mock_data=False, train_data_path=["0.3", "some", "0.7", "other"]),
+        ["--train-data-path some: there is no some.bin", "--train-data-path other: there is no other.bin"],
+    ),
+    "data named twice": (
+        arguments(*HOME_AND_GUEST, mock_data=False, train_data_path=["some"], data_path=["other"]),
+        ["there is --data-path, --train-data-path; give one of them"],
     ),
     "masks for Transformer Engine": (
         arguments(*HOME_AND_GUEST, transformer_impl="transformer_engine", hot_switch_attention="rows"),

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.hot_switch.data.blends import order_of
 from megatron_ext.hot_switch.data.packing import StrategyBatch, plan_batch
 from megatron_ext.hot_switch.data.rows import PackedBatch, pack_rows
-from megatron_ext.hot_switch.data.sequences import Sequence, SequenceOrder
+from megatron_ext.hot_switch.data.sequences import Sequence
 from megatron_ext.hot_switch.data.training_documents import Documents
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 
@@ -62,7 +63,7 @@ class BatchReader:
         """
         self._documents = documents
         self._strategies = strategies
-        self._order = SequenceOrder(documents.lengths, longest=strategies.buckets[0].up_to, seed=seed, part=part)
+        self._order = order_of(documents, longest=strategies.buckets[0].up_to, seed=seed, part=part)
 
     @property
     def sequences_per_epoch(self) -> int:

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.data.corpus_files import check_corpus
-from megatron_ext.data.split import MEGATRONS_SPLIT, parts_of
+from megatron_ext.data.split import parts_of
 from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.data.corpora import training_corpora
 
-__all__ = ["Documents", "IndexedDocuments", "MockDocuments", "open_documents"]
+__all__ = ["Documents", "IndexedDocuments", "JoinedDocuments", "MockDocuments", "open_documents"]
 
 Tokens = npt.NDArray[np.integer]
 
@@ -34,22 +36,23 @@ class IndexedDocuments:
     Like Megatron's GPT dataset this takes each of the file's sequences for a document.
     """
 
-    def __init__(self, prefix: str, split: str, rows: int | None = None) -> None:
+    def __init__(self, prefix: str, split: str, rows: int | None = None, *, option: str = "--data-path") -> None:
         """Open the files.
 
         Args:
             prefix: their path without .bin and .idx.
             split: Megatron's --split; the first part is for training.
             rows: of the vocabulary, below which tokens must be; None for any.
+            option: what the user gives them by, for messages.
 
         Raises:
             UserError: a file is missing or incomplete, or no document is for training.
         """
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-        check_corpus(prefix)
+        check_corpus(prefix, option=option)
         self._file = IndexedDataset(prefix, multimodal=False, mmap=True)
-        self._prefix, self._rows = prefix, rows
+        self._prefix, self._rows, self._option = prefix, rows, option
         count = len(self._file.sequence_lengths)
         begin, end = parts_of(count, split)[0] or (0, 0)
         if begin == end:
@@ -69,11 +72,42 @@ class IndexedDocuments:
             # Tensor parallelism would make zeros of them, and train on.
             wrong = tokens[(tokens < 0) | (tokens >= self._rows)]
             raise UserError(
-                f"--data-path {self._prefix}: document {self._begin + document} has the token {wrong[0]}, and the "
+                f"{self._option} {self._prefix}: document {self._begin + document} has the token {wrong[0]}, and the "
                 f"vocabulary has the rows 0 to {self._rows - 1}; give the tokenizer or --vocab-size that the data were "
                 "made with"
             )
         return tokens
+
+
+class JoinedDocuments:
+    """The documents of several corpora, numbered one corpus after the other.
+
+    Attributes:
+        corpora: the corpora.
+        weights: share of each in the trained tokens; None where all are read as one corpus.
+    """
+
+    def __init__(self, corpora: Sequence[IndexedDocuments], weights: Sequence[float] | None) -> None:
+        """Number the documents.
+
+        Args:
+            corpora: at least one.
+            weights: as many, or None.
+        """
+        self.corpora, self.weights = tuple(corpora), weights
+        self._lengths: Tokens = np.concatenate([corpus.lengths for corpus in corpora])
+        self._ends = np.cumsum([len(corpus.lengths) for corpus in corpora])
+
+    @property
+    def lengths(self) -> Tokens:
+        """Tokens of each document."""
+        return self._lengths
+
+    def read(self, document: int, offset: int, count: int) -> Tokens:
+        """Return `count` tokens of a document, from token `offset` on."""
+        number = int(np.searchsorted(self._ends, document, side="right"))
+        first = int(self._ends[number - 1]) if number else 0
+        return self.corpora[number].read(document - first, offset, count)
 
 
 class MockDocuments:
@@ -116,4 +150,8 @@ def open_documents(args: Any) -> Documents:
     if args.mock_data:
         vocab_size = args.vocab_size or args.padded_vocab_size
         return MockDocuments(longest=args.seq_length, vocab_size=vocab_size, seed=args.seed)
-    return IndexedDocuments(args.data_path[0], args.split or MEGATRONS_SPLIT, args.padded_vocab_size)
+    named = training_corpora(args)
+    corpora = [
+        IndexedDocuments(prefix, named.split, args.padded_vocab_size, option=named.option) for prefix in named.prefixes
+    ]
+    return JoinedDocuments(corpora, named.weights)

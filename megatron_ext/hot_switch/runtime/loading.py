@@ -15,6 +15,9 @@ _ORDER = {
     "seq_length": "--seq-length",
     "seed": "--seed",
     "data_path": "--data-path",
+    "data_args_path": "--data-args-path",
+    "train_data_path": "--train-data-path",
+    "per_split_data_args_path": "--per-split-data-args-path",
     "mock_data": "--mock-data",
     "split": "--split",
 }

@@ -24,11 +24,11 @@ def corpus(tmp_path):
     return str(prefix)
 
 
-def documents_read(prefix, split):
-    """All documents of the training part, each read in two pieces."""
-    from megatron_ext.hot_switch.data.training_documents import IndexedDocuments
+def documents_read(prefixes, split):
+    """All documents of the training parts, each read in two pieces."""
+    from megatron_ext.hot_switch.data.training_documents import IndexedDocuments, JoinedDocuments
 
-    documents = IndexedDocuments(prefix, split)
+    documents = JoinedDocuments([IndexedDocuments(prefix, split) for prefix in prefixes], None)
     return [
         [*documents.read(number, 0, 1), *documents.read(number, 1, int(length) - 1)]
         for number, length in enumerate(documents.lengths)
@@ -36,13 +36,13 @@ def documents_read(prefix, split):
 
 
 def test_the_training_part_is_read_token_by_token(corpus):
-    (found,) = run_ranks(documents_read, 1, corpus, "80,10,10")
-    assert [bytes(int(token) for token in tokens[:-1]).decode() for tokens in found] == TEXTS[:40]
+    (found,) = run_ranks(documents_read, 1, [corpus, corpus], "80,10,10")
+    assert [bytes(int(token) for token in tokens[:-1]).decode() for tokens in found] == 2 * TEXTS[:40]
     assert all(tokens[-1] == 256 for tokens in found)
 
 
 def test_a_split_without_training_data_is_an_error(corpus):
-    (exit_,) = run_ranks(documents_read, 1, corpus, "0,90,10", expect_failure=True)
+    (exit_,) = run_ranks(documents_read, 1, [corpus], "0,90,10", expect_failure=True)
     assert "has no document for training" in exit_.traceback
 
 
