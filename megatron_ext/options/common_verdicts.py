@@ -21,12 +21,14 @@ __all__ = [
     "NO_PEER_FSDP",
     "NO_TE_ON_CPU",
     "OF_THE_MODEL",
+    "ON_GPU_ALONE_HOT",
     "OPEN",
     "PEERS",
     "RESILIENCY",
     "RESUME",
     "SAME",
     "STRATEGIES",
+    "UNKNOWN_TENSORS",
     "UNTRIED",
     "UNTRIED_HOT",
     "UNTRIED_THERE",
@@ -63,6 +65,8 @@ AS_A_PEER = like("sync-service")
 NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use --use-distributed-optimizer")
 
 UNTRIED_HOT = refused("it has not been tested with several strategies")
+ON_GPU_ALONE_HOT = refused("only a GPU can show it, where it has not run with several strategies")
+UNKNOWN_TENSORS = refused("the parameter view, by which guests take weights, does not know its tensors")
 UNTRIED = refused("it has not been tested with workers that train apart")
 UNTRIED_THERE = refused("it has not been tested there")
 NEEDS_TE = refused("it needs Transformer Engine")

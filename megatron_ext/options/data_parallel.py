@@ -24,7 +24,7 @@ __all__ = ["DATA_PARALLEL"]
 _PLAIN_GATHER = accepted("the row on --use-distributed-optimizer has the say")
 _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_what_one_rank_computes")
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
-_BUCKETS = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
+_IN_BF16 = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
 
 DATA_PARALLEL = (
     row(
@@ -52,7 +52,7 @@ DATA_PARALLEL = (
         "--ddp-bucket-size",
         cpu=_LAYOUTS,
         local_sgd=APART,
-        hot_switch=_BUCKETS,
+        hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -103,14 +103,14 @@ DATA_PARALLEL = (
         "--grad-reduce-in-bf16",
         cpu=_BF16_SUMS,
         local_sgd=APART,
-        hot_switch=refused("guests' gradients are added in fp32"),
+        hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         cpu=_BF16_SUMS,
         local_sgd=APART,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -124,14 +124,14 @@ DATA_PARALLEL = (
         "--data-parallel-random-init",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_random_weights_per_replica_are_made_equal"),
         local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--check-weight-hash-across-dp-replicas-interval",
         cpu=SAME,
         local_sgd=refused("between two rounds the workers' weights differ by design"),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),
     row(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OF_THE_MODEL, OPEN
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, UNKNOWN_TENSORS
 from megatron_ext.options.row import differs, given, is_set, row
 from megatron_ext.options.verdict import needs_gpu, refused
 
@@ -192,7 +192,7 @@ LAYER_FUNCTION = (
         given("experimental_attention_variant"),
         cpu=NO_TE_ON_CPU,
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=UNKNOWN_TENSORS,
         sync_service=AS_ANY_JOB,
         peers_share="experimental_attention_variant",
     ),

@@ -13,7 +13,7 @@ from megatron_ext.options.common_verdicts import (
     OPEN,
     PEERS,
     STRATEGIES,
-    UNTRIED_WITH_GUESTS,
+    UNKNOWN_TENSORS,
     WORKERS,
 )
 from megatron_ext.options.row import given, row, says
@@ -81,7 +81,7 @@ MIXTURE = (
         given("moe_latent_size"),
         cpu=NO_TE_ON_CPU,
         local_sgd=OPEN,
-        hot_switch=OPEN,
+        hot_switch=UNKNOWN_TENSORS,
         sync_service=AS_ANY_JOB,
     ),
     row("--moe-permute-fusion", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
@@ -119,7 +119,10 @@ MIXTURE = (
         "--overlap-moe-expert-parallel-comm",
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=UNTRIED_WITH_GUESTS,
+        hot_switch=refused(
+            "Megatron then runs layers by a plan of its own, past the model's forward pass, which alone is told where "
+            "documents begin"
+        ),
         sync_service=AS_ANY_JOB,
         in_config=("transformer.overlap_moe_expert_parallel_comm",),
     ),

@@ -186,11 +186,22 @@ def test_the_gradient_is_the_same_however_sequences_are_shared_out():
             np.testing.assert_allclose(value, one[0].probe[name], rtol=0, atol=1e-6, err_msg=name)
 
 
-def test_bf16_stays_as_near_to_stock_as_rounding_allows():
-    options = {**PRECISIONS["bf16-distopt-overlap"], "lr": 2e-3, "train_iters": 10}
+SUMS_IN_BF16 = {
+    **PRECISIONS["bf16-distopt"],
+    "grad_reduce_in_bf16": True,
+    "ddp_reduce_scatter_with_fp32_accumulation": True,
+    "data_parallel_random_init": True,
+    "check_weight_hash_across_dp_replicas_interval": 5,
+}
+
+
+@pytest.mark.parametrize("options", [PRECISIONS["bf16-distopt-overlap"], SUMS_IN_BF16], ids=["fp32 sums", "bf16 sums"])
+def test_bf16_stays_as_near_to_stock_as_rounding_allows(options):
+    options = {**options, "lr": 2e-3, "train_iters": 10}
     hot = hot_run(["2,1,1", "1,2,1"], [32, 12, 0], **options)
     stock = stock_run("2,1,1", **options)
     assert losses(hot) == pytest.approx(losses(stock), abs=0.02)
+    assert hot[0].grad_norms == pytest.approx(stock[0].grad_norms, rel=0.02)
     assert losses(stock)[-1] < losses(stock)[0]  # it learns meanwhile
 
 

@@ -15,7 +15,6 @@ HOME_AND_GUEST = (["1,2,1", "2,1,1"], [32, 8, 0])
 NOT_WITH_IT = {
     "softmax_type": "off-by-one",
     "cuda_graph_impl": "local",
-    "grad_reduce_in_bf16": True,
     "num_experts": 2,
     "moe_aux_loss_coeff": 0.01,
     "moe_router_load_balancing_type": ["global_aux_loss", "quantile_balancing"],
@@ -172,7 +171,7 @@ CASES = {
         [
             f"{option} is not supported with hot switching: "
             for option in (
-                *("--softmax-type", "--grad-reduce-in-bf16", "--hierarchical-context-parallel-sizes"),
+                *("--softmax-type", "--hierarchical-context-parallel-sizes"),
                 *("--moe-expert-capacity-factor", "--moe-expert-rank-capacity-factor"),
                 "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
                 *(
@@ -299,10 +298,10 @@ def test_what_is_recomputed_is_so_under_all_strategies(option):
 
 
 def test_bad_options_end_the_run_with_one_error_and_no_traceback():
-    exits = run_failing_pretrain(arguments(["1,2,1", "2,2,1"], [32, 8, 0], grad_reduce_in_bf16=True), 2)
+    exits = run_failing_pretrain(arguments(["1,2,1", "2,2,1"], [32, 8, 0], tp_comm_overlap=True), 2)
     assert all(rank.exit_code != 0 for rank in exits)
     assert "strategy 2,2,1 is for 4 ranks, but the job has 2" in exits[0].stderr
-    assert "--grad-reduce-in-bf16 is not supported with hot switching" in exits[0].stderr
+    assert "--tp-comm-overlap is not supported with hot switching" in exits[0].stderr
     assert "Traceback" not in exits[0].stderr
 
 
