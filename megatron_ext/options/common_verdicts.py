@@ -26,6 +26,7 @@ __all__ = [
     "PEERS",
     "RESILIENCY",
     "RESUME",
+    "ROUNDS",
     "SAME",
     "STRATEGIES",
     "UNKNOWN_TENSORS",
@@ -54,6 +55,7 @@ CONTINUES = tested(
     f"{WORKERS}test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
 )
 WORKERS_BOOKKEEPING = tested(f"{WORKERS}test_checkpoint.py::test_options_for_keeping_and_reading_checkpoints")
+ROUNDS = tested(f"{WORKERS}test_option_bundles.py::test_rounds_and_a_resume_with_the_option")
 
 HOT_STATIC = tested(f"{STRATEGIES}test_training.py::test_hot_equals_static")
 HOT_SAME = tested(f"{STRATEGIES}test_training.py::test_options_that_change_no_result")

@@ -10,6 +10,7 @@ from megatron_ext.options.common_verdicts import (
     BARE,
     HOT_STATIC,
     OPEN,
+    ROUNDS,
     STRATEGIES,
     UNTRIED,
     UNTRIED_HOT,
@@ -52,7 +53,7 @@ DATA_ORDER = (
     row(
         "--step-batch-size-schedule",
         cpu=_GROWS,
-        local_sgd=UNTRIED,
+        local_sgd=ROUNDS,
         hot_switch=UNTRIED_HOT,
         sync_service=refused("it counts the samples of the whole job, of which a peer makes a part"),
     ),

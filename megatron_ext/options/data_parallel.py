@@ -10,6 +10,7 @@ from megatron_ext.options.common_verdicts import (
     HOT_SAME,
     HOT_STATIC,
     NO_PEER_FSDP,
+    ROUNDS,
     SAME,
     STRATEGIES,
     UNTRIED,
@@ -123,7 +124,7 @@ DATA_PARALLEL = (
     row(
         "--data-parallel-random-init",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_random_weights_per_replica_are_made_equal"),
-        local_sgd=UNTRIED,
+        local_sgd=ROUNDS,
         hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),

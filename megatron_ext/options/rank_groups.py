@@ -16,6 +16,7 @@ from megatron_ext.options.common_verdicts import (
     NO_TE_ON_CPU,
     ON_GPU_ALONE_HOT,
     OPEN,
+    ROUNDS,
     SAME,
     STRATEGIES,
     UNTRIED,
@@ -66,7 +67,7 @@ RANK_GROUPS = (
     row(
         "--use-tp-pp-dp-mapping",
         cpu=tested(f"{BACKENDS}test_cpu_layouts.py::test_the_order_of_ranks_does_not_matter"),
-        local_sgd=UNTRIED,
+        local_sgd=ROUNDS,
         hot_switch=tested(f"{STRATEGIES}test_stages.py::test_stages_before_replicas_change_nothing"),
         sync_service=AS_ANY_JOB,
     ),

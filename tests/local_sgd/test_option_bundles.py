@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of Megatron in bundles: workers apart, rounds, a save and a resume with all of a bundle at once."""
+
+import re
+
+import pytest
+
+from tests.local_sgd.runs import arguments, model_digests, same_state
+from tests.support.pretrain import as_worker, run_pretrain
+
+PRECISION = "bf16-distopt-overlap"
+# Rounds after iterations 2 and 4; what is resumed was saved between them.
+SCHEDULE = {"train_iters": 4, "local_sgd_sync_interval": 2}
+RESUMED = 3
+
+MAPPING = {"use_tp_pp_dp_mapping": True}
+# Thresholds are in tokens, 32 to a sample: steps of 8, 8, 16 and 16 samples.
+GROWING = {
+    "step_batch_size_schedule": "0:8 512:16",
+    "global_batch_size": None,
+    "train_iters": None,
+    "train_samples": 48,
+    "lr_decay_samples": 48,
+}
+START = {"data_parallel_random_init": True, **GROWING}
+
+BUNDLES = {
+    "--use-tp-pp-dp-mapping": ("pp2", 1, MAPPING),
+    "--use-tp-pp-dp-mapping, two replicas to a worker": ("pp2", 2, {**MAPPING, "global_batch_size": 8}),
+    "--data-parallel-random-init --step-batch-size-schedule": ("dp2", 2, START),
+}
+"""Layout, data-parallel size of a worker, options. Each worker's ranks are neighbours in all of them."""
+
+
+def world_size(layout, replicas):
+    return 2 * replicas * (2 if layout == "pp2" else 1)
+
+
+@pytest.mark.parametrize("bundle", BUNDLES)
+def test_rounds_and_a_resume_with_the_option(tmp_path, bundle):
+    layout, replicas, extra = BUNDLES[bundle]
+    options, size = {**SCHEDULE, **extra}, world_size(layout, replicas)
+    run = arguments(layout, PRECISION, workers=2, save=str(tmp_path), save_interval=1, **options)
+    whole = run_pretrain(run, size)
+    first, second = whole[: size // 2], whole[size // 2 :]
+    assert first[-1].losses != second[-1].losses
+    assert len(whole[-1].losses) == 4
+    assert [rank.parameters for rank in first] == [rank.parameters for rank in second]
+    if "step_batch_size_schedule" in extra:
+        batches = re.findall(r"global batch size: +(\d+) \|", whole[-1].stdout)
+        assert batches == ["8", "8", "16", "16"]
+    resumed = run_pretrain(
+        arguments(layout, PRECISION, workers=2, load=str(tmp_path), ckpt_step=RESUMED, **options), size
+    )
+    assert same_state(resumed, whole)
+    assert [rank.losses for rank in resumed] == [rank.losses[RESUMED:] for rank in whole]
+
+
+@pytest.mark.parametrize("bundle", [name for name in BUNDLES if "mapping" in name])
+def test_workers_that_never_meet_equal_separate_jobs_in_another_order_of_ranks(bundle):
+    layout, replicas, extra = BUNDLES[bundle]
+    options = {**extra, "train_iters": 3}
+    size = world_size(layout, replicas)
+    together = run_pretrain(arguments(layout, PRECISION, workers=2, local_sgd_sync_interval=1000, **options), size)
+    if "global_batch_size" in options:
+        options["global_batch_size"] //= 2
+    for worker in range(2):
+        ranks = together[worker * size // 2 : (worker + 1) * size // 2]
+        run = arguments(layout, PRECISION, workers=None, **options)
+        alone = run_pretrain(run, size // 2, patch="backend-only", before=as_worker(worker, 2))
+        assert model_digests(ranks) == model_digests(alone)
+        assert [rank.losses for rank in ranks] == [rank.losses for rank in alone]
