@@ -35,6 +35,7 @@ SPES = [
     "protobuf>=6.31.1",
     "grpcio-health-checking>=1.74",
     "isal>=1.7",  # checksums
+    "prometheus-client>=0.20",  # metrics
     "PyYAML>=6",  # configuration files of the server
 ]
 

@@ -3,10 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.status_page.health import LEVELS
+
+try:
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.core import CounterMetricFamily as Counter
+    from prometheus_client.core import GaugeMetricFamily as Gauge
+    from prometheus_client.registry import Collector
+except ImportError as problem:
+    raise UserError(
+        f"the sync service's metrics need the package prometheus-client ({problem}); install it with: "
+        "pip install 'megatron-ext[spes]'"
+    ) from problem
 
 __all__ = ["metrics_text"]
 
@@ -21,34 +33,56 @@ def metrics_text(runs: Sequence[Mapping[str, Any]]) -> str:
     Args:
         runs: what `overview_of` makes.
     """
-    families: list[tuple[str, str, str, Iterable[_Sample]]] = [
-        ("open_round", "gauge", "Round that takes contributions.", _of_runs(runs, "open_round")),
-        ("quorum", "gauge", "Uploads without which no round closes.", _of_runs(runs, "quorum")),
-        ("peers", "gauge", "Peers that are members.", (({"run": run["run"]}, len(run["peers"])) for run in runs)),
-        ("health", "gauge", f"{_levels()}.", (({"run": r["run"]}, _level(r["health"]["level"])) for r in runs)),
-        ("rounds_committed_total", "counter", "Rounds that were committed.", _counts(runs, "committed")),
-        ("contributions_rejected_total", "counter", "Contributions that did not count.", _counts(runs, "rejected")),
-        ("peers_evicted_total", "counter", "Memberships that were ended by force.", _counts(runs, "evicted")),
-        ("round_bytes", "gauge", "Bytes uploaded for the newest round.", _newest(runs, "bytes")),
-        ("round_reduce_seconds", "gauge", "Time that the server took to make it.", _newest(runs, "reduce_seconds")),
-        ("round_period_seconds", "gauge", "Time between the two newest rounds.", _newest(runs, "period")),
-        ("round_timestamp_seconds", "gauge", "When the newest round was committed.", _newest(runs, "time")),
-        ("peer_loss", "gauge", "Training loss that a peer gave for the newest round.", _by_peer(runs, "losses")),
-        ("peer_norm", "gauge", "Norm of a peer's pseudo-gradient in the newest round.", _by_peer(runs, "norms")),
-        ("peer_missed_rounds", "gauge", "Rounds since a peer last took part.", _of_peers(runs, "missed")),
-        ("peer_last_seen_timestamp_seconds", "gauge", "When a peer last called.", _of_peers(runs, "last_seen")),
-    ]
-    lines = []
-    for name, kind, help_text, samples in families:
-        lines += [f"# HELP {_PREFIX}{name} {help_text}", f"# TYPE {_PREFIX}{name} {kind}"]
-        for labels, value in samples:
-            inside = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-            lines.append(f"{_PREFIX}{name}{{{inside}}} {float(value)!r}")
-    return "\n".join(lines) + "\n"
+    # One of its own for every answer: nothing but these runs is in it, whatever else the process should measure.
+    registry = CollectorRegistry()
+    registry.register(_Runs(runs))
+    return generate_latest(registry).decode()
 
 
-def _level(name: str) -> int:
-    return [str(level) for level in LEVELS].index(name)
+class _Runs(Collector):
+    """Gives the values of runs to a registry."""
+
+    def __init__(self, runs: Sequence[Mapping[str, Any]]) -> None:
+        self._runs = runs
+
+    def describe(self) -> Iterable[Any]:
+        """Name nothing: the registry need not ask for the values to learn the names."""
+        return ()
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the families with their samples."""
+        runs = self._runs
+        families: list[tuple[str, type, str, Iterable[_Sample]]] = [
+            ("open_round", Gauge, "Round that takes contributions.", _of_runs(runs, "open_round")),
+            ("quorum", Gauge, "Uploads without which no round closes.", _of_runs(runs, "quorum")),
+            ("peers", Gauge, "Peers that are members.", _members(runs)),
+            ("health", Gauge, f"{_levels()}.", _healths(runs)),
+            ("rounds_committed_total", Counter, "Rounds that were committed.", _counts(runs, "committed")),
+            ("contributions_rejected_total", Counter, "Contributions that did not count.", _counts(runs, "rejected")),
+            ("peers_evicted_total", Counter, "Memberships that were ended by force.", _counts(runs, "evicted")),
+            ("round_bytes", Gauge, "Bytes uploaded for the newest round.", _newest(runs, "bytes")),
+            ("round_reduce_seconds", Gauge, "Time that the server took to make it.", _newest(runs, "reduce_seconds")),
+            ("round_period_seconds", Gauge, "Time between the two newest rounds.", _newest(runs, "period")),
+            ("round_timestamp_seconds", Gauge, "When the newest round was committed.", _newest(runs, "time")),
+            ("peer_loss", Gauge, "Training loss that a peer gave for the newest round.", _by_peer(runs, "losses")),
+            ("peer_norm", Gauge, "Norm of a peer's pseudo-gradient in the newest round.", _by_peer(runs, "norms")),
+            ("peer_missed_rounds", Gauge, "Rounds since a peer last took part.", _of_peers(runs, "missed")),
+            ("peer_last_seen_timestamp_seconds", Gauge, "When a peer last called.", _of_peers(runs, "last_seen")),
+        ]
+        for name, kind, help_text, samples in families:
+            family = kind(_PREFIX + name, help_text)
+            for labels, value in samples:
+                family.add_sample(_PREFIX + name, labels, value)
+            yield family
+
+
+def _members(runs: Sequence[Mapping[str, Any]]) -> list[_Sample]:
+    return [({"run": run["run"]}, len(run["peers"])) for run in runs]
+
+
+def _healths(runs: Sequence[Mapping[str, Any]]) -> list[_Sample]:
+    levels = [str(level) for level in LEVELS]
+    return [({"run": run["run"]}, levels.index(run["health"]["level"])) for run in runs]
 
 
 def _levels() -> str:
@@ -77,7 +111,3 @@ def _by_peer(runs: Sequence[Mapping[str, Any]], key: str) -> list[_Sample]:
 def _of_peers(runs: Sequence[Mapping[str, Any]], key: str) -> list[_Sample]:
     peers = [(run["run"], peer) for run in runs for peer in run["peers"]]
     return [({"run": name, "peer": peer["peer"]}, peer[key]) for name, peer in peers if peer[key] is not None]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -134,7 +134,7 @@ def test_the_page_of_a_real_run_says_what_there_was_also_after_a_restart(service
     for line in (
         'megatron_ext_sync_rounds_committed_total{run="demo"} 4.0',
         'megatron_ext_sync_contributions_rejected_total{run="demo"} 1.0',
-        'megatron_ext_sync_peer_loss{run="demo",peer="p2"} 1.2',
+        'megatron_ext_sync_peer_loss{peer="p2",run="demo"} 1.2',
         'megatron_ext_sync_health{run="demo"} 2.0',
     ):
         assert line in metrics.splitlines()
@@ -248,7 +248,7 @@ def test_losses_are_those_of_the_newest_round():
     rows = re.findall(r"</svg>([abc])</td>.*?<td class=\"number\">(\S+)</td><td class=\"number\">(\S+)</td>", html)
     assert rows == [("a", "1", "1"), ("b", "1", "&ndash;"), ("c", "0", "6")]
     assert "<span>Mean of the latest losses</span><b>3.5</b>" in page([{**run, "asynchronous": True}])
-    assert 'megatron_ext_sync_peer_norm{run="demo",peer="a"} 1.5' in metrics_text([{**run, "run": "demo"}])
+    assert 'megatron_ext_sync_peer_norm{peer="a",run="demo"} 1.5' in metrics_text([{**run, "run": "demo"}])
 
 
 def test_a_port_that_is_taken_is_refused_by_name():
