@@ -30,9 +30,8 @@ DATA = [
 ]
 
 SPES = [
-    # The generated code of the protocol asks for no less than these two.
     "grpcio>=1.74",
-    "protobuf>=6.31.1",
+    "protobuf>=6.31.1",  # the generated code of the protocol asks for no less
     "grpcio-health-checking>=1.74",
     "isal>=1.7",  # checksums
     "prometheus-client>=0.20",  # metrics

@@ -23,10 +23,7 @@ if [[ $found != "$wanted" ]]; then
 fi
 
 cd "$root"
-"$python" -m grpc_tools.protoc --proto_path=. --python_out="$output" --grpc_python_out="$output" \
-    megatron_ext/sync_service/protocol/sync.proto
-for name in sync_pb2.py sync_pb2_grpc.py; do
-    file="$output/megatron_ext/sync_service/protocol/$name"
-    { echo "# SPDX-License-Identifier: Apache-2.0"; cat "$file"; } >"$file.new"
-    mv "$file.new" "$file"
-done
+"$python" -m grpc_tools.protoc --proto_path=. --python_out="$output" megatron_ext/sync_service/protocol/sync.proto
+file="$output/megatron_ext/sync_service/protocol/sync_pb2.py"
+{ echo "# SPDX-License-Identifier: Apache-2.0"; cat "$file"; } >"$file.new"
+mv "$file.new" "$file"

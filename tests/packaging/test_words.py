@@ -49,7 +49,7 @@ _KINDS = {".md", ".proto", ".py", ".sh", ".txt", ".yaml"}
 def files() -> list[Path]:
     found = [path for folder in _FOLDERS for path in sorted((REPOSITORY / folder).rglob("*")) if path.suffix in _KINDS]
     found += [REPOSITORY / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "README.md")]
-    generated = re.compile(r"_pb2(_grpc)?\.py$|/_build/|/__pycache__/")
+    generated = re.compile(r"_pb2\.py$|/_build/|/__pycache__/")
     return [path for path in found if path != Path(__file__) and not generated.search(str(path))]
 
 

@@ -160,9 +160,7 @@ class Connection:
             line = self._open_line()
             sent = request() if callable(request) else request
             with line.one_more():
-                answer = line.start(
-                    method, sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata
-                )
+                answer = line.start(method, sent, timeout=seconds or self.config.call_seconds, metadata=self._metadata)
             line.progressed()
             return answer
 
@@ -239,6 +237,9 @@ class Connection:
         Raises:
             UserError: the server refuses, is away for longer than the patience, or another stream has failed.
         """
+        # gRPC's own retry policy cannot: it tries 5 times at most, under one deadline, which is far less than the
+        # outage that patience covers; it repeats no stream of which something has arrived, nor an upload of more than
+        # its buffer holds; and it stays on a channel that is up while the calls on it get no answer.
         since: float | None = None  # the first failure: only then is the server known to be away
         pause, damaged = _FIRST_PAUSE, 0
         while True:

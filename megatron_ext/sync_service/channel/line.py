@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Self
 
 from megatron_ext.sync_service.protocol.protocol import grpc
-from megatron_ext.sync_service.protocol.wire import stub_of
+from megatron_ext.sync_service.protocol.wire import calls_of
 
 __all__ = ["Line", "Stalled", "Watch"]
 
@@ -35,7 +35,7 @@ class Line:
         self.calls = 0
         self.is_closed = False
         self._channel = channel
-        self._stub = stub_of(channel)
+        self._calls = calls_of(channel)
         self._lock = threading.Lock()
         self._is_given_up = False
 
@@ -45,7 +45,7 @@ class Line:
         Raises:
             Stalled: another thread has closed the channel.
         """
-        called = getattr(self._stub, method)
+        called = self._calls[method]
         try:
             return (called.future if future else called)(*arguments, **options)
         except ValueError as error:
@@ -88,6 +88,8 @@ class Watch:
     """Cancels a call after some seconds of silence on its line, times the calls that share it.
 
     A line serves all streams in turn, so that the messages of all of them may come to their end at about the same time.
+    A deadline of gRPC would end a long stream that moves well, and its keepalive asks only the next hop, which may be a
+    proxy that answers for a server that does not.
     """
 
     def __init__(self, line: Line, call: Any, seconds: float, what: str) -> None:

@@ -9,10 +9,10 @@ from megatron_ext.sync_service.protocol.message_size import MAX_MESSAGE
 try:
     import grpc
     from google.protobuf.message import DecodeError
-    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from google.protobuf.message_factory import GetMessageClass
+    from grpc_health.v1 import health, health_pb2
 
     from megatron_ext.sync_service.protocol import sync_pb2 as pb2
-    from megatron_ext.sync_service.protocol import sync_pb2_grpc as pb2_grpc
 except ImportError as problem:
     raise UserError(
         f"the sync service needs the packages grpcio, grpcio-health-checking and protobuf ({problem}); install them "
@@ -24,12 +24,11 @@ __all__ = [
     "MAX_MESSAGE",
     "PROTOCOL_VERSION",
     "DecodeError",
+    "GetMessageClass",
     "grpc",
     "health",
     "health_pb2",
-    "health_pb2_grpc",
     "pb2",
-    "pb2_grpc",
 ]
 
 PROTOCOL_VERSION = 4

@@ -4,7 +4,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from itertools import product
 from typing import Any
 
@@ -12,7 +12,8 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.sync_service.peer.client import Report
-from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2, pb2_grpc
+from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
+from tests.sync_service.other_server import serving
 from tests.sync_service.service import Service
 from tests.sync_service.shard_caller import ShardCaller, calling
 from tests.sync_service.toy_peer import start_values
@@ -175,14 +176,9 @@ def test_bytes_that_are_no_message_are_refused_without_a_traceback(service: Serv
     assert main(["server", "status", "--server", service.address]) == 0
 
 
-class Saying(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated code has no types
-    """A server whose status is whatever it was given."""
-
-    status = ""
-
-    def Status(self, _request: Any, _context: Any) -> Any:
-        """Answer."""
-        return pb2.StatusReply(json=self.status)
+def saying(status: str) -> AbstractContextManager[str]:
+    """Serve a server whose status is whatever it was given; gives the address."""
+    return serving("Status", pb2.StatusRequest, lambda _request: pb2.StatusReply(json=status))
 
 
 @pytest.mark.parametrize(
@@ -197,32 +193,17 @@ class Saying(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated c
     ],
 )
 def test_a_status_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str], status: str, problem: str):
-    server = grpc.server(ThreadPoolExecutor(2))
-    saying = Saying()
-    saying.status = status
-    pb2_grpc.add_SyncServiceServicer_to_server(saying, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
+    with saying(status) as address:
         for action in (["status"], ["status", "--json"], ["evict", "p0"]):
-            assert main(["server", *action, "--server", f"127.0.0.1:{port}"]) == 2
+            assert main(["server", *action, "--server", address]) == 2
             error = capsys.readouterr().err
             assert f"its answer to Status is none ({problem}" in error and len(error.splitlines()) == 1
-    finally:
-        server.stop(None)
 
 
 def test_a_status_of_a_later_release_may_say_more(service: Service, capsys: pytest.CaptureFixture[str]):
     assert main(["server", "status", "--json", "--server", service.address]) == 0
     status = json.loads(capsys.readouterr().out)
-    server = grpc.server(ThreadPoolExecutor(2))
-    saying = Saying()
-    saying.status = json.dumps({**status, "later": 1, "runs": [{**status["runs"][0], "later": {}}]})
-    pb2_grpc.add_SyncServiceServicer_to_server(saying, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        assert main(["server", "status", "--server", f"127.0.0.1:{port}"]) == 0
+    later = json.dumps({**status, "later": 1, "runs": [{**status["runs"][0], "later": {}}]})
+    with saying(later) as address:
+        assert main(["server", "status", "--server", address]) == 0
         assert "run demo: newest round none yet" in capsys.readouterr().out
-    finally:
-        server.stop(None)

@@ -4,7 +4,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
-from megatron_ext.sync_service.protocol.protocol import grpc, pb2, pb2_grpc
+from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.server import shard_run
 from megatron_ext.sync_service.shards.remote_shard import RemoteShard, ShardProblem
@@ -27,6 +26,7 @@ from megatron_ext.sync_service.shards.shard_messages import (
 from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution
 from tests.sync_service.hostile import TOKENS, VALUES, places, with_value
+from tests.sync_service.other_server import serving
 from tests.sync_service.shard_caller import word
 from tests.sync_service.shards.test_sharding import Shard1
 
@@ -67,9 +67,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("call", ["follow", "seal", "measure", "common_squares", "write"])
-def test_any_other_value_in_any_place_of_a_request_is_refused_or_makes_sense(
-    shard: Shard1, tmp_path: Path, call: str
-):
+def test_any_other_value_in_any_place_of_a_request_is_refused_or_makes_sense(shard: Shard1, tmp_path: Path, call: str):
     good = requests(shard)[call]
     if call != "follow":
         shard.follow(members={"p": "i"})
@@ -172,17 +170,6 @@ def test_a_damaged_identity_is_named(shard: Shard1):
             shard.follow()
 
 
-class Answering(pb2_grpc.SyncServiceServicer):  # type: ignore[misc]  # generated code has no types
-    """A server that gives the same answers again and again, by the call."""
-
-    def __init__(self, answers: dict[str, str]) -> None:
-        self.answers = answers
-
-    def Shard(self, request: Any, _context: Any) -> Any:
-        """Answer."""
-        return pb2.ShardReply(json=self.answers[request.call])
-
-
 FOLLOWED = '{"wants_catalog": false, "spooled": {"p": 5}, "codecs": {"fp32": ""}}'
 ANSWERS: dict[str, Any] = {
     "follow": json.loads(FOLLOWED),
@@ -196,17 +183,17 @@ ANSWERS: dict[str, Any] = {
 @pytest.fixture
 def answering() -> Iterator[tuple[dict[str, str], RemoteShard]]:
     """What a server answers, and what the first one makes of it."""
-    servicer = Answering({"follow": FOLLOWED})
-    server = grpc.server(ThreadPoolExecutor(4))
-    pb2_grpc.add_SyncServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    connection = ConnectionConfig(server=f"127.0.0.1:{port}", patience_seconds=0.0)
+    answers = {"follow": FOLLOWED}
     failed: list[BaseException] = []
-    remote = RemoteShard(1, "demo", connection, threading.Condition(), dict, lambda _: {}, failed.append)
-    yield servicer.answers, remote
-    remote.stop()
-    server.stop(None)
+
+    def answer(request: Any) -> Any:
+        return pb2.ShardReply(json=answers[request.call])
+
+    with serving("Shard", pb2.ShardRequest, answer) as address:
+        connection = ConnectionConfig(server=address, patience_seconds=0.0)
+        remote = RemoteShard(1, "demo", connection, threading.Condition(), dict, lambda _: {}, failed.append)
+        yield answers, remote
+        remote.stop()
     assert not failed
 
 
