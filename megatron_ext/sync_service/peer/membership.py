@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.errors import UserError
@@ -16,7 +16,7 @@ from megatron_ext.sync_service.peer.job import Job
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.limits import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
-from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.report import Progress, Report, progress_message
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue
 
 __all__ = ["Answer", "Membership", "Registered"]
@@ -165,7 +165,7 @@ class Membership:
             round=number,
             loss=report.loss,
             steps=report.steps,
-            progress=_message(report.progress),
+            progress=progress_message(report.progress),
         )
 
         def commit() -> tuple[bool, str]:
@@ -190,8 +190,8 @@ class Membership:
             whole=claim.whole,
             repeats=claim.repeats,
             steps=claim.steps,
-            begin=_message(claim.begin),
-            now=_message(claim.now),
+            begin=progress_message(claim.begin),
+            now=progress_message(claim.now),
         )
         return self._job.on_first(lambda: self._resume(message, end))
 
@@ -266,7 +266,3 @@ class Membership:
                     f"round {number} has not come in {self._config.round_seconds:.0f} s: {reply.message}; bring the "
                     "missing peers back, or lower the run's quorum and restart the server"
                 )
-
-
-def _message(progress: Progress | None) -> Any:
-    return None if progress is None else pb2.Progress(**asdict(progress))

@@ -7,10 +7,11 @@ import math
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
 
-__all__ = ["CODEC_PACKAGE", "INTERVAL", "Progress", "Report"]
+__all__ = ["CODEC_PACKAGE", "INTERVAL", "Progress", "Report", "progress_message"]
 
 CODEC_PACKAGE = "codec_package"
 """Field of what peers have in common: the other package, with its version, that has the codec; absent for ours."""
@@ -91,6 +92,11 @@ class Report:
         if self.progress is not None:
             found["progress"] = list(astuple(self.progress))
         return found
+
+
+def progress_message(progress: Progress | None) -> Any:
+    """Return the protocol's message that says it, None for none."""
+    return None if progress is None else pb2.Progress(**asdict(progress))
 
 
 def _check_count(field: str, count: float) -> None:

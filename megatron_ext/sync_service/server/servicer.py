@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.names import path_component
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
-from megatron_ext.sync_service.protocol.report import Progress, Report
+from megatron_ext.sync_service.protocol.report import Report, progress_message
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, Wait
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.server.origin import Operators, Origin
@@ -89,7 +88,7 @@ class Servicer(ValuesServicer):
                     round=answer.round,
                     digest=answer.digest,
                     send=answer.send,
-                    place=_progress(answer.place),
+                    place=progress_message(answer.place),
                 )
             case Adopt():
                 return pb2.ResumeReply(
@@ -97,7 +96,7 @@ class Servicer(ValuesServicer):
                     round=answer.round,
                     digest=answer.digest,
                     send=True,
-                    place=_progress(answer.place),
+                    place=progress_message(answer.place),
                     is_committed=answer.is_committed,
                     drops_residuals=answer.keeps_residuals is not None,
                     keeps_residuals=sorted(answer.keeps_residuals or ()),
@@ -186,10 +185,6 @@ class Servicer(ValuesServicer):
 
     def _run(self, name: str) -> Run:
         return served(self._runs, name)
-
-
-def _progress(progress: Progress | None) -> Any:
-    return None if progress is None else pb2.Progress(**asdict(progress))
 
 
 def _catalog(messages: Any) -> Catalog:
