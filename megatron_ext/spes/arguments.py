@@ -126,9 +126,10 @@ def frozen_problems(args: Any, ownership: Ownership) -> list[str]:
     ranks = args.expert_model_parallel_size
     each = ownership.experts // ranks
     idle = [rank for rank in range(ranks) if owned.isdisjoint(range(rank * each, (rank + 1) * each))]
-    if idle:
+    # Hot switching with such a rank at home has not been tested.
+    if idle and any(getattr(args, name, None) for name in ("hot_switch_strategies", "hot_switch_strategy_file")):
         problems.append(
             f"--expert-model-parallel-size {ranks}: expert-parallel rank {idle[0]} would have no expert of this peer's "
-            "to train; use --spes-expert-assignment interleaved, or fewer ranks"
+            "to train, which hot switching does not take; use --spes-expert-assignment interleaved, or fewer ranks"
         )
     return problems

@@ -114,7 +114,6 @@ def test_without_spes_nothing_is_completed():
         ({"num_experts": 6}, "num_train_experts_per_node is 2, which with 2 peers makes 4 experts"),
         ({"using_spes": False}, "num_train_experts_per_node has no effect without using_spes"),
         ({"moe_grouped_gemm": True}, "--moe-grouped-gemm with frozen experts"),
-        ({"expert_model_parallel_size": 2}, "--expert-model-parallel-size 2: expert-parallel rank 1 would have no"),
         (
             {"spes_using_decayed_aux_loss": True, "moe_router_load_balancing_type": ["sinkhorn"]},
             "--spes-using-decayed-aux-loss has no effect with --moe-router-load-balancing-type sinkhorn",
@@ -144,8 +143,12 @@ def test_a_peer_that_there_is_not_is_the_sync_services_to_name():
 def test_where_nothing_is_frozen_experts_may_be_grouped():
     everywhere = {**FLAGS, "spes_num_train_experts_per_node": 4, "moe_grouped_gemm": True}
     assert argument_problems(completed(**everywhere)) == []
-    dealt_out = {**FLAGS, "expert_model_parallel_size": 2, "spes_expert_assignment": "interleaved"}
-    assert argument_problems(completed(**dealt_out)) == []
+
+
+@pytest.mark.parametrize("assignment", ["contiguous", "interleaved"])
+def test_ranks_need_not_have_own_experts(assignment: str):
+    options = {**FLAGS, "expert_model_parallel_size": 2, "spes_expert_assignment": assignment}
+    assert argument_problems(completed(**options)) == []
 
 
 def test_a_file_that_asks_for_nothing_is_refused(tmp_path: Path):

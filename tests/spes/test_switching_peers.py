@@ -195,6 +195,8 @@ def test_home_needs_an_expert_to_train_on_every_rank():
     assert argument_problems(args) == []
     # As hot switching says for the first strategy of a file, after all arguments have been checked.
     args.expert_model_parallel_size = 2
+    SpesFeature().adjust_arguments(args)
+    args.hot_switch_strategy_file = "strategies.yaml"
     with pytest.raises(UserError, match=r"hot-switch-strategy-file.* rank 1 would have no expert of this peer's"):
         SpesFeature().adjust_arguments(args)
 
