@@ -98,4 +98,4 @@ def held(outer):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_anchor_and_momentum_are_sharded_over_the_workers(workers):
     assert sum(run_ranks(held, workers, {})) == 2 * 1024
-    assert sum(run_ranks(held, workers, {"outer_optimizer": "adam"})) == 3 * 1024
+    assert sum(run_ranks(held, workers, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.7})) == 3 * 1024
