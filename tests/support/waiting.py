@@ -7,8 +7,8 @@ from typing import Any
 
 __all__ = ["PATIENCE", "until"]
 
-PATIENCE = 60.0
-"""Seconds that a busy machine may take for anything that tests wait for."""
+PATIENCE = 240.0
+"""Seconds that a busy machine may take for anything that tests wait for: they only end what would never come."""
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = PATIENCE) -> None:

@@ -8,7 +8,6 @@ all workers, however far each of them has come: their messages could not be told
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -18,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megatron_ext.errors import UserError
+from megatron_ext.local_sgd.plain_torch.module_hooks import Link, ModuleHook, remove_when_dropped
 from megatron_ext.local_sgd.plain_torch.parameters import local_part, unit_of
 
 __all__ = ["ForwardHooks", "layers_of"]
@@ -107,31 +107,27 @@ class ForwardHooks:
         # Layers without a trained parameter get nothing.
         layers = {unit: layer for unit, layer in layers.items() if unit in self._units}
         self._first_layer = next((index for index, unit in enumerate(units) if unit in layers), len(self._units))
-        for unit, layer in layers.items():
+        self._link = Link(self)
+        handles = [
             # Before the hooks of FSDP, which gather.
-            layer.register_forward_pre_hook(functools.partial(_enter_layer, self, unit), prepend=True)
+            layer.register_forward_pre_hook(self._hook(_entering(unit)), prepend=True)
+            for unit, layer in layers.items()
+        ]
         within = {id(module) for layer in layers.values() for module in layer.modules()}
         self._gathers = next((module for module in model.modules() if isinstance(module, FSDPModule)), None)
+        not_now = self._hook(ForwardHooks.refuse_to_be_read)
         for module in model.modules():
-            not_now = functools.partial(_refuse_to_be_read, self)
-            module.register_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]  # torch gives it no types
-            module.register_load_state_dict_pre_hook(not_now)  # type: ignore[no-untyped-call]  # torch gives it no types
+            handles += [
+                module.register_state_dict_pre_hook(not_now),  # type: ignore[no-untyped-call]  # torch gives it no types
+                module.register_load_state_dict_pre_hook(not_now),  # type: ignore[no-untyped-call]  # as above
+            ]
             if id(module) not in within:
-                module.register_forward_pre_hook(functools.partial(_enter, self), prepend=True)
+                handles.append(module.register_forward_pre_hook(self._hook(ForwardHooks.enter), prepend=True))
+        remove_when_dropped(self, handles)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NoHooks:
-        """Return nothing to wait for: a copy of the module, as for a moving average of it, takes part in no rounds.
-
-        Raises:
-            UserError: some parameters, which are copied along, are in flight.
-        """
-        self.refuse_to_be_read()
-        return _NoHooks()
-
-    def __reduce__(self) -> tuple[type[_NoHooks], tuple[()]]:
-        """Let the module be saved as a whole; see `__deepcopy__`."""
-        self.refuse_to_be_read()
-        return _NoHooks, ()
+    def _hook(self, act: Callable[[ForwardHooks], None]) -> ModuleHook[ForwardHooks]:
+        """Return a hook; a copy of the module takes part in no rounds, and is not made of what is in flight."""
+        return ModuleHook(self._link, act, ForwardHooks.refuse_to_be_read)
 
     @property
     def open(self) -> bool:
@@ -163,6 +159,7 @@ class ForwardHooks:
                 "its own (dist.new_group()), or drop it"
             )
         self._in_flight[id(self._group)] = weakref.ref(self)
+        self._link.keep()  # without it the module would never be given what is in flight
         self._open, self._entered, self._landed = True, False, 0
         self._uncalled = set(self._units)
         self._versions = self._current_versions()
@@ -188,6 +185,7 @@ class ForwardHooks:
         assert self.complete, "parameters are still in flight"
         self._open = False
         self._gradients = {}
+        self._link.let_go()
 
     def enter(self) -> None:
         """Before anything outside the layers runs, all of that must be there.
@@ -280,31 +278,5 @@ def _let_gathering_wait(module: FSDPModule | None) -> None:
             stream.wait_stream(torch.cuda.current_stream())
 
 
-class _NoHooks:
-    """What the hooks of a copied module find: nothing to wait for."""
-
-    def enter(self) -> None:
-        """Do nothing."""
-
-    def enter_layer(self, unit: str) -> None:
-        """Do nothing."""
-
-    def refuse_to_be_read(self) -> None:
-        """Do nothing."""
-
-
-# `torch.compile` leaves these out of what it compiles. As functions of this module they can be pickled with a module.
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
-def _enter(hooks: ForwardHooks | _NoHooks, _module: torch.nn.Module, _inputs: Any) -> None:
-    hooks.enter()
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
-def _enter_layer(hooks: ForwardHooks | _NoHooks, unit: str, _module: torch.nn.Module, _inputs: Any) -> None:
-    hooks.enter_layer(unit)
-
-
-def _refuse_to_be_read(hooks: ForwardHooks | _NoHooks, *_: Any) -> None:
-    hooks.refuse_to_be_read()
+def _entering(unit: str) -> Callable[[ForwardHooks], None]:
+    return lambda hooks: hooks.enter_layer(unit)

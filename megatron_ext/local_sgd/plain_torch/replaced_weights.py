@@ -8,9 +8,6 @@ step costs anything.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,6 +17,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.agreement import gather_at, refuse_together, workers_in_words
 from megatron_ext.local_sgd.engine import SyncedTensor
 from megatron_ext.local_sgd.plain_torch.inner_optimizers import has_history
+from megatron_ext.local_sgd.plain_torch.module_hooks import Link, ModuleHook, remove_when_dropped
 from megatron_ext.local_sgd.plain_torch.parameters import local_part
 from megatron_ext.outer.digest import tensor_digest
 from megatron_ext.phrases import plural
@@ -64,12 +62,12 @@ class ReplacedWeights:
         self._since: Literal["wrapped", "loaded", "running"] = "running"
         self._has_model, self._was_loaded = model is not None, False
         if model is not None:
-            before = _Listener(self)
+            before = ModuleHook(Link(self), ReplacedWeights.before_load)
             handles = [
                 module.register_load_state_dict_pre_hook(before)  # type: ignore[no-untyped-call]  # torch gives it no types
                 for module in model.modules()
             ]
-            weakref.finalize(self, _remove, handles)
+            remove_when_dropped(self, handles)
 
     def expect(self, since: Literal["wrapped", "loaded"]) -> None:
         """Compare with the present values before the next step.
@@ -213,32 +211,3 @@ def _normalized_by_themselves(model: torch.nn.Module) -> set[int]:
         if isinstance(module, kinds) and module.max_norm is not None:
             found.add(local_part(module.weight).data_ptr())
     return found
-
-
-class _Listener:
-    """Tells of loads into a module, but not of those into a copy of it, as for a moving average.
-
-    It keeps nobody who watches alive, and a module that was pickled with it is read without this package.
-    """
-
-    __slots__ = ("_watch",)
-
-    def __init__(self, watch: ReplacedWeights | None = None) -> None:
-        self._watch = None if watch is None else weakref.ref(watch)
-
-    def __call__(self, *_: Any) -> None:
-        watch = None if self._watch is None else self._watch()
-        if watch is not None:
-            watch.before_load()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Listener:
-        return _Listener()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Takes whatever arguments, and does nothing with them.
-        return functools.partial, (itertools.chain,)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()
