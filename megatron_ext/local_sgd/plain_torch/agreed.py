@@ -47,8 +47,8 @@ class Settings:
     streaming: StreamingConfig
     """Fragments."""
 
-    workers: int | None
-    """The number of workers as it was given."""
+    given: LocalSGDConfig
+    """`config` as it was given."""
 
     total_global_steps: int | None
     """Steps after which an asynchronous run is over."""
@@ -108,16 +108,16 @@ class Settings:
 
     def _problems(self) -> list[str]:
         """Return the problems of the values by themselves, one sentence each."""
-        configs = (self.config, self.outer, self.gta, self.streaming)
+        configs = (self.given, self.outer, self.gta, self.streaming)
         wrong = [problem for each in configs for problem in each.type_problems()]
         if wrong:
             return wrong
         problems = self.config.problems()
         problems += method_problems(self.config, self.outer, self.gta, self.streaming, Where.PLAIN)
-        count = self.config.local_sgd_workers
-        if self.workers not in (None, count):
+        count, given = self.config.local_sgd_workers, self.given.local_sgd_workers
+        if given not in (None, count):
             problems.append(
-                f"local_sgd_workers is {self.workers}, and process_group has {count} ranks, one per worker; drop it"
+                f"local_sgd_workers is {given}, and process_group has {count} ranks, one per worker; drop it"
             )
         if self.total_global_steps is not None and not self.config.use_async:
             problems.append("total_global_steps has no effect without use_async; drop it")

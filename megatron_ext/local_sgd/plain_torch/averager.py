@@ -95,7 +95,7 @@ class OuterOptimPeriodicModelAverager:
             outer=self.outer,
             gta=self.gta,
             streaming=self.streaming,
-            workers=local_sgd_config.local_sgd_workers,
+            given=local_sgd_config,
             total_global_steps=total_global_steps,
             buffers=buffers,
             inner_optimizers=inner_optimizers,

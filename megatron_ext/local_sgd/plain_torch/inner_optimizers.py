@@ -10,6 +10,7 @@ import torch
 
 from megatron_ext.local_sgd.agreement import canonical, differences, workers_in_words
 from megatron_ext.local_sgd.plain_torch.parameters import local_part
+from megatron_ext.outer.digest import tensor_digest
 
 __all__ = ["CLASS", "has_history", "inner_problems", "settings_by_parameter"]
 
@@ -25,6 +26,12 @@ _LEFT_OUT = {
     "differentiable": "how a step is computed on a device, not what it does",
 }
 """Settings of a parameter group that are not compared, each with the reason; those that end in _lr are a schedule's."""
+
+_PRODIGY = ("d", "d_max", "d_hat", "d_numerator", "d_denom", "numerator_weighted", "gsq_weighted", "sk_l1", "k")
+_SCHEDULE_FREE = ("weight_sum", "lr_max", "train_mode")
+_LEARNED = {*_PRODIGY, *_SCHEDULE_FREE}
+"""What groups of some optimizers (Prodigy and D-Adaptation, schedule-free ones) hold beside settings: what their steps
+have learned."""
 
 _WAY_OUT = "give all workers the same inner optimizer, or leave every worker its own (inner_optimizers='own')"
 
@@ -43,7 +50,7 @@ def settings_by_parameter(
         settings = {
             name: canonical(_plain(value))
             for name, value in group.items()
-            if name not in _LEFT_OUT and not name.endswith("_lr")
+            if name not in _LEFT_OUT and name not in _LEARNED and not name.endswith("_lr")
         }
         groups.update((id(parameter), settings) for parameter in group["params"])
     # One object for all parameters of a group, which is sent once.
@@ -51,9 +58,14 @@ def settings_by_parameter(
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting without the tensors that torch takes in place of numbers."""
+    """Return a setting in types that are the same on all workers: no tensors in place of numbers, no device's index."""
     if isinstance(value, torch.Tensor):
-        return value.tolist()
+        if value.numel() == 1:
+            return value.item()
+        digest = tensor_digest([local_part(value)])
+        return {"shape": list(value.shape), "digest": digest[1]}
+    if isinstance(value, torch.device):
+        return value.type
     return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 

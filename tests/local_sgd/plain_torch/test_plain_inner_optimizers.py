@@ -45,6 +45,25 @@ ODD = {
     ),
     "way of computing": (lambda parameters: torch.optim.SGD(parameters, lr=0.02, foreach=True), ""),
     "schedule": (lambda parameters: scheduled(torch.optim.SGD(parameters, lr=0.02)), ""),
+    "what Prodigy has learned": (lambda parameters: torch.optim.SGD([{"params": parameters, **LEARNED}], lr=0.02), ""),
+    "device": (
+        lambda parameters: torch.optim.SGD([{"params": parameters, "where": torch.device("cuda", 1)}], lr=0.02),
+        "",
+    ),
+    "a large setting": (
+        lambda parameters: torch.optim.SGD([{"params": parameters, "scales": torch.full((1000,), 2.0)}], lr=0.02),
+        f"scales of parameter 0.weight is {{digest: {0x1E4F376000000}, shape: [1000]}} on workers 0, 2 and {{digest: "
+        f"{0x1E8C500000000}, shape: [1000]}} on worker 1" + WAY_OUT + MORE,
+    ),
+}
+
+LEARNED = {"d": 0.3, "d_max": 0.3, "d_hat": 0.3, "d_numerator": 2.0, "d_denom": 7.0, "k": 12}
+
+# What the others' groups hold in place of it.
+USUAL = {
+    "what Prodigy has learned": dict.fromkeys(LEARNED, 0.0),
+    "device": {"where": torch.device("cuda", 0)},
+    "a large setting": {"scales": torch.full((1000,), 1.0)},
 }
 
 
@@ -61,7 +80,8 @@ def with_odd_optimizer():
         for inner in ("same", "own"):
             module = model()
             parameters = list(module.parameters())
-            optimizer = odd(parameters) if rank == 1 else torch.optim.SGD(parameters, lr=0.02)
+            usual = [{"params": parameters, **USUAL.get(what, {})}]
+            optimizer = odd(parameters) if rank == 1 else torch.optim.SGD(usual, lr=0.02)
             said[what, inner] = said_by(lambda o=optimizer, m=module, i=inner: wrapped(o, m, interval=2, inners=i))
     return said
 

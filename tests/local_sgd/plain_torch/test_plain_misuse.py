@@ -36,6 +36,16 @@ MISUSE = {
         {"streaming_config": {"fragments": 2, "pattern": "diagonal"}},
         "local SGD: pattern is 'diagonal'; it must be 'strided' or 'sequential'",
     ),
+    "evaluation": (
+        {"local_sgd_evaluation": "sinced"},
+        {},
+        "local SGD: local_sgd_evaluation is 'sinced'; it must be 'synced' or 'workers'",
+    ),
+    "method": (
+        {},
+        {"gta_config": {"reducer": "gta", "consensus_method": "vote"}},
+        "local SGD: consensus_method is 'vote'; it must be 'sum' or 'count' or None",
+    ),
     "codec": ({"codec": "int2"}, {}, "local SGD: codec is 'int2'; it must be 'bf16' or 'fp16' or"),
     "whole number": ({"local_sgd_sync_interval": 2.5}, {}, "local_sgd_sync_interval is 2.5; it must be a whole number"),
     "text": ({"local_sgd_sync_interval": "8"}, {}, "local_sgd_sync_interval is '8'; it must be a whole number"),

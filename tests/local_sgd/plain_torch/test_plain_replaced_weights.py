@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.local_sgd.plain_runs import flat, model, said_by, train, wrapped
+from tests.local_sgd.plain_runs import batch, flat, model, said_by, train, wrapped
 from tests.support.distributed import run_ranks
 
 TIMEOUT = 60.0
@@ -515,3 +515,36 @@ def test_a_worker_that_alone_aligns_schedulers_or_loads_a_state_is_told_that_oth
         f"ranks have come to {ALONE[what]} on worker 0 and the first step on worker 1; all ranks must make the same "
         "calls in the same order"
     ] * 2
+
+
+class ActNorm(torch.nn.Module):
+    """Sets its weights from the first inputs that it sees, so that its outputs have variance one."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(8))
+        self.is_set = False
+
+    def forward(self, inputs):
+        if not self.is_set:
+            self.is_set = True
+            self.scale.data.copy_(1 / inputs.std(0))
+        return inputs * self.scale
+
+
+def set_from_data(before_wrapping):
+    """Return what is said to a module that sets weights from data, and its weights after a round."""
+    dist.init_process_group("gloo")
+    rank, module = dist.get_rank(), torch.nn.Sequential(ActNorm(), *model())
+    if before_wrapping:
+        module(batch(0, 0)[0])
+    optimizer = wrapped(sgd(module), module, interval=2)
+    return said_by(lambda: train(module, optimizer, 2, rank)), flat(module)
+
+
+def test_weights_that_a_first_forward_pass_sets_from_data_are_set_before_wrapping_as_the_refusal_says():
+    advice = "where a first forward pass sets them from data, run one with the same data on all workers before wrapping"
+    for said, _ in run_ranks(set_from_data, 2, False, timeout=TIMEOUT):
+        assert "the workers' differ now (0.scale)" in said and advice in said
+    (first, its), (second, others_) = run_ranks(set_from_data, 2, True, timeout=TIMEOUT)
+    assert first == second == "" and its == others_
