@@ -37,6 +37,13 @@ class _End(NamedTuple):
     port: int
 
 
+class _Here(NamedTuple):
+    """This end of a connection."""
+
+    descriptor: int
+    family: socket.AddressFamily
+
+
 class Connections:
     """The connections at a port."""
 
@@ -45,7 +52,7 @@ class Connections:
 
         Args:
             port: at which the server listens.
-            room: how many connections gRPC takes.
+            room: how many connections gRPC takes at an address at which it listens: a name may have two.
             of_an_address: connections that one address has until they have shown who they are.
         """
         self._port = port
@@ -97,9 +104,11 @@ class Connections:
         for end in strangers:
             network = _network_of(end.address)
             if counts[network] - hung_up[network] > self._of_an_address:
-                _hang_up(found[end], self._port, end)
+                _hang_up(found[end].descriptor, self._port, end)
                 hung_up[network] += 1
-        self._say(hung_up, len(found))
+        # A name has one address of a family, and gRPC counts what comes to each of them.
+        taken = Counter(here.family for here in found.values())
+        self._say(hung_up, max(taken.values(), default=0))
 
     def _watch(self) -> None:
         while not self._ended.wait(_SECONDS):
@@ -108,13 +117,13 @@ class Connections:
             except OSError as error:
                 log.error("cannot look at the connections: %s", described(error))
 
-    def _found(self) -> dict[_End, int]:
-        """Return the descriptors of all connections at the port, by their other ends."""
+    def _found(self) -> dict[_End, _Here]:
+        """Return all connections at the port, by their other ends."""
         found = {}
         for name in os.listdir("/dev/fd"):
-            end = _end_at(int(name), self._port)
-            if end is not None:
-                found[end] = int(name)
+            ends = _ends_at(int(name), self._port)
+            if ends is not None:
+                found[ends[0]] = ends[1]
         return found
 
     def _say(self, hung_up: Counter[str], taken: int) -> None:
@@ -139,8 +148,8 @@ class Connections:
         return True
 
 
-def _end_at(descriptor: int, port: int) -> _End | None:
-    """Return the other end of the connection that a descriptor is, None if it is none at the port.
+def _ends_at(descriptor: int, port: int) -> tuple[_End, _Here] | None:
+    """Return both ends of the connection that a descriptor is, the other one first; None if it is none at the port.
 
     It may be closed meanwhile. It is not duplicated: gRPC would be told of it for longer than it has it.
     """
@@ -152,16 +161,18 @@ def _end_at(descriptor: int, port: int) -> _End | None:
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.getsockname()[1] != port:
             return None
         address, its_port = found.getpeername()[:2]
+        family = found.family
     except OSError:  # it listens, or has ended
         return None
     finally:
         found.detach()
-    return _End(_plain(address), its_port)
+    return _End(_plain(address), its_port), _Here(descriptor, family)
 
 
 def _hang_up(descriptor: int, port: int, end: _End) -> None:
     """End a connection, if it is still there; gRPC closes it, as when the other end does that."""
-    if _end_at(descriptor, port) != end:
+    ends = _ends_at(descriptor, port)
+    if ends is None or ends[0] != end:
         return
     with suppress(OSError):
         found = socket.socket(fileno=descriptor)

@@ -287,6 +287,19 @@ def test_that_all_connections_are_taken_is_said_once_a_minute(caplog: pytest.Log
         assert len(caplog.records) == 2
 
 
+def test_the_addresses_of_a_name_have_connections_of_their_own(caplog: pytest.LogCaptureFixture):
+    with ExitStack() as stack:
+        first = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = first.getsockname()[1]
+        second = stack.enter_context(socket.create_server(("::1", port), family=socket.AF_INET6))
+        connections = Connections(port, 2, 2)
+        for listening, all_taken in ((first, False), (second, False), (second, True)):
+            stack.enter_context(socket.create_connection(listening.getsockname()[:2]))
+            stack.enter_context(listening.accept()[0])
+            connections.look()
+            assert ("2 of 2 connections are taken" in caplog.text) == all_taken
+
+
 def test_a_connection_that_shows_the_token_during_a_look_stays_known(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         connections = Connections(listening.getsockname()[1], 100, 0)  # every stranger is hung up
