@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
+from megatron_ext.sync_service.callers.call_limits import Places
 from megatron_ext.sync_service.protocol.protocol import health, health_pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.changes import Changes
-from megatron_ext.sync_service.server.call_limits import Places
 
 __all__ = ["HEALTH_METHODS", "HealthService"]
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.callers.connections import Connections
 from megatron_ext.sync_service.protocol.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.server.calls import Calls
-from megatron_ext.sync_service.server.connections import Connections
 
 __all__ = ["Listener"]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.callers.origin import Operators
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.channel.security import TokenCheck, read_token
 from megatron_ext.sync_service.channel.tls import server_credentials, validity_problem
@@ -25,7 +26,6 @@ from megatron_ext.sync_service.server.config import ServerConfig
 from megatron_ext.sync_service.server.descriptors import room_for_connections
 from megatron_ext.sync_service.server.grpc_health import HealthService
 from megatron_ext.sync_service.server.listener import Listener
-from megatron_ext.sync_service.server.origin import Operators
 from megatron_ext.sync_service.server.run import Run
 from megatron_ext.sync_service.server.servicer import Servicer
 from megatron_ext.sync_service.server.shard_run import ShardRun

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -15,26 +14,27 @@ from typing import Any
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import Frame
-from megatron_ext.sync_service.protocol.refusal import NameInUse, NotWhole, Refusal
-from megatron_ext.sync_service.protocol.report import INTERVAL, Report
+from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
+from megatron_ext.sync_service.protocol.report import Report
 from megatron_ext.sync_service.protocol.resuming import Claim, ResumeAnswer
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.draining import Draining
-from megatron_ext.sync_service.rounds.handshake import check_against, check_alone
-from megatron_ext.sync_service.rounds.members import Admission, Member, RoundResult
+from megatron_ext.sync_service.rounds.members import RoundResult
 from megatron_ext.sync_service.rounds.presence import Presence
 from megatron_ext.sync_service.rounds.resume import decide
 from megatron_ext.sync_service.rounds.round import Answer
+from megatron_ext.sync_service.server.admissions import Admissions
+from megatron_ext.sync_service.server.resting import Resting
 from megatron_ext.sync_service.server.round_maker import RoundMaker
 from megatron_ext.sync_service.server.status import overview_of, status_of
 from megatron_ext.sync_service.server.store import RunStore
+from megatron_ext.sync_service.server.unwritten import Unwritten
 from megatron_ext.sync_service.shards.remote import RemoteState
-from megatron_ext.sync_service.shards.remote_shard import RemoteShard, ShardProblem
+from megatron_ext.sync_service.shards.remote_shard import RemoteShard
 from megatron_ext.sync_service.shards.sharding import part_of
 from megatron_ext.sync_service.shards.shards import Shards
 from megatron_ext.sync_service.values.contribution import Contribution
-from megatron_ext.sync_service.values.durable import described
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.open_values import OpenValues
 from megatron_ext.sync_service.values.receive import receive
@@ -53,6 +53,8 @@ class Run:
 
     Attributes:
         changes: the lock of everything, and what is waited for.
+        admissions: who is a member.
+        resting: what draining the server does to it.
     """
 
     def __init__(
@@ -87,16 +89,13 @@ class Run:
         self._failpoints = failpoints
         self._on_fatal = on_fatal
         self._stopped_by = ""
-        self._unwritten = ""
+        self._unwritten = Unwritten(name)
         self.changes = Changes()
         self._draining = Draining()
         self._addresses = tuple(shard.server for shard in shards)
         self._store = RunStore(name, config, folder, keep_snapshots, remote, failpoints, shards=max(len(shards), 1))
         self._state = self._store.state
-        self._presence = Presence()
-        for member in self._state.members.values():
-            # Of those who were alive when a former server ended, the next heartbeat tells.
-            self._presence.begins(member.name, member.alive_seconds)
+        presence = Presence()
         self._shards = Shards(
             self._store.shard,
             [
@@ -112,97 +111,22 @@ class Run:
                 "run %s: merge_interval is %d and sync_steps %d, so experts are merged every %d steps",
                 *(name, config.merge_interval, steps, every),
             )
+        self.admissions = Admissions(
+            name,
+            config,
+            self._addresses,
+            store=self._store,
+            shards=self._shards,
+            draining=self._draining,
+            presence=presence,
+            changes=self.changes,
+        )
+        self.resting = Resting(name, self._state, self._draining, presence, self.changes)
         self._maker = RoundMaker(config, self._store, self._shards, self.changes, failpoints, self._fail)
 
     # -----------------------------------------------------------------------------------------------------------
     # What peers ask for
     # -----------------------------------------------------------------------------------------------------------
-
-    def register(
-        self,
-        peer: str,
-        instance: str,
-        *,
-        config: dict[str, str],
-        catalog: Catalog,
-        index: int | None,
-        peers: int | None,
-        asynchronous: bool,
-        sharded: bool,
-        certificate: str | None = None,
-        take_over: bool = False,
-        alive_seconds: float = 0.0,
-    ) -> Admission:
-        """Make a peer a member.
-
-        Args:
-            peer: its name.
-            instance: which process speaks for it.
-            config: what must be the same for all peers, `codec` among it.
-            catalog: the tensors.
-            index: the place that it wants.
-            peers: how many peers it believes there are.
-            asynchronous: whether it can take part in asynchronous rounds.
-            sharded: whether it can talk to several servers.
-            certificate: whose certificate it has shown, if any.
-            take_over: whether it takes the place of a process that is alive.
-            alive_seconds: for how long it counts as alive after every word; 0 if it sends no heartbeats.
-
-        Raises:
-            NameInUse: another process speaks for the peer, and is alive.
-            Refusal: it does not fit the run.
-        """
-        check_alone(self.config, config, catalog)  # may take long, for which nobody else waits
-        with self._noting(), self.changes:
-            self._draining.check(self._state.open_round)
-            if peers not in (None, self.config.peers):
-                raise Refusal("state", f"peers is {peers} at peer {peer!r} and {self.config.peers} in the run")
-            if self.config.is_asynchronous and not asynchronous:
-                raise Refusal(
-                    "state", f"the run has asynchronous rounds, which peer {peer!r} does not know; update it"
-                )
-            if self._shards.others and not sharded:
-                raise Refusal("state", f"the run has several servers, which peer {peer!r} does not know; update it")
-            if self._shards.problem:
-                raise Refusal("state" if self._shards.is_refused else "later", self._shards.problem)
-            if lacking := self._shards.lacking(config["codec"]):
-                raise Refusal("state", lacking)
-            begins = self._begins_with(config, catalog)
-            if not begins:
-                own = {INTERVAL} if self.config.is_asynchronous else set()
-                check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
-            self._check_certificate(peer, certificate)
-            event = self._state.check_joining(peer, instance, index)
-            until = self._presence.alive_until(peer)
-            if event is not None and until is not None and not take_over and peer in self._state.members:
-                raise NameInUse(self.name, peer, until)
-            if begins:
-                self._store.create(config, catalog)
-            if event is not None:
-                if peer not in self._state.uploaded:
-                    # Another process may train from other values: what the former one has sent is not finished by it.
-                    self._store.shard.spool.discard(peer)
-                whose = {} if certificate is None else {"certificate": certificate}
-                self._store.record({**event, **whose, "alive_seconds": alive_seconds})
-                self.changes.notify_all()
-            self._presence.heard(peer)
-            self._presence.begins(peer, alive_seconds)
-            return Admission(
-                index=self._state.members[peer].index,
-                open_round=self._state.open_round,
-                shards=self._addresses,
-                shard_of=self._store.shard_of if self._addresses else (),
-            )
-
-    def heartbeat(self, peer: str, instance: str, alive_seconds: float) -> None:
-        """Note that a peer's process counts as alive for some seconds; for 0 that it does not any more.
-
-        Raises:
-            Refusal: it does not speak for the peer.
-        """
-        with self.changes:
-            self._caller(peer, instance)
-            self._presence.says(peer, alive_seconds)
 
     def check_caller(self, peer: str, instance: str) -> None:
         """Check that a process speaks for a peer.
@@ -211,7 +135,7 @@ class Run:
             Refusal: it does not.
         """
         with self.changes:
-            self._caller(peer, instance)
+            self.admissions.caller(peer, instance)
 
     def upload(self, peer: str, instance: str, number: int, frames: Iterable[Frame]) -> tuple[bool, int, int]:
         """Take frames of a contribution.
@@ -223,7 +147,7 @@ class Run:
             Refusal: a frame or the caller is refused; the frames before it are kept.
             OSError: the disk refuses.
         """
-        with self._noting():
+        with self._unwritten.noting():
             return receive(lambda: self._contribution(peer, instance, number), frames, self._failpoints)
 
     def commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
@@ -243,20 +167,8 @@ class Run:
             Refusal: the caller is refused.
             OSError: the disk refuses, or a shard does.
         """
-        with self._noting():
+        with self._unwritten.noting():
             return self._commit(peer, instance, number, report)
-
-    def _begins_with(self, config: dict[str, str], catalog: Catalog) -> bool:
-        """Return whether what a peer brings is what the run becomes from now on.
-
-        A peer with a wrong setting that left before there was a round must not stand in the way of the right ones.
-        Other shards know the former tensors, so there it does.
-        """
-        if self._state.config is None:
-            return True
-        if not self._state.is_deserted or self._shards.others:
-            return False
-        return config != self._store.agreed or self._store.catalog.difference(catalog) is not None
 
     def _commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
         if self.config.step_weights and number > 0 and not report.steps:
@@ -266,7 +178,7 @@ class Run:
             with self.changes:
                 return not self._state.counts(peer, number)
         with self.changes:
-            index = self._caller(peer, instance).index
+            index = self.admissions.caller(peer, instance).index
         missing = self._store.shard.missing(contribution, index, number)
         if missing is not None:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
@@ -275,7 +187,7 @@ class Run:
             raise NotWhole(f"the contribution to round {number} is not whole: {missing}")
         self._failpoints.hit("upload_checked")
         with self.changes:
-            self._caller(peer, instance)
+            self.admissions.caller(peer, instance)
             if not self._accepts(peer, number):
                 return not self._state.counts(peer, number)
             if peer not in self._state.uploaded:
@@ -304,7 +216,7 @@ class Run:
             Refusal: the caller is refused.
         """
         with self.changes:
-            self._caller(peer, instance)
+            self.admissions.caller(peer, instance)
             ledger = self._state.ledger(self.name, peer, self._store.shard.snapshots)
             return decide(ledger, claim), self._problem or self._shards.problem or self._state.waiting_for()
 
@@ -344,7 +256,7 @@ class Run:
             Refusal: they are not there (any more), or the caller is refused.
         """
         with self.changes:
-            self._caller(peer, instance)
+            self.admissions.caller(peer, instance)
             newest = self._state.newest
             if newest is None or number not in self._store.shard.snapshots:
                 held = "none is committed yet" if newest is None else f"the newest is {newest.number}"
@@ -369,104 +281,31 @@ class Run:
             Refusal: the caller is refused.
         """
         with self.changes:
-            self._caller(peer, instance)
+            self.admissions.caller(peer, instance)
             if number != self._state.open_round or number == 0 or self.config.is_asynchronous:
                 return None
         return self._store.shard.open_values(number)
-
-    def leave(self, peer: str, instance: str) -> None:
-        """End a membership.
-
-        Raises:
-            Refusal: another process speaks for the peer by now.
-        """
-        with self.changes:
-            if peer in self._state.members:
-                self._caller(peer, instance)
-                self._store.drop(peer, {"event": "left", "peer": peer})
-                self.changes.notify_all()
 
     # -----------------------------------------------------------------------------------------------------------
     # What people ask for
     # -----------------------------------------------------------------------------------------------------------
 
-    def evict(self, peer: str, reason: str) -> None:
-        """End a membership against the peer's will; its process is refused from then on.
-
-        Raises:
-            Refusal: there is no such peer.
-        """
-        with self.changes:
-            if peer not in self._state.members:
-                names = ", ".join(self._state.members) or "none"
-                raise Refusal("not_found", f"run {self.name!r} has no peer {peer!r}; its peers are: {names}")
-            self._store.drop(peer, {"event": "evicted", "peer": peer, "reason": _printable(reason)})
-            self.changes.notify_all()
-
     def status(self) -> dict[str, Any]:
         """Return what people want to know, as plain data."""
         with self.changes:
-            return status_of(self.name, self.config, self._store, self._shards, self._problem, self._is_draining)
+            return status_of(*self._described())
 
     def overview(self) -> dict[str, Any]:
         """Return the status with the history and the health of the run, as plain data."""
         with self.changes:
-            return overview_of(self.name, self.config, self._store, self._shards, self._problem, self._is_draining)
+            return overview_of(*self._described())
 
-    def drain(self) -> str:
-        """Take no new members, and begin no round after the one for which contributions are there.
-
-        Returns:
-            What is waited for, in words.
-        """
-        with self.changes:
-            under_way = self._state.uploaded or self._state.closing is not None
-            self._draining.begin(self._state.open_round if under_way else self._state.open_round - 1)
-            awaited = self._drained_after()
-            log.info("run %s: draining; %s", self.name, awaited)
-            return awaited
-
-    def _drained_after(self) -> str:
-        """Return in words what is waited for before the server ends."""
-        last = self._draining.last_round
-        assert last is not None
-        if self._state.open_round <= last:
-            unknown = [peer for peer in self._state.awaited() if not self._presence.is_known(peer)]
-            if not unknown:
-                return self._state.waiting_for()
-            return (
-                f"{self._state.waiting_for()}; no heartbeats say whether {', '.join(unknown)} will come: evict whoever "
-                "will not, or end the server as it is (SIGTERM), which loses nothing either"
-            )
-        lacking = ", ".join(self._draining.lacking(self._state.members))
-        if last < 0 or not lacking:
-            return "no round is under way"
-        return f"no round is under way; {lacking} may still fetch round {last}"
-
-    @property
-    def _is_draining(self) -> bool:
-        return self._draining.last_round is not None
+    def _described(self) -> tuple[str, RunConfig, RunStore, Shards, str, bool]:
+        return self.name, self.config, self._store, self._shards, self._problem, self.resting.is_draining
 
     def try_to_rest(self) -> bool:
-        """Return whether nothing is lost for anyone when the server ends now, or nothing comes any more.
-
-        Where all who are awaited in the last round are gone, the round before becomes the last one.
-        """
-        with self.changes:
-            if self._stopped_by or self._draining.is_over(self._state.open_round, self._state.members):
-                return True
-            awaited = self._state.awaited()
-            is_stuck = self._state.closing is None and self._state.seconds_until_close(time.monotonic()) is None
-            if not (is_stuck and self._draining.is_given_up(self._state.open_round, awaited, self._presence)):
-                return False
-            log.warning(
-                "run %s: %s, and nothing is heard of %s: the round stays open, with what was uploaded for it",
-                *(self.name, self._state.waiting_for(), ", ".join(awaited) or "further peers"),
-            )
-            # Other servers of the run end, too.
-            self._draining.begin(self._state.open_round - 1)
-            self.changes.notify_all()
-            return True
+        """Return whether nothing is lost for anyone when the server ends now, or nothing comes any more."""
+        return bool(self._stopped_by) or self.resting.try_to_rest()
 
     def stop(self) -> None:
         """End the threads."""
@@ -485,39 +324,10 @@ class Run:
             self.changes.notify_all()
         self._on_fatal(error)
 
-    # -----------------------------------------------------------------------------------------------------------
-    # Helpers, to be called with the lock held
-    # -----------------------------------------------------------------------------------------------------------
-
-    def _caller(self, peer: str, instance: str) -> Member:
-        """Return the member that calls, and note that it did.
-
-        Raises:
-            Refusal: the caller is refused.
-        """
-        member = self._state.check_caller(peer, instance)
-        self._store.history.seen(peer, time.time())
-        self._presence.heard(peer)
-        return member
-
-    def _check_certificate(self, peer: str, certificate: str | None) -> None:
-        """Check that a peer's name belongs to whoever calls: to the certificate that was the first to register it.
-
-        Raises:
-            Refusal: it belongs to another one.
-        """
-        owner = self._state.certificates.get(peer)
-        if certificate is not None and owner not in (None, certificate):
-            raise Refusal(
-                "denied",
-                f"the name of peer {peer!r} belongs to the certificate of {owner!r}, and this call shows that of "
-                f"{certificate!r}; give a peer name of its own, or let an operator evict {peer!r}, which frees it",
-            )
-
     def _contribution(self, peer: str, instance: str, number: int) -> Contribution | None:
         """Return where a peer's frames go; None when they do not count any more."""
         with self.changes:
-            self._caller(peer, instance)
+            self.admissions.caller(peer, instance)
             if not self._accepts(peer, number):
                 return None
             self._draining.check(self._state.open_round)
@@ -534,28 +344,14 @@ class Run:
         return False
 
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
-        self._caller(peer, instance)
+        self.admissions.caller(peer, instance)
         answer, reason = self._state.answer(peer, number, uploaded)
         return answer, self._problem or self._shards.problem or reason if answer == "waiting" else reason
 
     @property
     def _problem(self) -> str:
         """Why the open round cannot be made; empty when it can."""
-        return self._stopped_by or self._maker.problem or self._unwritten
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Say in the log, and in the status until something can be written again, what a peer could not write."""
-        try:
-            yield
-        except ShardProblem:
-            raise  # its status says so
-        except OSError as error:
-            said, self._unwritten = self._unwritten, f"what peers send cannot be written: {described(error)}"
-            if said != self._unwritten:
-                log.error("run %s: %s", self.name, self._unwritten)
-            raise
-        self._unwritten = ""
+        return self._stopped_by or self._maker.problem or self._unwritten.problem
 
     def _word(self) -> dict[str, Any]:
         """Return what other servers have to know of the run that have parts of its values."""
@@ -577,9 +373,3 @@ class Run:
         """Return what they have to know once."""
         part = part_of(self._store.catalog, self._store.shard_of, shard)
         return {"catalog": part.as_json(), "codec": self._store.shard.codec}
-
-
-def _printable(text: str) -> str:
-    """Return what people have written as one line of limited length, without what a terminal would obey."""
-    line = "".join(letter if letter.isprintable() else " " for letter in text)
-    return line if len(line) <= _LONGEST_REASON else line[:_LONGEST_REASON] + "..."

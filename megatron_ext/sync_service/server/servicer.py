@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_ext.sync_service.callers.origin import Operators, Origin
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.names import path_component
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
@@ -14,7 +15,6 @@ from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.protocol.report import Report, progress_message
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, Wait
 from megatron_ext.sync_service.rounds.changes import Changes
-from megatron_ext.sync_service.server.origin import Operators, Origin
 from megatron_ext.sync_service.server.run import Run
 from megatron_ext.sync_service.server.values_servicer import ValuesServicer, served
 from megatron_ext.version import __version__
@@ -49,7 +49,7 @@ class Servicer(ValuesServicer):
                 f"{request.protocol}; install the same release on both sides",
             )
         caller = request.caller
-        admission = self._run(caller.run).register(
+        admission = self._run(caller.run).admissions.register(
             path_component(caller.peer, "peer"),
             path_component(caller.instance, "process"),
             config=dict(request.config),
@@ -105,7 +105,7 @@ class Servicer(ValuesServicer):
     def Heartbeat(self, request: Any, _origin: Origin) -> Any:
         """Note that the caller is alive."""
         caller = request.caller
-        self._run(caller.run).heartbeat(caller.peer, caller.instance, request.alive_seconds)
+        self._run(caller.run).admissions.heartbeat(caller.peer, caller.instance, request.alive_seconds)
         return pb2.HeartbeatReply()
 
     def Commit(self, request: Any, _origin: Origin) -> Any:
@@ -145,7 +145,7 @@ class Servicer(ValuesServicer):
 
     def Leave(self, request: Any, _origin: Origin) -> Any:
         """End a membership."""
-        self._run(request.caller.run).leave(request.caller.peer, request.caller.instance)
+        self._run(request.caller.run).admissions.leave(request.caller.peer, request.caller.instance)
         return pb2.LeaveReply()
 
     def Status(self, request: Any, _origin: Origin) -> Any:
@@ -156,13 +156,13 @@ class Servicer(ValuesServicer):
     def Evict(self, request: Any, origin: Origin) -> Any:
         """End somebody else's membership."""
         self._check_operator(origin, "evict peers")
-        self._run(request.run).evict(request.peer, request.reason or "no reason was given")
+        self._run(request.run).admissions.evict(request.peer, request.reason or "no reason was given")
         return pb2.EvictReply()
 
     def Drain(self, request: Any, origin: Origin) -> Any:
         """Bring the server to an end."""
         self._check_operator(origin, "drain the server")
-        rounds = [f"{run.name}: {run.drain()}" for run in self._runs.values()]
+        rounds = [f"{run.name}: {run.resting.drain()}" for run in self._runs.values()]
         self._on_drain()
         return pb2.DrainReply(message=", ".join(rounds))
 

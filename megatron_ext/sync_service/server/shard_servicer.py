@@ -10,10 +10,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from megatron_ext.sync_service.callers.origin import Origin
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.schema import parse
-from megatron_ext.sync_service.server.origin import Origin
 from megatron_ext.sync_service.server.shard_run import ShardRun
 from megatron_ext.sync_service.server.shard_secret import ShardSecret
 from megatron_ext.sync_service.server.values_servicer import ValuesServicer, served

@@ -16,16 +16,16 @@ import torch
 from grpc_health.v1 import health_pb2
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.callers.call_limits import Places
+from megatron_ext.sync_service.callers.threads import Threads
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.wire import METHODS
 from megatron_ext.sync_service.rounds.config import RunConfig
-from megatron_ext.sync_service.server.call_limits import Places
 from megatron_ext.sync_service.server.config import ServerConfig
 from megatron_ext.sync_service.server.grpc_health import HEALTH_METHODS, HealthService
-from megatron_ext.sync_service.server.threads import Threads
 from tests.support.waiting import until
-from tests.sync_service.server.test_silent_calls import Calls, calls_to
+from tests.sync_service.callers.test_silent_calls import Calls, calls_to
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import start_values
 

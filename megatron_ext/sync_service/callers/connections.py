@@ -17,7 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import NamedTuple
 
-from megatron_ext.sync_service.server.origin import end_of
+from megatron_ext.sync_service.callers.origin import end_of
 from megatron_ext.sync_service.values.durable import described
 
 __all__ = ["Connections"]
