@@ -9,6 +9,7 @@ from megatron_ext.options.common_verdicts import (
     NEEDS_TE,
     ON_GPU_ALONE_HOT,
     OPEN,
+    PEERS,
     STRATEGIES,
     UNTRIED,
     UNTRIED_HOT,
@@ -103,9 +104,19 @@ OPTIMIZERS = (
     row(
         "--mtp-num-layers",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_multi_token_prediction"),
-        local_sgd=refused("the parameter view does not know its layers"),
-        hot_switch=refused("the parameter view does not know its layers"),
-        sync_service=UNTRIED_THERE,
+        local_sgd=tested(
+            f"{WORKERS}test_multi_token_prediction.py"
+            "::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
+        ),
+        hot_switch=UNTRIED_HOT,
+        sync_service=tested(
+            f"{PEERS}test_layouts.py"
+            "::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
+        ),
+        spes=tested(
+            "tests/spes/test_multi_token_prediction.py"
+            "::test_a_peer_trains_its_own_experts_there_and_rounds_bring_the_others"
+        ),
         peers_share="mtp_num_layers",
     ),
     row(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.params.boxes import Piece, cut
-from megatron_ext.params.parameter_names import checkpoint_key, local_layer
+from megatron_ext.params.parameter_names import checkpoint_key, local_layer, prediction_layer
 from megatron_ext.params.placement import Placement
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter
@@ -62,10 +62,11 @@ def check_chunk(
     for entry in entries:
         if entry.name_local not in state:
             raise ParamsError(f"{entry.tensor.name}: {entry.name_local} is missing in sharded_state_dict")
-        layer = local_layer(entry.name_local)
+        layer, prediction = local_layer(entry.name_local), prediction_layer(entry.name_local)
+        path = prediction if layer is None else f"decoder.layers.{layer}"
         renamed: Mapping[str, str] = {}
-        if layer is not None:
-            renamed = chunk.decoder.layers[layer].submodules_config.sharded_state_dict_keys_map
+        if path is not None:
+            renamed = chunk.get_submodule(path).submodules_config.sharded_state_dict_keys_map
         ours = expected_shards(placement, entry, renamed, homogeneous=homogeneous)
         theirs = _shards_of(state[entry.name_local])
         if ours != theirs:
@@ -98,7 +99,7 @@ def expected_shards(
     if tensor.expert is not None:
         leading_shape.append(placement.shape.num_moe_experts or 0)
         leading_offset.append(tensor.expert)
-    if tensor.layer is None:
+    if entry.is_tied_copy:
         key = tensor.name
     else:
         key = checkpoint_key(
@@ -112,9 +113,7 @@ def expected_shards(
 
 def _first_layer(entry: LocalParameter) -> int:
     layer = local_layer(entry.name_local)
-    if layer is None or entry.tensor.layer is None:
-        raise ParamsError(f"{entry.name_local} is not in a decoder layer")
-    return entry.tensor.layer - layer
+    return 0 if layer is None or entry.tensor.layer is None else entry.tensor.layer - layer
 
 
 def _stored_pieces(entry: LocalParameter) -> tuple[Piece, ...]:

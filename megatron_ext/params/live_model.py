@@ -19,7 +19,6 @@ from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
 UNSUPPORTED_OPTIONS = {
     "mla_down_proj_fusion": "multi-latent attention with fused down projections",
-    "mtp_num_layers": "multi-token prediction",
     "experimental_attention_variant": "an experimental attention variant",
     "linear_attention_freq": "linear attention",
     "heterogeneous_block_specs": "heterogeneous layers",
@@ -85,6 +84,7 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         num_moe_experts=config.num_moe_experts,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
         moe_layers=_moe_layers(config),
+        mtp_num_layers=_prediction_layers(config),
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
         moe_shared_expert_gate=config.moe_shared_expert_gate,
         moe_router_enable_expert_bias=config.moe_router_enable_expert_bias,
@@ -172,6 +172,12 @@ def _moe_layers(config: Any) -> tuple[bool, ...]:
     if isinstance(frequency, int):
         return tuple(layer % frequency == 0 for layer in range(config.num_layers))
     return tuple(bool(flag) for flag in frequency)
+
+
+def _prediction_layers(config: Any) -> int:
+    """Layers of multi-token prediction that have weights: one may be repeated."""
+    number = config.mtp_num_layers or 0
+    return min(number, 1) if config.mtp_use_repeated_layer else number
 
 
 def _persistent_buffers(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

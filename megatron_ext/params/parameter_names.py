@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# The layer of the decoder's kind in each of those for multi-token prediction; checkpoints call it by its former name.
+_PREDICTION = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # Transformer Engine's grouped linear keeps its experts as weight0, weight1, ... of one module.
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
@@ -31,12 +33,15 @@ def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
         first_expert: global number of the rank's first routed expert.
 
     Returns:
-        The global name; a name that belongs to no decoder layer comes back unchanged.
+        The global name; a name that belongs to no layer comes back unchanged.
     """
-    match = _LAYER.fullmatch(local_name)
-    if match is None:
+    if match := _LAYER.fullmatch(local_name):
+        prefix = f"decoder.layers.{first_layer + int(match[1])}."
+    elif match := _PREDICTION.fullmatch(local_name):
+        prefix = f"{match[1]}mtp_model_layer."
+    else:
         return local_name
-    layer, rest = first_layer + int(match[1]), match[2]
+    rest = match[2]
     expert = _expert_of(rest)
     if expert is not None:
         number, leaf = expert
@@ -44,7 +49,7 @@ def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
     for fused, separate in _FUSED_NORMS.items():
         if rest.startswith(fused):
             rest = separate + rest.removeprefix(fused)
-    return f"decoder.layers.{layer}.{rest}"
+    return prefix + rest
 
 
 def checkpoint_key(
@@ -62,10 +67,13 @@ def checkpoint_key(
     Returns:
         The key.
     """
-    match = _LAYER.fullmatch(local_name)
-    if match is None:
+    if match := _LAYER.fullmatch(local_name):
+        prefix = "decoder.layers." if homogeneous else f"decoder.layers.{first_layer + int(match[1])}."
+    elif match := _PREDICTION.fullmatch(local_name):
+        prefix = f"{match[1]}transformer_layer."
+    else:
         return local_name
-    layer, rest = first_layer + int(match[1]), match[2]
+    rest = match[2]
     expert = _expert_of(rest)
     if expert is not None:
         rest = f"mlp.experts.experts.{expert[1]}"
@@ -73,13 +81,19 @@ def checkpoint_key(
         if rest.startswith(old):
             rest = new + rest.removeprefix(old)
             break
-    return f"decoder.layers.{rest}" if homogeneous else f"decoder.layers.{layer}.{rest}"
+    return prefix + rest
 
 
 def local_layer(local_name: str) -> int | None:
     """The layer's place within the chunk, or None for a name outside the decoder layers."""
     match = _LAYER.fullmatch(local_name)
     return None if match is None else int(match[1])
+
+
+def prediction_layer(local_name: str) -> str | None:
+    """The path of the layer of the decoder's kind that multi-token prediction has there, or None elsewhere."""
+    match = _PREDICTION.fullmatch(local_name)
+    return None if match is None else f"{match[1]}mtp_model_layer"
 
 
 def _expert_of(rest: str) -> tuple[int, str] | None:

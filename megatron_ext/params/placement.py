@@ -23,7 +23,10 @@ class Placed:
     """The global tensor."""
 
     name: str
-    """The name the rank knows it by: the tensor's own, or the alias of a tied copy."""
+    """The name the rank knows it by: the tensor's own, or that of a tied copy."""
+
+    is_tied_copy: bool
+    """Whether it is the copy of a tied tensor, on a stage other than the tensor's own."""
 
     chunk: int
     """Model chunk on the rank (virtual pipeline stage), from 0."""
@@ -51,11 +54,6 @@ class Placed:
             is_shard: of its elements the rank holds a part that no data parallel replica holds as well.
         """
         return self.is_primary and (is_shard or self.replica == 0)
-
-    @property
-    def is_tied_copy(self) -> bool:
-        """Whether it is the copy of a tied tensor, on a stage other than the tensor's own."""
-        return self.name != self.tensor.name
 
 
 class Placement:
@@ -96,6 +94,14 @@ class Placement:
         if experts % layout.ep:
             raise ParamsError(f"layout: {experts} experts cannot be shared by ep = {layout.ep} ranks")
         self.experts_per_rank = experts // layout.ep
+        if shape.mtp_num_layers and len(self.chunk_layers) > 1:
+            # Megatron gives the last stage an output layer that nothing uses, or positions that stay as they are.
+            for wrong, what in (
+                (shape.share_embeddings_and_output_weights, "tied embeddings (give them apart)"),
+                (shape.max_sequence_length > 0, "learned positions (use rope)"),
+            ):
+                if wrong:
+                    raise ParamsError(f"layout: multi-token prediction over several stages is not laid out with {what}")
 
     def on_rank(self, rank: int) -> tuple[Placed, ...]:
         """What rank ``rank`` of the layout holds; see ``on``."""
@@ -113,10 +119,10 @@ class Placement:
         """What one model chunk of the rank at ``place`` holds, in the order of ``on``."""
         here = chunk * self.layout.pp + place.pp
         held = [
-            self._place(tensor, name, chunk, place)
+            self._place(tensor, name, number > 0, chunk, place)
             for tensor in self.tensors
             if self.expert_rank(tensor) in (None, place.ep)
-            for stage, name in self.stages_of(tensor)
+            for number, (stage, name) in enumerate(self.stages_of(tensor))
             if stage == here
         ]
         return tuple(sorted(held, key=lambda placed: placed.is_tied_copy))
@@ -126,15 +132,15 @@ class Placement:
 
         Returns:
             ``(stage, name)`` pairs: the chunk in the model's order (``v * pp + p`` is chunk v of pipeline rank
-            p), and the tensor's name there. A tied embedding has two where it is copied to the last chunk,
-            its own first; every other tensor has one.
+            p), and the tensor's name there. An embedding has two where it is copied to the last chunk (tied, or
+            for multi-token prediction), its own first; every other tensor has one.
         """
         last = len(self.chunk_layers) - 1
         if tensor.layer is not None:
             home = self._stage_of_layer[tensor.layer]
         else:
             home = 0 if tensor.unit == EMBEDDING_UNIT else last
-        # On a single stage the output layer uses the embedding's own weight: there is no second copy.
+        # On a single stage whatever else uses the embedding's weight has it at hand: there is no second copy.
         if tensor.shared_with and last != home:
             return ((home, tensor.name), (last, tensor.shared_with[0]))
         return ((home, tensor.name),)
@@ -143,17 +149,18 @@ class Placement:
         """The expert parallel rank that holds a tensor; None for one that belongs to no routed expert."""
         return None if tensor.expert is None else tensor.expert // self.experts_per_rank
 
-    def _place(self, tensor: GlobalTensor, name: str, chunk: int, place: Coordinates) -> Placed:
+    def _place(self, tensor: GlobalTensor, name: str, is_copy: bool, chunk: int, place: Coordinates) -> Placed:
         index, parts = (place.etp, self.layout.expert_tp) if tensor.is_expert else (place.tp, self.layout.tp)
         duplicate = tensor.split is None and parts > 1
         return Placed(
             tensor=tensor,
             name=name,
+            is_tied_copy=is_copy,
             chunk=chunk,
             slice=slice_of(tensor, index, parts),
             replica=self.layout.replica(place, tensor.is_expert),
             is_duplicate_across_tp=duplicate,
-            is_primary=name == tensor.name and not (duplicate and index > 0),
+            is_primary=not is_copy and not (duplicate and index > 0),
             is_on_two_stages=len(self.stages_of(tensor)) > 1,
         )
 

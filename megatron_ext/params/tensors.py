@@ -25,6 +25,11 @@ def layer_unit(layer: int) -> str:
     return f"layer.{layer}"
 
 
+def prediction_unit(depth: int) -> str:
+    """Name of the unit that holds everything of a layer of multi-token prediction (counted from 0)."""
+    return f"mtp_layer.{depth}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """How tensor parallelism cuts one axis.
@@ -56,8 +61,8 @@ class GlobalTensor:
     """Type of the model's copy of the tensor (an optimizer may hold a wider one)."""
 
     unit: str
-    """What a layer-wise algorithm treats as one: ``embedding``, ``layer.<i>``, ``final_norm`` or
-    ``output_layer``."""
+    """What a layer-wise algorithm treats as one: ``embedding``, ``layer.<i>``, ``mtp_layer.<i>``,
+    ``final_norm`` or ``output_layer``."""
 
     layer: int | None = None
     """Global decoder layer, None outside the decoder layers."""
@@ -69,7 +74,8 @@ class GlobalTensor:
     """How tensor parallelism cuts it; None when every rank of the group holds all of it."""
 
     shared_with: tuple[str, ...] = ()
-    """Other names under which the same tensor exists (tied embeddings: ``output_layer.weight``)."""
+    """The names of its copies on the last stage: ``output_layer.weight`` of a tied embedding, its own with
+    multi-token prediction."""
 
     valid_rows: int | None = None
     """Rows before the vocabulary padding; None when no row is padding."""

@@ -71,7 +71,7 @@ def build_gpt(
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -111,12 +111,14 @@ def build_gpt(
     chunks = []
     for chunk in range(vpp or 1):
         vp_stage = chunk if vpp else None
+        where = {"vp_stage": vp_stage, "pp_rank": stage}
+        layers = get_gpt_decoder_block_spec(config, False, normalization=config.normalization, **where)
+        predicts = bool(config.mtp_num_layers)
         chunks.append(
             GPTModel(
                 config,
-                get_gpt_decoder_block_spec(
-                    config, False, normalization=config.normalization, vp_stage=vp_stage, pp_rank=stage
-                ),
+                layers,
+                mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False, **where) if predicts else None,
                 vocab_size=vocabulary,
                 max_sequence_length=sequence,
                 pre_process=stage == 0 and chunk == 0,

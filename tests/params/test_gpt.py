@@ -60,17 +60,19 @@ def models(draw: st.DrawFn, layout_count: int = 1) -> tuple[GptShape, tuple[Layo
     layers = draw(st.integers(1, 4))
     experts = draw(st.sampled_from((None, 3, 4, 6)))
     flag = st.booleans()
+    predicts = draw(st.sampled_from((0, 0, 2)))  # not laid out with learned positions or tied embeddings
     shape = GptShape(
         num_layers=layers,
-        hidden_size=3,
+        hidden_size=12 if predicts else 3,
         ffn_hidden_size=12,
         num_attention_heads=12,
         num_query_groups=draw(st.sampled_from((None, 2, 6, 12))),
         kv_channels=3,
         padded_vocab_size=12,
         vocab_size=draw(st.sampled_from((None, 10, 12))),
-        max_sequence_length=draw(st.sampled_from((0, 5))),
-        share_embeddings_and_output_weights=draw(flag),
+        max_sequence_length=draw(st.sampled_from((0, 5))) * (not predicts),
+        share_embeddings_and_output_weights=draw(flag) and not predicts,
+        mtp_num_layers=predicts,
         gated_linear_unit=draw(flag),
         add_bias_linear=draw(flag),
         add_qkv_bias=draw(flag),
@@ -121,9 +123,10 @@ def test_a_rank_holds_a_tensor_once_and_local_elements_are_all_accounted_for(
         assert len({placed.name for placed in held}) == len(held)
         for placed in held:
             assert sum(piece.numel for piece in placed.slice.pieces) == placed.slice.numel
-            assert placed.is_tied_copy == (
-                placed.name == "output_layer.weight" and shape.share_embeddings_and_output_weights
-            )
+            is_tied = placed.name == "output_layer.weight" and shape.share_embeddings_and_output_weights
+            is_embedded_again = placed.name == "embedding.word_embeddings.weight" and placed.is_on_two_stages
+            is_later = placed.chunk * layout.pp + layout.coordinates(rank).pp > 0
+            assert placed.is_tied_copy == (is_tied or (is_embedded_again and is_later))
 
 
 @settings(max_examples=15)
@@ -171,8 +174,9 @@ def test_names_are_unique_and_units_follow_the_model(case: tuple[GptShape, tuple
     tensors = gpt_parameters(shape)
     assert len({tensor.name for tensor in tensors}) == len(tensors)
     layers = tuple(f"layer.{layer}" for layer in range(shape.num_layers))
+    predicting = tuple(f"mtp_layer.{layer}" for layer in range(shape.mtp_num_layers))
     output = () if shape.share_embeddings_and_output_weights else ("output_layer",)
-    assert Placement(shape, layout).units == ("embedding", *layers, "final_norm", *output)
+    assert Placement(shape, layout).units == ("embedding", *layers, *predicting, "final_norm", *output)
     assert all((tensor.unit == f"layer.{tensor.layer}") == (tensor.layer is not None) for tensor in tensors)
 
 

@@ -87,6 +87,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "pipeline_model_parallel_layout": "Et|tt||ttL",
         "tied": True,
     },
+    "multi-token prediction": {"tp": 2, "pp": 2, "mtp_num_layers": 2, **SWIGLU_GQA},
+    "multi-token prediction of a tied model on one stage": {"tp": 2, "mtp_num_layers": 1, "tied": True},
+    "multi-token prediction by one repeated layer with experts": {
+        "pp": 2,
+        "vpp": 2,
+        "ep": 2,
+        "mtp_num_layers": 2,
+        "mtp_use_repeated_layer": True,
+        **MOE,
+    },
+    "multi-token prediction over latent attention": {"tp": 2, "mtp_num_layers": 1, **LATENT},
 }
 
 
@@ -245,6 +256,29 @@ def test_a_tied_last_stage_is_told_in_global_terms() -> None:
     assert "decoder.layers.1.mlp.linear_fc1.weight  128x32" in table
 
 
+def _embedded_again() -> list[tuple[str, bool, bool]]:
+    start_cpu("fake", 1, 2)
+    chunks = build_gpt(pp=2, num_layers=2, mtp_num_layers=2)
+    view = ParameterView.from_model(chunks)
+    layers = ("layer.0", "layer.1", "mtp_layer.0", "mtp_layer.1")
+    assert view.units() == ("embedding", *layers, "final_norm", "output_layer")
+    copy = view.by_parameter(chunks[0].embedding.word_embeddings.weight)
+    assert copy.is_on_two_stages and copy.unit == "embedding"
+    held = [(entry.tensor.name, entry.is_primary, entry.is_tied_copy) for entry in view.entries]
+    with pytest.raises(ParamsError, match="multi-token prediction over several stages is not laid out with tied"):
+        ParameterView.from_model(build_gpt(pp=2, num_layers=2, mtp_num_layers=1, tied=True))
+    with pytest.raises(ParamsError, match="is not laid out with learned positions"):
+        ParameterView.from_model(build_gpt(pp=2, num_layers=2, mtp_num_layers=1, positions="learned_absolute"))
+    return held
+
+
+def test_multi_token_prediction_has_a_copy_of_the_embedding_on_the_last_stage() -> None:
+    (held,) = run_ranks(_embedded_again, 1)
+    assert held[-1] == ("embedding.word_embeddings.weight", False, True)
+    assert all(is_primary and not is_copy for _, is_primary, is_copy in held[:-1])
+    assert ("mtp.layers.1.mtp_model_layer.mlp.linear_fc2.weight", True, False) in held
+
+
 def _duplicates() -> dict[str, tuple[bool, bool]]:
     start_cpu("fake", 1, 2)
     view = ParameterView.from_model(build_gpt(tp=2, etp=1, num_layers=2, moe_layer_freq=[0, 1], **MOE))
@@ -300,7 +334,6 @@ def _refusals() -> list[str]:
     refused(lambda: ParameterView.from_model([model]))
     refused(lambda: ParameterView.from_model([torch.nn.Linear(2, 2)]))
     model.config.mla_down_proj_fusion = True
-    model.config.mtp_num_layers = 1
     refused(lambda: ParameterView.from_model([model]))
     return messages
 
@@ -314,4 +347,4 @@ def test_what_does_not_match_is_refused_with_the_tensors_name() -> None:
     assert "has shape (1, 2), expected (32, 64) of the global (32, 128)" in other_shape
     assert "parameter decoder.layers.1.extra of chunk 0" in unknown
     assert "the model is a Linear" in no_gpt
-    assert "mla_down_proj_fusion (multi-latent attention with fused down projections), mtp_num_layers" in options
+    assert options.endswith("mla_down_proj_fusion (multi-latent attention with fused down projections)")

@@ -4,8 +4,9 @@
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 
-from tests.support.presets import MOE
+from tests.support.presets import MOE, Options
 from tests.support.waiting import until
 from tests.sync_service.jobs import Kind, has_joined, model_of, run_job, same_bits, start_job
 from tests.sync_service.service import Service
@@ -22,13 +23,16 @@ MODEL = {
 }
 
 
-def trained(make_service: MakeService, kinds: list[Kind]) -> dict[str, np.ndarray]:
+MTP: Options = {"mtp_num_layers": 1, "position_embedding_type": "rope", "no_rope_fusion": True}
+
+
+def trained(make_service: MakeService, kinds: list[Kind], extra: Options) -> dict[str, np.ndarray]:
     """Return what peers of these kinds end with, from the weights of the first one."""
     service = make_service({"demo": {"peers": len(kinds), **SGD}})
     service.start()
     jobs = []
-    for index, (name, kind) in enumerate(zip("abcde", kinds, strict=True)):
-        jobs.append(start_job(service, name, kind, sync_service_index=index, **MODEL))
+    for index, (name, kind) in enumerate(zip("abcde"[: len(kinds)], kinds, strict=True)):
+        jobs.append(start_job(service, name, kind, sync_service_index=index, **MODEL, **extra))
         if index == 0:  # initial weights depend on the layout
             until(lambda: has_joined(service), "the first peer")
     models = [model_of(job.result()) for job in jobs]
@@ -36,9 +40,16 @@ def trained(make_service: MakeService, kinds: list[Kind]) -> dict[str, np.ndarra
     return models[0]
 
 
-def test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding(make_service: MakeService):
-    mixed, alike = trained(make_service, CUT), trained(make_service, [ALONE] * len(CUT))
-    start = untrained(make_service)
+@pytest.mark.parametrize(
+    ("kinds", "extra"), [(CUT, {}), ([CUT[i] for i in (0, 2, 3)], MTP)], ids=["", "multi-token prediction"]
+)
+def test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding(
+    make_service: MakeService, kinds: list[Kind], extra: Options
+):
+    mixed, alike = trained(make_service, kinds, extra), trained(make_service, [ALONE] * len(kinds), extra)
+    start = untrained(make_service, extra)
+    assert mixed.keys() == alike.keys()
+    assert any(name.startswith("mtp.") for name in mixed) == bool(extra)
     moved = max(float(np.abs(alike[name] - start[name]).max()) for name in alike)
     assert moved > 0.05
     # Seen: 4e-5, where experts have few tokens, of whose small gradients Adam makes whole steps.
@@ -46,8 +57,8 @@ def test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding(
         np.testing.assert_allclose(mixed[name], values, rtol=0, atol=2e-4 * moved, err_msg=name)
 
 
-def untrained(make_service: MakeService) -> dict[str, np.ndarray]:
+def untrained(make_service: MakeService, extra: Options) -> dict[str, np.ndarray]:
     """Return the weights from which a peer of one rank begins."""
     service = make_service({"demo": {"peers": 1}})
     service.start()
-    return model_of(run_job(service, "a", ALONE, **{**MODEL, "lr": 0.0, "min_lr": 0.0}))
+    return model_of(run_job(service, "a", ALONE, **{**MODEL, **extra, "lr": 0.0, "min_lr": 0.0}))
