@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,25 +12,21 @@ import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
+from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.plain_torch.agreed import Settings
-from megatron_ext.local_sgd.plain_torch.buffers import SharedBuffers, plans_for_buffers, refuse_unfit_buffers
-from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks, layers_of
+from megatron_ext.local_sgd.plain_torch.attached import attach_to
+from megatron_ext.local_sgd.plain_torch.buffers import SharedBuffers
+from megatron_ext.local_sgd.plain_torch.forward_hooks import ForwardHooks
 from megatron_ext.local_sgd.plain_torch.parameters import (
     averages_gradients,
     in_model_order,
-    is_first_copy,
-    local_part,
-    require_all_within,
     require_same_memory,
-    unit_of,
 )
 from megatron_ext.local_sgd.plain_torch.replaced_weights import ReplacedWeights
-from megatron_ext.local_sgd.plain_torch.same_model import ModelDescription, describe, require_same_model
 from megatron_ext.local_sgd.plain_torch.saved_state import StateGuard
 from megatron_ext.local_sgd.plain_torch.wording import as_fields, speaks_of_fields
 from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
-from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem, layer_count
+from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.local_sgd.time_based import AsyncSchedule
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
@@ -189,95 +185,25 @@ class OuterOptimPeriodicModelAverager:
         """
         if self._engine is not None:
             raise UserError("the averager has its parameters already; make another one for another optimizer")
-        named = in_model_order(dict(named_parameters), model)
-        described, problems = ModelDescription(), []
-        try:
-            synced, units, layers = self._synced(named, model)
-            engine = LocalSGD(
-                synced,
-                units=units,
-                config=self.config,
-                outer=self.outer,
-                gta=self.gta,
-                across=self._across,
-                inside=self._inside,
-                streaming=self.streaming,
-                observe=self._logged,
-            )
-            share = self._settings.buffers == "average"
-            compared = inner if self._settings.inner_optimizers == "same" else None
-            described = describe(named, model, units, share, compared)
-            if model is not None and not self._alone:
-                refuse_unfit_buffers(model, self._across, share, self._settings.apart, self.config.use_async)
-        except UserError as error:
-            problems.append(str(error))
-        require_same_model(described, problems, self._across, self._inside)
-        self._engine = engine
-        self._parameters = tuple(named.values())
-        self._unchecked = model
-        self._guard = StateGuard(
-            synced,
-            units=units,
-            config=self.config,
-            outer=self.outer,
-            gta=self.gta,
-            streaming=self.streaming,
+        attached = attach_to(
+            in_model_order(dict(named_parameters), model),
+            model,
+            inner,
+            settings=self._settings,
             across=self._across,
             inside=self._inside,
+            observe=self._logged,
+            land=self._land,
+            say=_say,
         )
-        if model is not None and self.config.sync_in_forward:
-            self._hooks = ForwardHooks(model, units, layers, self._land, self._across)
-        if model is not None and not self._alone:
-            for line in plans_for_buffers(model, self._across, share):
-                _say(line)
-            self._buffers = SharedBuffers(model, self._across) if share else None
+        self._engine, self._parameters, self._guard = attached.engine, attached.parameters, attached.guard
+        self._hooks, self._buffers = attached.hooks, attached.buffers
+        self._unchecked = model
         if self.config.local_sgd_warmup_steps == 0:
             self._begin()
-        if not self._alone:
-            # After the hooks above, which refuse to load what is in flight.
-            self._replaced = ReplacedWeights(
-                synced,
-                model=model,
-                inner=inner,
-                across=self._across,
-                inside=self._inside,
-                is_anchored=lambda: not engine.in_warmup,
-                say=_say,
-            )
+        self._replaced = attached.replaced
+        if self._replaced is not None:
             self._replaced.expect("wrapped")
-
-    def _synced(
-        self, named: Mapping[str, torch.Tensor], model: torch.nn.Module | None
-    ) -> tuple[list[SyncedTensor], list[str], dict[str, torch.nn.Module]]:
-        """Return what rounds move, its units in order, and by unit the layers that wait for it in the forward pass.
-
-        Raises:
-            UserError: see `attach`.
-        """
-        synced = []
-        for name, parameter in named.items():
-            if parameter.dtype != torch.float32:
-                raise UserError(
-                    f"parameter {name} is {parameter.dtype}; local SGD averages fp32 parameters: keep them in fp32 and "
-                    "compute in another type (torch.autocast, FSDP2's MixedPrecisionPolicy)"
-                )
-            counted = self._inside is None or is_first_copy(parameter, self._inside)
-            synced.append(SyncedTensor(tensor=local_part(parameter), name=name, unit=unit_of(name), counted=counted))
-        units = list(dict.fromkeys(entry.unit for entry in synced))
-        layers: dict[str, torch.nn.Module] = {}
-        if self.config.sync_in_forward:
-            if model is None:
-                raise UserError(
-                    "sync_in_forward needs the module whose forward pass brings rounds to their end; give it, as in "
-                    "StatefulPostLocalSGDOptimizer(optim, averager, model)"
-                )
-            require_all_within(named, model)
-            layers = layers_of(model)
-            units.sort(key=lambda unit: unit in layers)
-        problem = fragment_problem(self.streaming.fragments, layer_count(units), "the model's layers")
-        if problem is not None:
-            raise UserError(problem)
-        return synced, units, layers
 
     @torch.no_grad()
     @speaks_of_fields()
