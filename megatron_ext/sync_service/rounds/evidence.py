@@ -4,7 +4,9 @@
 The newest round that the journal commits is J, so that round J + 1 is open. S is the newest round in the folder.
 
 - S <= J: the journal names it. Rounds that are older than those which are kept are removed; so are unfinished files.
-  Where one that is kept has a record, its digest is the journal's, or the start is refused.
+  Where one that is kept has a record, its digest is the journal's, or the start is refused; and so it is where the
+  journal has not all lines any more that the newest one's record tells of: some at its head or in its middle were lost.
+  (A journal that was rebuilt since has other lines, with the same state.)
 - S = J + 1, a whole file with a record (see `run_record`): the round was made and decided, by all shards, and at most
   its line in the journal is missing: the server was killed before it was written, or it was lost.
     - The journal has all lines that there were then, and the round is closed with the same contributions: the line is
@@ -27,14 +29,26 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.rounds.journal import recover_command
+from megatron_ext.sync_service.rounds.journal import Event, JournalContent, recover_command
 from megatron_ext.sync_service.rounds.round import RunState
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.values.contribution import peer_of
 from megatron_ext.sync_service.values.snapshot import Snapshot, newest_of, snapshot_name, snapshot_number
 from megatron_ext.sync_service.values.spool import round_of
 
-__all__ = ["check_lines", "check_start", "lost_lines", "newest_snapshot", "newest_spooled", "whole_record"]
+__all__ = [
+    "check_beginning",
+    "check_lines",
+    "check_start",
+    "has_its_beginning",
+    "lost_lines",
+    "lost_rounds",
+    "newest_snapshot",
+    "newest_spooled",
+    "of_another_run",
+    "state_after",
+    "whole_record",
+]
 
 
 def check_start(run: str, folder: Path, keep_snapshots: int, journal: bytes, state: RunState) -> RunRecord | None:
@@ -88,6 +102,92 @@ def check_lines(run: str, folder: Path, journal: bytes, newest: int) -> RunRecor
     if found > newest + 1 or (record is not None and not record.follows(journal)):
         raise lost_lines(run, folder, newest)
     return record
+
+
+def lost_rounds(run: str, folder: Path, newest: int) -> UserError:
+    """Return the error that says that rounds were committed whose snapshots are gone.
+
+    Args:
+        run: the run id.
+        folder: of the run.
+        newest: the newest round of which there is a whole snapshot.
+    """
+    spooled = newest_spooled(folder)
+    gone = f"round {newest + 1}" if spooled == newest + 2 else f"rounds {newest + 1} to {spooled - 1}"
+    return UserError(
+        f"run {run}: {folder} has contributions to round {spooled} or a folder for them, spool/round-{spooled:08d}, so "
+        f"that {gone} had been committed, and the newest snapshot is {snapshot_name(newest)}; restore newer ones from "
+        "a copy, or give up what was made since: move that folder out, and do this again"
+    )
+
+
+def check_beginning(run: str, folder: Path, journal: JournalContent) -> None:
+    """Find out whether a journal still begins as it did when the newest of its rounds had been made.
+
+    Args:
+        run: the run id.
+        folder: of the run.
+        journal: its journal.
+
+    Raises:
+        UserError: it does not, or the snapshot of that round is damaged.
+    """
+    path = folder / "snapshots" / snapshot_name(journal.newest)
+    if journal.newest < 0 or not path.exists():
+        return
+    try:
+        with closing(Snapshot(path)) as found:
+            record = RunRecord.of(found)
+    except OSError as error:
+        raise UserError(f"run {run}: {error}") from error
+    # That a snapshot is of another run is said elsewhere.
+    is_its_own = record is not None and record.digest == journal.newest_digest
+    if record is not None and is_its_own and not has_its_beginning(journal, record):
+        raise UserError(
+            f"run {run}: {folder / 'journal.jsonl'} lacks lines from before round {journal.newest}, which "
+            f"{path.name} tells of, and nothing was changed; restore it from a copy, or rebuild it from that snapshot "
+            f"with: {recover_command(folder)}"
+        )
+
+
+def has_its_beginning(journal: JournalContent, record: RunRecord) -> bool:
+    """Return whether a journal has all lines that it had when a round was made.
+
+    Args:
+        journal: the journal.
+        record: of the snapshot of the newest round that it commits.
+    """
+    return journal.rebuilt_at >= record.number or record.follows(journal.whole)
+
+
+def state_after(run: str, folder: Path, journal: JournalContent, state: RunState) -> RunState:
+    """Return a new state after all that a journal says.
+
+    Args:
+        run: the run id.
+        folder: of the run.
+        journal: its journal.
+        state: a new one, which is changed.
+
+    Raises:
+        UserError: an event makes no sense after those before it: lines between them were lost.
+    """
+    for event in journal.counting:
+        try:
+            state.apply(event)
+        except (LookupError, TypeError, ValueError) as error:
+            raise UserError(
+                f"run {run}: {folder / 'journal.jsonl'} lacks lines before {event['event']!r} of {_subject(event)} "
+                f"({type(error).__name__}: {error}), and nothing was changed; restore it from a copy, or rebuild it "
+                f"from the newest snapshot with: {recover_command(folder)}"
+            ) from error
+    return state
+
+
+def _subject(event: Event) -> str:
+    return " in ".join(
+        f"{kind} {event[key]!r}" for key, kind in (("peer", "peer"), ("round", "round")) if key in event
+    )
 
 
 def newest_snapshot(folder: Path) -> int:
@@ -172,11 +272,22 @@ def _check_kept(run: str, folder: Path, keep_snapshots: int, state: RunState) ->
             except OSError as error:
                 raise UserError(f"run {run}: {error}") from error
         if made is not None and named is not None and made.digest != named.digest:
-            raise UserError(
-                f"run {run}: {path} has the digest {made.digest}, and round {number} of journal.jsonl "
-                f"{named.digest}: one of them is of another run, or of another copy of this one; restore the one that "
-                "belongs to the other"
-            )
+            raise of_another_run(run, path, made, named.digest)
+
+
+def of_another_run(run: str, path: Path, made: RunRecord, named: str) -> UserError:
+    """Return the error that says that a snapshot is not that of the journal's round.
+
+    Args:
+        run: the run id.
+        path: of the snapshot.
+        made: its record.
+        named: the digest of the round in the journal.
+    """
+    return UserError(
+        f"run {run}: {path} has the digest {made.digest}, and round {made.number} of journal.jsonl {named}: one of "
+        "them is of another run, or of another copy of this one; restore the one that belongs to the other"
+    )
 
 
 def _is_closed_as(record: RunRecord, state: RunState) -> bool:

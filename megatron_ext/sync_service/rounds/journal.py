@@ -52,7 +52,30 @@ class JournalContent:
     @property
     def newest(self) -> int:
         """The newest round that is committed; -1 for none."""
-        return next((int(event["round"]) for event in reversed(self.events) if event["event"] == "committed"), -1)
+        committed = self._last("committed")
+        return -1 if committed is None else int(committed["round"])
+
+    @property
+    def newest_digest(self) -> str:
+        """Of the values of that round; empty for none."""
+        committed = self._last("committed")
+        return "" if committed is None else str(committed["digest"])
+
+
+    @property
+    def rebuilt_at(self) -> int:
+        """The round at which it was rebuilt the last time; -1 if it never was."""
+        rebuilt = self._last("recovered")
+        return -1 if rebuilt is None else int(rebuilt["round"])
+
+    @property
+    def counting(self) -> tuple[Event, ...]:
+        """The events that lead to the state of the run: of a rebuilt journal those before say nothing about it."""
+        begins = [index for index, event in enumerate(self.events) if event["event"] == "recovered"]
+        return self.events[begins[-1] if begins else 0 :]
+
+    def _last(self, kind: str) -> Event | None:
+        return next((event for event in reversed(self.events) if event["event"] == kind), None)
 
 
 def read_journal(path: Path) -> JournalContent:

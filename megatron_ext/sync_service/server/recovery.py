@@ -17,7 +17,16 @@ from tempfile import TemporaryDirectory
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
-from megatron_ext.sync_service.rounds.evidence import lost_lines, newest_snapshot, newest_spooled, whole_record
+from megatron_ext.sync_service.rounds.evidence import (
+    has_its_beginning,
+    lost_lines,
+    lost_rounds,
+    newest_snapshot,
+    newest_spooled,
+    of_another_run,
+    state_after,
+    whole_record,
+)
 from megatron_ext.sync_service.rounds.folder_lock import locked
 from megatron_ext.sync_service.rounds.journal import JournalContent, line_of, parse_journal
 from megatron_ext.sync_service.rounds.members import Policy
@@ -169,13 +178,15 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
             f"run {run}: {folder / _JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
             "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it over"
         )
-    if newest == journal.newest and newest_spooled(folder) > newest + 1:
-        raise lost_lines(run, folder, newest)
-    if newest == journal.newest and not journal.damage:
-        return "the journal names all rounds that there are snapshots of"
-    if newest == journal.newest:
-        return _Rebuilt(content=journal.whole, state=_state_after(journal.whole))
     path = place / "snapshots" / snapshot_name(newest)
+    if newest >= 0 and newest_spooled(folder) > newest + 1:
+        raise lost_rounds(run, folder, newest)
+    if newest_spooled(folder) > newest + 1:
+        raise lost_lines(run, folder, newest)
+    if newest == journal.newest and (newest < 0 or _explains_itself(run, folder, path, journal)):
+        if not journal.damage:
+            return "the journal names all rounds that there are snapshots of"
+        return _Rebuilt(content=journal.whole, state=_state_after(run, folder, journal.whole))
     record = whole_record(path, run)
     if record is None:
         raise UserError(
@@ -188,6 +199,22 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
     return _after_record(run, folder, journal, record)
 
 
+def _explains_itself(run: str, folder: Path, path: Path, journal: JournalContent) -> bool:
+    """Return whether a journal that names the newest snapshot has lost no line before that, as far as that shows."""
+    record = whole_record(path, run)
+    if record is not None and record.digest != journal.newest_digest:
+        raise of_another_run(run, path, record, journal.newest_digest)
+    if record is not None and not has_its_beginning(journal, record):
+        return False
+    try:
+        _state_after(run, folder, journal.whole)
+    except UserError:
+        if record is None:
+            raise
+        return False
+    return True
+
+
 def _after_record(run: str, folder: Path, journal: JournalContent, record: RunRecord) -> _Rebuilt:
     begun = [event for event in journal.events if event["event"] == "created"]
     created = record.before["created"]
@@ -197,19 +224,16 @@ def _after_record(run: str, folder: Path, journal: JournalContent, record: RunRe
             "the one away that does not belong there"
         )
     content = journal.whole + b"".join(line_of(event)[1] for event in record.events())
-    return _Rebuilt(content=content, state=_state_after(content))
+    return _Rebuilt(content=content, state=_state_after(run, folder, content))
 
 
-def _state_after(content: bytes) -> RunState:
+def _state_after(run: str, folder: Path, content: bytes) -> RunState:
     """Return the state of a run after all that a journal says."""
-    events = parse_journal(content).events
-    created = [event["state"]["created"] if event["event"] == "recovered" else event for event in events]
-    kinds = [event.get("rounds") for event in created if "catalog" in event]
+    journal = parse_journal(content)
+    created = [event["state"]["created"] if event["event"] == "recovered" else event for event in journal.counting]
+    kinds = [event.get("rounds") for event in created if event is not None and "catalog" in event]
     kind = AsynchronousState if kinds[-1:] == ["asynchronous"] else RunState
-    state = kind(Policy(peers=1, quorum=1, grace_seconds=0.0))
-    for event in events:
-        state.apply(event)
-    return state
+    return state_after(run, folder, journal, kind(Policy(peers=1, quorum=1, grace_seconds=0.0)))
 
 
 def _write(folder: Path, content: bytes, remote: RemoteState | None) -> Iterator[str]:

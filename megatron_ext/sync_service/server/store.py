@@ -25,7 +25,7 @@ from megatron_ext.sync_service.protocol.protocol import DIGEST_PROTOCOL, PROTOCO
 from megatron_ext.sync_service.protocol.report import INTERVAL
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
-from megatron_ext.sync_service.rounds.evidence import check_start
+from megatron_ext.sync_service.rounds.evidence import check_beginning, check_start, state_after
 from megatron_ext.sync_service.rounds.history import History
 from megatron_ext.sync_service.rounds.journal import Event, Journal, read_whole_journal
 from megatron_ext.sync_service.rounds.room import check_room
@@ -91,11 +91,11 @@ class RunStore:
                 raise UserError(f"run {name}: {error}") from error
         path = folder / "journal.jsonl"
         content = read_whole_journal(path)
+        check_beginning(name, folder, content)
         kind = AsynchronousState if config.is_asynchronous else RunState
-        self.state: RunState = kind(config.policy)
+        self.state: RunState = state_after(name, folder, content, kind(config.policy))
         self.history = History()
         for event in content.events:
-            self.state.apply(event)
             self.history.apply(event)
         self.state.await_everybody()
         began_with = self.state.protocol or 0

@@ -344,6 +344,62 @@ def test_a_journal_that_is_damaged_in_the_middle_can_be_rebuilt(
     assert newest_round(service, capsys) == (ROUNDS, undisturbed[ROUNDS])
 
 
+def kinds(line: bytes) -> tuple[str, int | None]:
+    event = json.loads(line)
+    return event["event"], event.get("round")
+
+
+# Whole lines that are missing at the head of the journal or in its middle; all others are as they were.
+MISSING: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "the tensors": lambda lines: [line for line in lines if kinds(line)[0] != "created"],
+    "a member": lambda lines: [line for line in lines if not (kinds(line)[0] == "joined" and b'"p1"' in line)],
+    "the first": lambda lines: lines[1:],
+    "the first ten": lambda lines: lines[10:],
+    "a round": lambda lines: [line for line in lines if kinds(line) != ("committed", 2)],
+    "an upload": lambda lines: [
+        line for number, line in enumerate(lines) if number != list(map(kinds, lines)).index(("uploaded", 2))
+    ],
+    "the first and the last": lambda lines: lines[3:-3],
+}
+
+
+@pytest.mark.parametrize("what", MISSING)
+def test_a_journal_that_lacks_whole_lines_is_refused_and_can_be_rebuilt(
+    service: Service,
+    undisturbed: list[str],  # noqa: F811  # the fixture
+    capsys: pytest.CaptureFixture[str],
+    what: str,
+):
+    folder = folder_of(service)
+    journal = folder / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    left = MISSING[what](lines)
+    assert len(left) < len(lines)
+    journal.write_bytes(b"".join(left))
+    before = contents(folder)
+    assert service.start().wait() == 2
+    assert "Traceback" not in service.output and "nothing was changed" in service.output
+    assert f"megatron-ext server recover {folder}" in service.output
+    assert contents(folder) == before
+    assert main(["server", "recover", str(service.state)]) == 0
+    assert f"recovered at round {ROUNDS}" in capsys.readouterr().out
+    service.start()
+    assert newest_round(service, capsys) == (ROUNDS, undisturbed[ROUNDS])
+    end(service)
+    assert service.start().exit_code is None  # a rebuilt journal is taken again
+
+
+def test_a_journal_of_a_release_without_records_that_lacks_whole_lines_is_refused_in_one_line(tmp_path: Path):
+    store = RunStore("demo", CONFIG, tmp_path, 2)
+    make_round(begin(store))
+    store.close()
+    journal = tmp_path / "journal.jsonl"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(line for line in lines if kinds(line)[0] != "joined"))
+    with pytest.raises(UserError, match=r"lacks lines before 'uploaded' of peer 'a' in round 0 .*server recover"):
+        RunStore("demo", CONFIG, tmp_path, 2)
+
+
 def refused_recovery(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> str:
     capsys.readouterr()
     before = contents(folder)
@@ -371,8 +427,16 @@ def test_what_cannot_be_recovered_is_refused_with_the_way_out(
     assert f"{path} is damaged" in refused_recovery(service.state, capsys)
     # The way out: that round is given up.
     path.rename(tmp_path / path.name)
+    made = folder / f"spool/round-{ROUNDS + 1:08d}"
+    assert made.is_dir()
+    said = refused_recovery(service.state, capsys)
+    assert f"spool/{made.name}, so that round {ROUNDS} had been committed" in said and "move that folder out" in said
+    made.rename(tmp_path / made.name)
     assert main(["server", "recover", str(service.state)]) == 0
     assert f"recovered at round {ROUNDS - 1}" in capsys.readouterr().out
+    service.start()
+    assert newest_round(service, capsys)[0] == ROUNDS - 1
+    end(service)
     (folder / "snapshots" / snapshot_name(ROUNDS - 1)).unlink()
     assert "the values are lost; restore the snapshot from a copy" in refused_recovery(service.state, capsys)
 
