@@ -43,6 +43,9 @@ HOT_SWITCH = ["pyyaml>=6"]  # strategy files
 # Transformer Engine compiles against the installed torch and CUDA; it is of no use without a GPU.
 TE = ["transformer-engine[pytorch]>=2.0"]
 
+# The writer of Megatron's own default, --async-strategy nvrx; Megatron 0.19 refuses earlier ones.
+ASYNC = ["nvidia-resiliency-ext>=0.6"]
+
 DOCS = [
     "sphinx>=8",
     "myst-parser>=4",
@@ -108,6 +111,7 @@ setup(
         "spes": SPES,
         "hot-switch": HOT_SWITCH,
         "te": TE,
+        "async": ASYNC,
         "plots": PLOTS,
         "data": DATA,
         "docs": DOCS,

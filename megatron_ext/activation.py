@@ -60,6 +60,7 @@ def patch_megatron(backend: Backend = "auto") -> None:
         raise UserError(f"{problem}; install one of these: pip install 'megatron-core{MEGATRON_VERSIONS}'")
     import torch
 
+    from megatron_ext import async_save
     from megatron_ext.backends import cpu
     from megatron_ext.backends.cpu.feature import CpuFeature
     from megatron_ext.features import all_features
@@ -72,7 +73,8 @@ def patch_megatron(backend: Backend = "auto") -> None:
             _cpu = cpu.CpuBackend()
             _cpu.activate(patches)
         patches.apply([cpu.compile_helpers_patch()])
-        patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None))
+        loops = cpu.checkpoint_writer.LOOPS if use_cpu else async_save.LOOPS
+        patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None, loops))
         patches.apply(datasets.patches())
         patches.apply(writers_queue.patches())
         hooks.register((*((CpuFeature(),) if use_cpu else ()), *all_features()))
@@ -98,11 +100,14 @@ def unpatch_megatron() -> None:
 
 def known_patches() -> list[Patch]:
     """Return every patch that any backend or feature may apply."""
+    from megatron_ext import async_save
     from megatron_ext.backends import cpu
     from megatron_ext.features import all_features
     from megatron_ext.seams import arguments, datasets, writers_queue
 
-    found = [*arguments.patches(registry(), None), *datasets.patches(), *writers_queue.patches()]
+    loops = async_save.LOOPS
+    found = [*arguments.patches(registry(), None, loops), *datasets.patches(), *writers_queue.patches()]
+    found += async_save.patches(loops)
     found += [cpu.compile_helpers_patch(), *cpu.patches()]
     for feature in all_features():
         found += feature.required_patches()

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
+    BACKENDS,
     BOOKKEEPING,
     CONTINUES,
+    EXPERTS,
     HOT_BOOKKEEPING,
     HOT_RESUME,
+    PEERS,
     RESUME,
     STRATEGIES,
     UNTRIED,
@@ -23,6 +26,7 @@ from megatron_ext.options.verdict import accepted, refused, tested
 __all__ = ["CHECKPOINT_FORMATS"]
 
 _RAISE_UNEXPECTED = "use raise_unexpected, which checks that nothing is missing"
+_RETURNS = refused("Megatron's own load takes what it returns besides for the state", "use log_all")
 _BY_FORMAT = accepted("each format has a row of its own")
 _PEERS_FORMAT = accepted("the row on formats other than torch_dist has the say")
 _TORCH_DIST = "use --ckpt-format torch_dist, the default"
@@ -155,12 +159,23 @@ CHECKPOINT_FORMATS = (
         sync_service=AS_ANY_JOB,
     ),
     row(
-        "--dist-ckpt-strictness log_unexpected, log_all, return_unexpected, return_all or ignore_all",
-        differs("dist_ckpt_strictness", "assume_ok_unexpected", "raise_unexpected", "raise_all"),
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
-        sync_service=AS_ANY_JOB,
+        "--dist-ckpt-strictness log_unexpected, log_all or ignore_all",
+        says("dist_ckpt_strictness", "log_unexpected", "log_all", "ignore_all"),
+        cpu=tested(
+            f"{BACKENDS}test_cpu_async_save.py::test_a_resume_from_an_asynchronous_save_ends_with_the_same_bits"
+        ),
+        local_sgd=tested(f"{WORKERS}test_strictness.py::test_a_resume_that_only_logs_differences_keeps_its_bits"),
+        hot_switch=tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits"),
+        sync_service=tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
+        spes=tested(f"{EXPERTS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
+    ),
+    row(
+        "--dist-ckpt-strictness return_unexpected or return_all",
+        says("dist_ckpt_strictness", "return_unexpected", "return_all"),
+        cpu=_RETURNS,
+        local_sgd=_RETURNS,
+        hot_switch=_RETURNS,
+        sync_service=_RETURNS,
     ),
     row(
         "--no-ckpt-load-validate-sharding-integrity",

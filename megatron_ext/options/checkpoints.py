@@ -7,7 +7,9 @@ from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     BACKENDS,
     BOOKKEEPING,
+    EXPERTS,
     HOT_BOOKKEEPING,
+    PEERS,
     RESILIENCY,
     STRATEGIES,
     UNTRIED,
@@ -136,10 +138,13 @@ CHECKPOINTS = (
     ),
     row(
         "--async-save",
-        cpu=refused("Megatron's writer, a process of its own, picks a CUDA device"),
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
-        sync_service=UNTRIED_THERE,
+        cpu=tested(
+            f"{BACKENDS}test_cpu_async_save.py::test_a_resume_from_an_asynchronous_save_ends_with_the_same_bits"
+        ),
+        local_sgd=tested(f"{WORKERS}test_async_save.py::test_what_is_written_is_what_was_saved"),
+        hot_switch=tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits"),
+        sync_service=tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
+        spes=tested(f"{EXPERTS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
     ),
     row(
         "--non-persistent-ckpt-type global",

@@ -13,6 +13,7 @@ __all__ = [
     "BARE",
     "BOOKKEEPING",
     "CONTINUES",
+    "EXPERTS",
     "HOT_BOOKKEEPING",
     "HOT_RESUME",
     "HOT_SAME",
@@ -42,6 +43,7 @@ BACKENDS = "tests/backends/"
 STRATEGIES = "tests/hot_switch/"
 WORKERS = "tests/local_sgd/"
 PEERS = "tests/sync_service/megatron/"
+EXPERTS = "tests/spes/"
 
 OPEN = accepted("nothing is known against it, and no test is named for it")
 """A gap of the table: nobody has looked, or has said so."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megatron_ext import async_save
 from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
@@ -28,13 +29,16 @@ __all__ = ["add_config_group", "patches", "say", "with_arguments"]
 
 
 def patches(
-    registry: PatchRegistry, set_defaults: Callable[[argparse.ArgumentParser], None] | None
+    registry: PatchRegistry,
+    set_defaults: Callable[[argparse.ArgumentParser], None] | None,
+    loops: async_save.WriterLoops,
 ) -> list[Patch]:
     """Return the patches of this seam.
 
     Args:
         registry: where the enabled features' own patches are applied once the arguments are known.
         set_defaults: called with the filled parser, to adapt defaults to the backend; None for none.
+        loops: what writers of asynchronous checkpoints run on the backend.
     """
     options: set[str] = set()  # the features', once the parser has them
     return [
@@ -48,7 +52,7 @@ def patches(
         Patch(
             name="arguments/validate",
             target="megatron.training.arguments:validate_args",
-            wrap=lambda original: _wrap_validate(original, registry),
+            wrap=lambda original: _wrap_validate(original, registry, loops),
             parameters=("args", "defaults"),
             reason="validate the features' arguments and apply the patches of the enabled features only",
         ),
@@ -152,17 +156,27 @@ def _escape_help(parser: argparse.ArgumentParser) -> None:
             action.help = str(action.help).replace("%", "%%")
 
 
-def _wrap_validate(original: Callable[..., Any], registry: PatchRegistry) -> Callable[..., Any]:
+def _wrap_validate(
+    original: Callable[..., Any], registry: PatchRegistry, loops: async_save.WriterLoops
+) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         hooks.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
+        missing = async_save.missing_writer(args)
+        if missing is not None:
+            problems.append(missing)
         if problems:
             raise combine(problems, "arguments")
         for feature in hooks.enable(args):
             for line in feature.adjust_arguments(args):
                 say(line)
             registry.apply(feature.required_patches())
+        unused = async_save.unused(args)
+        if unused is not None:
+            say(unused)
+        if hooks.active and async_save.is_asked(args):
+            registry.apply(async_save.patches(loops))
         hooks.require_served(patch.serves for patch in registry.applied)
         return original(args, *rest, **kwargs)
 

@@ -24,6 +24,8 @@ from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_
 __all__ = ["load_patches", "patches", "repairs"]
 
 _MODULE = "megatron.training.checkpointing"
+_OWN_PREFIXES = ("local_sgd.", "sync_service.")
+"""Of what features store beside Megatron's own entries."""
 
 
 def repairs() -> list[Patch]:
@@ -68,6 +70,14 @@ def load_patches() -> list[Patch]:
             # check_load is called where a feature is off, by the patches of arguments, which are always applied.
             serves=(CheckpointRead, SavesState.load_state, SavesState.check_load),
             reason="let features see what a checkpoint holds, and take their state out of what was read",
+        ),
+        Patch(
+            name="checkpoint/own-keys",
+            target="megatron.core.dist_checkpointing.validation:adjust_non_strict_load",
+            wrap=_require_own_keys,
+            parameters=("sharded_state_dict", "sharded_keys_to_remove"),
+            reason="with --dist-ckpt-strictness log_all and the like, what a checkpoint lacks is left out of what is "
+            "read; a feature's state is whole or refused",
         ),
         *repairs(),
     ]
@@ -200,6 +210,27 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_base_checkpoint
+
+
+def _require_own_keys(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def adjust_non_strict_load(*args: Any, **kwargs: Any) -> Any:
+        lacking = signature.bind(*args, **kwargs).arguments["sharded_keys_to_remove"]
+        own = sorted(key for key in lacking if key.startswith(_OWN_PREFIXES))
+        if own:
+            from megatron.training import get_args
+
+            more = f" and {len(own) - 1} more" if len(own) > 1 else ""
+            raise UserError(
+                f"--load {get_args().load}: the checkpoint lacks {own[0]}{more}, which this run cannot resume without, "
+                "whatever --dist-ckpt-strictness says; load an earlier one with --ckpt-step, or the weights alone from "
+                "a checkpoint of a sync point with --no-load-optim"
+            )
+        return original(*args, **kwargs)
+
+    return adjust_non_strict_load
 
 
 def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process that writes asynchronous checkpoints of a rank: what it does before Megatron's own loop.
+
+Everything here runs in that process. It is started by spawning or by a fork server, so that what it is to run reaches
+it by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["LOOPS", "MCORE", "NVRX", "Loop", "WriterLoops", "mcore_loop", "nvrx_loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop:
+    """The loop of a writer, by its name: a patched function cannot be sent to another process."""
+
+    module: str
+    """Where it is."""
+
+    attribute: str
+    """What it is called there, with its class in front."""
+
+    def run(self, *args: Any) -> None:
+        """Answer signals and the end of the rank, then run the loop until the rank ends it.
+
+        Args:
+            args: what Megatron gives the loop.
+        """
+        _obey_the_rank_alone()
+        found: Any = importlib.import_module(self.module)
+        for name in self.attribute.split("."):
+            found = getattr(found, name)
+        found(*args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterLoops:
+    """What a writer runs, for each of Megatron's ways to write: functions at the top of a module."""
+
+    mcore: Callable[..., None]
+    """With `--async-strategy mcore`."""
+
+    nvrx: Callable[..., None]
+    """With `--async-strategy nvrx`."""
+
+
+MCORE = Loop(
+    module="megatron.core.dist_checkpointing.strategies.async_utils", attribute="PersistentAsyncCaller.async_loop"
+)
+NVRX = Loop(
+    module="nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+    attribute="PersistentAsyncCaller.async_loop_for_daemon_worker",
+)
+
+
+def mcore_loop(*args: Any) -> None:
+    """Write until the rank says that it is done: Megatron's own writer."""
+    MCORE.run(*args)
+
+
+def nvrx_loop(*args: Any) -> None:
+    """Write until the rank says that it is done: the writer of NVIDIA's resiliency extension."""
+    NVRX.run(*args)
+
+
+LOOPS = WriterLoops(mcore=mcore_loop, nvrx=nvrx_loop)
+
+
+def _obey_the_rank_alone() -> None:
+    """Leave signals to the rank, and end when it ends.
+
+    A batch system tells all processes of a job to end, and the rank's answer may be to save: with this writer. It ends
+    the writer itself by the same signal, which then comes from the rank.
+    """
+    rank = multiprocessing.parent_process()
+    assert rank is not None
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Blocked, it waits for the thread below, whatever handler the loop sets.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    for work in (_end_on_the_ranks_signal, _end_with_the_rank):
+        threading.Thread(target=work, args=(rank,), daemon=True).start()
+
+
+def _end_on_the_ranks_signal(rank: Any) -> None:
+    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
+        continue
+    os._exit(128 + signal.SIGTERM)
+
+
+def _end_with_the_rank(rank: Any) -> None:
+    rank.join()
+    os._exit(1)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writers of asynchronous checkpoints that start at once, and that hold what they write until a gate is opened."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.presets import Options
+from tests.support.waiting import until
+
+__all__ = [
+    "ASYNC",
+    "at_step",
+    "close_gate",
+    "end_at_the_first_tensor",
+    "fill_the_disk",
+    "hold_writes",
+    "kill_writer",
+    "let_write",
+    "open_gate",
+    "start_writers_at_once",
+    "wait_for_the_writer",
+    "writer_process",
+]
+
+ASYNC: Options = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+LONGEST_SECONDS = 100.0
+
+
+def start_writers_at_once() -> None:
+    """Before: let this rank's writer come from the fork server that the rank came from, which has imported Megatron.
+
+    It starts one of its own otherwise.
+    """
+    from multiprocessing import forkserver
+
+    forkserver._forkserver.ensure_running = lambda: None
+
+
+def hold_writes(gate: str) -> None:
+    """Before: let writers wait for a file to appear, after they have taken what they are to write.
+
+    Args:
+        gate: the file. Those of different ranks leave `gate.RANK` when they begin to wait.
+    """
+    _replace_work(write=functools.partial(write_after, gate))
+
+
+def write_after(gate: str, write: Callable[..., None], rank: int, *rest: Any) -> None:
+    """In the writer: wait, then write."""
+    Path(f"{gate}.{rank}").touch()
+    end = time.monotonic() + LONGEST_SECONDS
+    while not os.path.exists(gate):
+        assert time.monotonic() < end, f"{gate} was not opened"
+        time.sleep(0.01)
+    write(rank, *rest)
+
+
+def open_gate(gate: str) -> None:
+    """Let writers write."""
+    Path(gate).touch()
+
+
+def let_write(gate: str) -> None:
+    """Let the writer of this rank write, and wait until it has."""
+    open_gate(gate)
+    wait_for_the_writer()
+
+
+def close_gate(gate: str) -> None:
+    """Let writers wait again."""
+    Path(gate).unlink(missing_ok=True)
+
+
+def at_step(iteration: int, act: Callable[[], object]) -> None:
+    """Before: do something on this rank at the beginning of a training step.
+
+    Args:
+        iteration: of the step, counted from 0.
+        act: what to do.
+    """
+    from megatron.training import training
+
+    original = training.train_step
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["iteration"] == iteration:
+            act()
+        return original(*args, **kwargs)
+
+    training.train_step = train_step
+
+
+def fill_the_disk() -> None:
+    """Before: let writers write to a disk without room."""
+    _replace_work(write=write_to_a_full_disk)
+
+
+def end_at_the_first_tensor() -> None:
+    """Before: let writers end while they take over what they are to write."""
+    _replace_work(preload=end_now)
+
+
+def write_to_a_full_disk(write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
+    """In the writer: write to a device that never has room."""
+    write(rank, [("/dev/full", name, content) for _, name, content in buckets], results)
+
+
+def end_now(preload: Callable[..., Any]) -> None:
+    """In the writer: end as out of memory does, without a word."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def writer_process() -> Any:
+    """Return the writer of this rank."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    return PersistentAsyncCaller._persistent_process
+
+
+def wait_for_the_writer() -> None:
+    """Wait until the writer of this rank has said that it has written what it was given."""
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    until(lambda: not PersistentAsyncCaller._persistent_comp_q.empty(), "the writer")
+
+
+def kill_writer() -> None:
+    """End the writer of this rank as out of memory does, and wait until it has ended."""
+    writer = writer_process()
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+
+
+def _replace_work(write: Callable[..., None] | None = None, preload: Callable[..., Any] | None = None) -> None:
+    """Let functions of this module do what writers do; they get Megatron's own as their first argument."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    original = FileSystemWriterAsync.get_save_function_and_args
+
+    @functools.wraps(original)
+    def replaced(self: Any) -> Any:
+        own_write, own_preload, args = original(self)
+        return (
+            functools.partial(write, own_write) if write else own_write,
+            functools.partial(preload, own_preload) if preload else own_preload,
+            args,
+        )
+
+    FileSystemWriterAsync.get_save_function_and_args = replaced
