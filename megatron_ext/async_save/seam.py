@@ -12,11 +12,12 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import signal
 from collections.abc import Callable
 from typing import Any
 
 from megatron_ext.async_save.writer_process import MCORE, NVRX, Loop, WriterLoops
-from megatron_ext.async_save.writer_watch import WatchedQueue, Writer, newest_whole
+from megatron_ext.async_save.writer_watch import WatchedQueue, Writer, allow_open_files, newest_whole
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CutsWorkers, hooks
 from megatron_ext.patching import Patch
@@ -136,11 +137,11 @@ def _writer_patches(
         loop: what the writer runs instead.
         watch: wraps the starter.
     """
-    owner = upstream.attribute.rpartition(".")[0]
+    owner = f"{upstream.module}:{upstream.owner}"
     return [
         Patch(
             name=f"async-save/{strategy}-loop",
-            target=f"{upstream.module}:{upstream.attribute}",
+            target=f"{owner}.{upstream.attribute}",
             wrap=lambda original: loop,
             parameters=("rank", "queue", "preload_q", "comp_q"),
             rebind=False,
@@ -148,8 +149,15 @@ def _writer_patches(
             "ends with its rank, however that ends",
         ),
         Patch(
+            name=f"async-save/{strategy}-answers",
+            target=f"{upstream.queue_module}:get_write_results_queue",
+            wrap=_wrap_queue,
+            parameters=("mp_mode",),
+            reason="a signal to all processes must not end the one that holds the queue of what writers report",
+        ),
+        Patch(
             name=f"async-save/{strategy}-writer",
-            target=f"{upstream.module}:{owner}.{starter}",
+            target=f"{owner}.{starter}",
             wrap=watch,
             parameters=("rank",),
             rebind=False,
@@ -238,6 +246,19 @@ def _wrap_decide(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_and_decide_exit
 
 
+def _wrap_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
+        # A process begins with the signals blocked that its parent has blocked.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return original(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    return get_write_results_queue
+
+
 def _wrap_get_process(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_process(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,6 +286,7 @@ def _wrap_start_worker(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _watch(owner: Any, process: Any, queues: tuple[str, ...]) -> None:
+    allow_open_files()
     # The last one is that of the writer's answers.
     _state.writer = writer = Writer(process, getattr(owner, queues[-1]))
     for name in queues:

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.async_save.writer_watch import allow_open_files
+
 __all__ = ["LOOPS", "MCORE", "NVRX", "Loop", "WriterLoops", "mcore_loop", "nvrx_loop"]
 
 
@@ -26,8 +28,17 @@ class Loop:
     module: str
     """Where it is."""
 
+    owner: str
+    """Its class."""
+
     attribute: str
-    """What it is called there, with its class in front."""
+    """What it is called there."""
+
+    queue_module: str
+    """Where the queue is made by which writers report."""
+
+    release: str | None = None
+    """Which method of the class lets go of what it holds of a GPU's memory, if that has to be said."""
 
     def run(self, *args: Any) -> None:
         """Answer signals and the end of the rank, then run the loop until the rank ends it.
@@ -35,11 +46,10 @@ class Loop:
         Args:
             args: what Megatron gives the loop.
         """
-        _obey_the_rank_alone()
-        found: Any = importlib.import_module(self.module)
-        for name in self.attribute.split("."):
-            found = getattr(found, name)
-        found(*args)
+        allow_open_files()
+        owner = getattr(importlib.import_module(self.module), self.owner)
+        _obey_the_rank_alone(getattr(owner, self.release) if self.release else lambda: None)
+        getattr(owner, self.attribute)(*args)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +64,17 @@ class WriterLoops:
 
 
 MCORE = Loop(
-    module="megatron.core.dist_checkpointing.strategies.async_utils", attribute="PersistentAsyncCaller.async_loop"
+    module="megatron.core.dist_checkpointing.strategies.async_utils",
+    owner="PersistentAsyncCaller",
+    attribute="async_loop",
+    queue_module="megatron.core.dist_checkpointing.strategies.filesystem_async",
 )
 NVRX = Loop(
     module="nvidia_resiliency_ext.checkpointing.async_ckpt.core",
-    attribute="PersistentAsyncCaller.async_loop_for_daemon_worker",
+    owner="PersistentAsyncCaller",
+    attribute="async_loop_for_daemon_worker",
+    queue_module="nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+    release="cleanup_worker_data_cache",
 )
 
 
@@ -75,24 +91,28 @@ def nvrx_loop(*args: Any) -> None:
 LOOPS = WriterLoops(mcore=mcore_loop, nvrx=nvrx_loop)
 
 
-def _obey_the_rank_alone() -> None:
+def _obey_the_rank_alone(release: Callable[[], None]) -> None:
     """Leave signals to the rank, and end when it ends.
 
     A batch system tells all processes of a job to end, and the rank's answer may be to save: with this writer. It ends
     the writer itself by the same signal, which then comes from the rank.
+
+    Args:
+        release: called before the writer ends by a signal.
     """
     rank = multiprocessing.parent_process()
     assert rank is not None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Blocked, it waits for the thread below, whatever handler the loop sets.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    for work in (_end_on_the_ranks_signal, _end_with_the_rank):
-        threading.Thread(target=work, args=(rank,), daemon=True).start()
+    threading.Thread(target=_end_on_the_ranks_signal, args=(rank, release), daemon=True).start()
+    threading.Thread(target=_end_with_the_rank, args=(rank,), daemon=True).start()
 
 
-def _end_on_the_ranks_signal(rank: Any) -> None:
+def _end_on_the_ranks_signal(rank: Any, release: Callable[[], None]) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank.pid:
         continue
+    release()
     os._exit(128 + signal.SIGTERM)
 
 

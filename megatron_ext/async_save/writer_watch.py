@@ -6,13 +6,14 @@ Megatron waits at them without end for a writer that is gone.
 
 from __future__ import annotations
 
+import resource
 import threading
 from queue import Empty
 from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["WatchedQueue", "Writer", "newest_whole"]
+__all__ = ["WatchedQueue", "Writer", "allow_open_files", "newest_whole"]
 
 _LOOK_SECONDS = 0.1
 _LAST_WORDS_SECONDS = 2.0
@@ -28,6 +29,15 @@ def newest_whole(folder: str) -> str:
     return f"latest_checkpointed_iteration.txt in --save {folder} names the newest whole checkpoint"
 
 
+def allow_open_files() -> None:
+    """Let this process have as many open files as its limits allow it to ask for.
+
+    torch hands every tensor of the host's memory to another process by an open file.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 class Writer:
     """The writer of a rank, and whether it still writes."""
 
@@ -40,13 +50,23 @@ class Writer:
         """
         self._process = process
         self._answers = answers
+        self._unsent: Exception | None = None
         self.given_up = False
         """Whether its end has been said: what Megatron then does to end it comes to nothing."""
 
+    def cannot_send(self, error: Exception, item: object) -> None:
+        """Note that something did not reach the writer, which would be waited for without end.
+
+        Args:
+            error: why.
+            item: what.
+        """
+        self._unsent = error
+
     @property
     def alive(self) -> bool:
-        """Whether the process is there."""
-        return bool(self._process.is_alive())
+        """Whether the process is there, and has got what it was sent."""
+        return self._unsent is None and bool(self._process.is_alive())
 
     def require(self) -> None:
         """Make sure that the writer is there, or has left an answer.
@@ -68,11 +88,17 @@ class Writer:
         self.given_up = True
         from megatron.training import get_args
 
+        whole = newest_whole(get_args().save)
+        if self._unsent is not None:
+            raise UserError(
+                f"--async-save: a checkpoint did not reach the process that writes it ({self._unsent}). {whole}: "
+                "remove the cause (where files are too many, their limit: ulimit -n) and resume from it"
+            )
         code = self._process.exitcode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         raise UserError(
             f"--async-save: the process that writes checkpoints has ended ({how}; what it said is above), and what it "
-            f"was writing is lost. {newest_whole(get_args().save)}: remove the cause (memory, disk) and resume from it"
+            f"was writing is lost. {whole}: remove the cause (memory, disk) and resume from it"
         )
 
 
@@ -88,6 +114,7 @@ class WatchedQueue:
         """
         self.queue = queue
         self._writer = writer
+        queue._on_queue_feeder_error = writer.cannot_send
 
     def __getattr__(self, name: str) -> Any:
         """Return what the queue has besides."""

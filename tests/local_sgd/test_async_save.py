@@ -13,13 +13,18 @@ from tests.local_sgd.runs import arguments, local_run, same_state
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 from tests.support.slow_writer import (
     ASYNC,
+    WITH_THE_EXTENSION,
     at_step,
     close_gate,
     end_at_the_first_tensor,
     fill_the_disk,
+    give_what_cannot_be_sent,
     hold_writes,
     kill_writer,
+    make_the_queue_again,
+    needs_the_extension,
     open_gate,
+    queue_process,
     start_writers_at_once,
     wait_for_the_writer,
     writer_process,
@@ -39,12 +44,14 @@ def latest(folder: Path) -> str:
     [
         pytest.param("single", "fp32", 5, {"optimizer": "sgd", "lr": 0.1}, id="in mid-interval"),
         pytest.param("dp2", "bf16-distopt", 6, {"local_sgd_cpu_offload": True}, id="at a sync point"),
+        pytest.param("single", "fp32", 5, WITH_THE_EXTENSION, id="by the extension", marks=needs_the_extension),
     ],
 )
 def test_what_is_written_is_what_was_saved(tmp_path, layout, precision, iteration, extra):
     options = {**ROUNDS, **extra, "train_iters": 2 * iteration}
     gate, folder, world = str(tmp_path / "gate"), tmp_path / "saved", 2 if layout == "single" else 4
-    run = arguments(layout, precision, workers=2, save=str(folder), save_interval=iteration, **options, **ASYNC)
+    saving = {"save": str(folder), "save_interval": iteration}
+    run = arguments(layout, precision, workers=2, **saving, **{**ASYNC, **options})
     # Two rounds pass, and all weights, moments and anchors change, before anything is written.
     opening = partial(at_step, 2 * iteration - 1, partial(open_gate, gate))
     through = run_pretrain(run, world, before=(start_writers_at_once, partial(hold_writes, gate), opening))
@@ -92,8 +99,9 @@ def test_a_rank_killed_before_the_checkpoint_is_whole_leaves_the_one_before_and_
 
 def tell_everyone_to_end_twice():
     """Let another process send the processes of this rank the signal, as a batch system does."""
+    processes = [writer_process().pid, queue_process().pid, os.getpid()]
     for _ in range(2):
-        subprocess.run(["kill", str(writer_process().pid), str(os.getpid())], check=True)
+        subprocess.run(["kill", *map(str, processes)], check=True)
 
 
 def test_a_signal_to_all_processes_while_a_checkpoint_is_written_ends_in_another_one(tmp_path):
@@ -102,6 +110,7 @@ def test_a_signal_to_all_processes_while_a_checkpoint_is_written_ends_in_another
     before = (
         start_writers_at_once,
         partial(hold_writes, gate),
+        partial(at_step, 1, make_the_queue_again),
         partial(at_step, 4, tell_everyone_to_end_twice),
         partial(at_step, 5, partial(open_gate, gate)),
     )
@@ -140,10 +149,37 @@ def test_a_writer_that_cannot_write_ends_the_run_with_one_error(tmp_path, before
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists() == written
 
 
-def test_a_writer_killed_while_it_writes_ends_the_run_with_one_error(tmp_path):
+@pytest.mark.parametrize(
+    "writing", [ASYNC, pytest.param(WITH_THE_EXTENSION, marks=needs_the_extension)], ids=["own", "extension"]
+)
+def test_a_writer_killed_while_it_writes_ends_the_run_with_one_error(tmp_path, writing):
     gate = str(tmp_path / "gate")
     options = {**ROUNDS, "train_iters": 8, "save_interval": 4, "save": str(tmp_path / "saved")}
     before = (start_writers_at_once, partial(hold_writes, gate), partial(at_step, 4, kill_writer))
-    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options, **ASYNC), 2, before=before)
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options, **writing), 2, before=before)
     errors = "".join(rank.stderr for rank in exits)
     assert errors.count("megatron-ext: error: --async-save: ") == 1 and GONE in errors
+
+
+def limit_open_files(soft, hard):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard or resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+FEW = 120  # 86 tensors are saved, and 30 files are open before
+SAVING = {"train_iters": 4, "local_sgd_sync_interval": 2, "save_interval": 4}
+
+
+def test_a_rank_takes_as_many_open_files_as_the_tensors_need(tmp_path):
+    run = arguments("single", "fp32", workers=2, save=str(tmp_path), **SAVING, **ASYNC)
+    run_pretrain(run, 2, before=(start_writers_at_once, partial(limit_open_files, FEW, None)))
+    assert latest(tmp_path) == "4"
+
+
+def test_a_checkpoint_that_does_not_reach_the_writer_ends_the_run_with_one_error(tmp_path):
+    run = arguments("single", "fp32", workers=2, save=str(tmp_path), **SAVING, **ASYNC)
+    exits = run_failing_pretrain(run, 2, before=(start_writers_at_once, give_what_cannot_be_sent))
+    errors = "".join(rank.stderr for rank in exits)
+    assert errors.count("megatron-ext: error: --async-save: a checkpoint did not reach the process") == 1
+    assert "ulimit -n) and resume from it" in errors

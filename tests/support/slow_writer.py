@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 import os
 import signal
 import time
@@ -11,36 +13,56 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.presets import Options
 from tests.support.waiting import until
 
 __all__ = [
     "ASYNC",
+    "WITH_THE_EXTENSION",
     "at_step",
     "close_gate",
     "end_at_the_first_tensor",
     "fill_the_disk",
+    "give_what_cannot_be_sent",
     "hold_writes",
     "kill_writer",
     "let_write",
+    "make_the_queue_again",
+    "needs_the_extension",
     "open_gate",
+    "queue_process",
     "start_writers_at_once",
     "wait_for_the_writer",
     "writer_process",
 ]
 
 ASYNC: Options = {"async_save": True, "use_persistent_ckpt_worker": True, "async_strategy": "mcore"}
+WITH_THE_EXTENSION: Options = {**ASYNC, "async_strategy": "nvrx"}
+WRITERS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+)
 LONGEST_SECONDS = 100.0
+
+needs_the_extension = pytest.mark.skipif(
+    importlib.util.find_spec("nvidia_resiliency_ext") is None, reason="needs nvidia-resiliency-ext"
+)
 
 
 def start_writers_at_once() -> None:
     """Before: let this rank's writer come from the fork server that the rank came from, which has imported Megatron.
 
-    It starts one of its own otherwise.
+    It starts one of its own otherwise, or spawns its writer.
     """
     from multiprocessing import forkserver
 
+    import torch.multiprocessing
+
+    original = torch.multiprocessing.get_context
     forkserver._forkserver.ensure_running = lambda: None
+    torch.multiprocessing.get_context = lambda method=None: original("forkserver" if method == "spawn" else method)
 
 
 def hold_writes(gate: str) -> None:
@@ -108,6 +130,11 @@ def end_at_the_first_tensor() -> None:
     _replace_work(preload=end_now)
 
 
+def give_what_cannot_be_sent() -> None:
+    """Before: let ranks give their writers what no other process can take."""
+    _replace_work(write=lambda write, *args: write(*args))
+
+
 def write_to_a_full_disk(write: Callable[..., None], rank: int, buckets: Any, results: Any) -> None:
     """In the writer: write to a device that never has room."""
     write(rank, [("/dev/full", name, content) for _, name, content in buckets], results)
@@ -121,8 +148,25 @@ def end_now(preload: Callable[..., Any]) -> None:
 def writer_process() -> Any:
     """Return the writer of this rank."""
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+    from megatron.training import async_utils
 
-    return PersistentAsyncCaller._persistent_process
+    caller = getattr(async_utils._async_calls_queue, "persistent_caller", None)
+    return PersistentAsyncCaller._persistent_process if caller is None else caller.process
+
+
+def make_the_queue_again() -> None:
+    """Let the run make the queue by which writers report: the harness has made one before anything was patched."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._results_queue = None
+    filesystem_async.get_write_results_queue("fork")
+
+
+def queue_process() -> Any:
+    """Return the process that holds the queue by which writers report."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    return filesystem_async._results_queue._manager._process
 
 
 def wait_for_the_writer() -> None:
@@ -141,9 +185,13 @@ def kill_writer() -> None:
 
 def _replace_work(write: Callable[..., None] | None = None, preload: Callable[..., Any] | None = None) -> None:
     """Let functions of this module do what writers do; they get Megatron's own as their first argument."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+    for module in WRITERS:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            _replace_work_of(importlib.import_module(module).FileSystemWriterAsync, write, preload)
 
-    original = FileSystemWriterAsync.get_save_function_and_args
+
+def _replace_work_of(kind: Any, write: Callable[..., None] | None, preload: Callable[..., Any] | None) -> None:
+    original = kind.get_save_function_and_args
 
     @functools.wraps(original)
     def replaced(self: Any) -> Any:
@@ -154,4 +202,4 @@ def _replace_work(write: Callable[..., None] | None = None, preload: Callable[..
             args,
         )
 
-    FileSystemWriterAsync.get_save_function_and_args = replaced
+    kind.get_save_function_and_args = replaced
