@@ -195,9 +195,9 @@ CHECKPOINT_FORMATS = (
     ),
     row(
         "--verify-integrity",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
         sync_service=AS_ANY_JOB,
     ),
 )

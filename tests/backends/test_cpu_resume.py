@@ -66,6 +66,7 @@ KEEPING = {
     "no_save_rng": True,
     "no_ckpt_fully_parallel_save": True,
     "dist_ckpt_workers": 2,
+    "verify_integrity": True,
 }
 READING = {
     "ckpt_step": 2,
@@ -75,6 +76,7 @@ READING = {
     "auto_detect_ckpt_format": True,
     "use_checkpoint_args": True,
     "exit_on_missing_checkpoint": True,
+    "verify_integrity": True,
 }
 
 

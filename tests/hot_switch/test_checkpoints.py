@@ -231,6 +231,7 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
         "no_ckpt_fully_parallel_save": True,
         "ckpt_assume_constant_structure": True,
         "dist_ckpt_workers": 2,
+        "verify_integrity": True,
     }
     reading = {
         "load": os.fspath(tmp_path),
@@ -241,6 +242,7 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
         "no_ckpt_load_validate_sharding_integrity": True,
         "auto_detect_ckpt_format": True,
         "exit_on_missing_checkpoint": True,
+        "verify_integrity": True,
     }
     through = run_pretrain(arguments(*HOT, train_iters=4, use_distributed_optimizer=True, **keeping), 2)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]

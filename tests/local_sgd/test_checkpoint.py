@@ -271,6 +271,7 @@ KEEPING = {
     "no_save_rng": True,
     "no_ckpt_fully_parallel_save": True,
     "dist_ckpt_workers": 2,
+    "verify_integrity": True,
 }
 READING = {
     "ckpt_step": 4,
@@ -281,6 +282,7 @@ READING = {
     "auto_detect_ckpt_format": True,
     "use_checkpoint_args": True,
     "exit_on_missing_checkpoint": True,
+    "verify_integrity": True,
 }
 
 
@@ -290,6 +292,16 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     resumed = local_run("dp2", "bf16-distopt", workers=2, load=str(tmp_path), **READING, **SCHEDULE)
     assert same_state(resumed, whole)
     assert [rank.losses for rank in resumed] == [rank.losses[4:] for rank in whole]
+    file = max((tmp_path / "iter_0000004").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    exits = run_failing_pretrain(
+        arguments("dp2", "bf16-distopt", workers=2, load=str(tmp_path), **READING, **SCHEDULE), 4
+    )
+    errors = "".join(rank.stderr for rank in exits)
+    assert f"--load {tmp_path}: the checkpoint cannot be read" in errors and file.name in errors
+    assert "Traceback" not in errors
 
 
 def test_another_layout_without_a_reshardable_format_is_refused_up_front(saved):

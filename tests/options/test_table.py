@@ -172,7 +172,6 @@ DOUBTFUL = [
     "--dist-ckpt-save-pre-mcore-014",
     "--dist-ckpt-strictness raise_all",
     "--dist-ckpt-strictness return_all",
-    "--verify-integrity",
     "--no-save-optim",
     "--override-ckpt-iteration 3",
     "--use-mp-args-from-checkpoint-args",
