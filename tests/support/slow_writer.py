@@ -69,14 +69,14 @@ def hold_writes(gate: str) -> None:
     """Before: let writers wait for a file to appear, after they have taken what they are to write.
 
     Args:
-        gate: the file. Those of different ranks leave `gate.RANK` when they begin to wait.
+        gate: the file. The writer of each rank leaves its process id in `gate.RANK` when it begins to wait.
     """
     _replace_work(write=functools.partial(write_after, gate))
 
 
 def write_after(gate: str, write: Callable[..., None], rank: int, *rest: Any) -> None:
     """In the writer: wait, then write."""
-    Path(f"{gate}.{rank}").touch()
+    Path(f"{gate}.{rank}").write_text(str(os.getpid()))
     end = time.monotonic() + LONGEST_SECONDS
     while not os.path.exists(gate):
         assert time.monotonic() < end, f"{gate} was not opened"
