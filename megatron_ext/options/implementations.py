@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
     APART,
+    AS_A_PEER,
     AS_ANY_JOB,
     BARE,
     HOT_STATIC,
@@ -57,6 +58,13 @@ IMPLEMENTATIONS = (
         local_sgd=OPEN,
         hot_switch=refused("its layers do not train", "use transformer_engine or local"),
         sync_service=AS_ANY_JOB,
+        spes=AS_A_PEER.but(
+            "frozen experts",
+            refused(
+                "it has grouped experts of its own, whose two groups, trained and frozen, need a GPU to be tried",
+                "use transformer_engine or local",
+            ),
+        ),
     ),
     row(
         "--attention-backend flash",

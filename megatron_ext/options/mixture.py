@@ -16,8 +16,8 @@ from megatron_ext.options.common_verdicts import (
     UNKNOWN_TENSORS,
     WORKERS,
 )
-from megatron_ext.options.row import given, row, says
-from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
+from megatron_ext.options.row import Asked, Row, given, is_set, row, says
+from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
 
@@ -28,6 +28,24 @@ def _listed(value: Any) -> list[Any]:
 
 def _balances(args: Any, *types: str) -> bool:
     return not set(types).isdisjoint(_listed(args.moe_router_load_balancing_type))
+
+
+def _grouped_with(option: str, asked: Asked, reason: str, way_out: str) -> Row:
+    """Return the row of an option that grouped experts do not go with where some of them are frozen."""
+    of_each = accepted("what is said of each of them holds")
+    refusal = clash(
+        f"--moe-grouped-gemm with frozen experts does not go with {option}: {reason}, which needs a GPU to be tried",
+        way_out,
+    )
+    return row(
+        f"--moe-grouped-gemm with {option}",
+        lambda args: bool(args.moe_grouped_gemm and asked(args)),
+        cpu=of_each,
+        local_sgd=of_each,
+        hot_switch=of_each,
+        sync_service=of_each,
+        spes=AS_A_PEER.but("frozen experts", refusal),
+    )
 
 
 MIXTURE = (
@@ -69,12 +87,26 @@ MIXTURE = (
         sync_service=AS_ANY_JOB,
         spes=AS_A_PEER.but(
             "frozen experts",
-            clash(
-                "--moe-grouped-gemm with frozen experts: Transformer Engine asks the first expert of a rank alone "
-                "whether it is frozen, so that a peer's own experts might not learn",
-                "drop it (SequentialMLP trains them)",
-            ),
+            tested("tests/spes/test_grouped_experts.py::test_grouped_experts_learn_what_sequential_ones_learn"),
         ),
+    ),
+    _grouped_with(
+        "--fp8-format, --fp4-format or --te-precision-config-file",
+        lambda args: bool(args.fp8 or args.fp4 or args.te_precision_config_file),
+        "the scales of two groups of experts would have to be kept apart",
+        "use --bf16, or drop --moe-grouped-gemm (SequentialMLP trains them)",
+    ),
+    _grouped_with(
+        "--use-transformer-engine-op-fuser",
+        is_set("use_transformer_engine_op_fuser"),
+        "its operations take all experts of a rank at once",
+        "drop --use-transformer-engine-op-fuser",
+    ),
+    _grouped_with(
+        "--fine-grained-activation-offloading",
+        is_set("fine_grained_activation_offloading"),
+        "it frees an input of which two groups of experts keep a part each",
+        "drop --fine-grained-activation-offloading",
     ),
     row(
         "--moe-latent-size",

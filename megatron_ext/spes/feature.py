@@ -34,6 +34,7 @@ from megatron_ext.spes.arguments import (
     ownership_of,
 )
 from megatron_ext.spes.config import SpesConfig
+from megatron_ext.spes.grouped_experts import train_some_experts
 from megatron_ext.spes.held import held_bytes
 from megatron_ext.spes.load_balance import count_weights, decayed_factor
 
@@ -113,6 +114,8 @@ class SpesFeature(Feature, WeighsExperts, SavesState):
             if not ownership.is_trained(entry.tensor.name, context.args.sync_service_index):
                 entry.parameter.requires_grad_(False)
                 frozen += entry.parameter.numel()
+        for chunk in context.chunks:
+            train_some_experts(chunk)
         if not self._has_frozen:
             say(f"spes: {frozen} parameters of this rank are frozen")
         self._has_frozen = True

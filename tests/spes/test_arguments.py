@@ -30,6 +30,15 @@ FLAGS = {
     "sync_service_peers": 2,
 }
 
+SCALED = "--fp8-format, --fp4-format or --te-precision-config-file"
+GROUPED_REFUSED = [
+    ({"fp8": "e4m3"}, SCALED),
+    ({"fp4": "e2m1"}, SCALED),
+    ({"te_precision_config_file": "precision.yaml"}, SCALED),
+    ({"use_transformer_engine_op_fuser": True}, "--use-transformer-engine-op-fuser"),
+    ({"fine_grained_activation_offloading": True}, "--fine-grained-activation-offloading"),
+]
+
 
 def parsed(**given: Any) -> SimpleNamespace:
     """Return arguments as Megatron parses them."""
@@ -38,6 +47,12 @@ def parsed(**given: Any) -> SimpleNamespace:
     model = {
         "num_experts": 4,
         "moe_grouped_gemm": False,
+        "transformer_impl": "transformer_engine",
+        "fp8": None,
+        "fp4": None,
+        "te_precision_config_file": None,
+        "use_transformer_engine_op_fuser": False,
+        "fine_grained_activation_offloading": False,
         "expert_model_parallel_size": 1,
         "moe_router_load_balancing_type": "aux_loss",
         "moe_router_fusion": False,
@@ -113,7 +128,11 @@ def test_without_spes_nothing_is_completed():
         ({"num_experts": None}, "--using-spes needs a mixture of experts"),
         ({"num_experts": 6}, "num_train_experts_per_node is 2, which with 2 peers makes 4 experts"),
         ({"using_spes": False}, "num_train_experts_per_node has no effect without using_spes"),
-        ({"moe_grouped_gemm": True}, "--moe-grouped-gemm with frozen experts"),
+        *(
+            ({"moe_grouped_gemm": True, **options}, f"--moe-grouped-gemm with frozen experts does not go with {name}")
+            for options, name in GROUPED_REFUSED
+        ),
+        ({"transformer_impl": "inference_optimized"}, "--transformer-impl inference_optimized is not supported"),
         (
             {"spes_using_decayed_aux_loss": True, "moe_router_load_balancing_type": ["sinkhorn"]},
             "--spes-using-decayed-aux-loss has no effect with --moe-router-load-balancing-type sinkhorn",
@@ -134,15 +153,20 @@ def test_what_does_not_work_is_named(change: dict[str, Any], sentence: str):
 
 
 def test_a_peer_that_there_is_not_is_the_sync_services_to_name():
-    args = completed(**{**FLAGS, "sync_service_index": 7, "moe_grouped_gemm": True})
+    args = completed(**{**FLAGS, "sync_service_index": 7, "moe_grouped_gemm": True, "fp8": "e4m3"})
     assert argument_problems(args) == []
     problems = SyncServiceConfig.from_args(args).problems()
     assert [problem for problem in problems if problem.startswith("--sync-service-index is 7")], problems
 
 
-def test_where_nothing_is_frozen_experts_may_be_grouped():
+def test_frozen_experts_may_be_grouped():
+    assert argument_problems(completed(**FLAGS, moe_grouped_gemm=True)) == []
+
+
+@pytest.mark.parametrize(("options", "name"), GROUPED_REFUSED)
+def test_where_nothing_is_frozen_grouped_experts_go_with_everything(options: dict[str, Any], name: str):
     everywhere = {**FLAGS, "spes_num_train_experts_per_node": 4, "moe_grouped_gemm": True}
-    assert argument_problems(completed(**everywhere)) == []
+    assert argument_problems(completed(**everywhere, **options)) == []
 
 
 @pytest.mark.parametrize("assignment", ["contiguous", "interleaved"])

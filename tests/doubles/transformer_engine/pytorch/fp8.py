@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names that Megatron imports for FP8, which is missing."""
 
+import contextlib
+
 
 class FP8GlobalStateManager:
     """FP8 is off."""
@@ -10,9 +12,11 @@ class FP8GlobalStateManager:
         return False
 
 
-def fp8_autocast(*_args, **_kwargs):
-    """Refuse."""
-    raise NotImplementedError("the double has no FP8")
+def fp8_autocast(enabled=True, **_kwargs):
+    """Refuse, unless it is to be off."""
+    if enabled:
+        raise NotImplementedError("the double has no FP8")
+    return contextlib.nullcontext()
 
 
 fp8_model_init = fp8_autocast

@@ -84,31 +84,93 @@ class LayerNormLinear(Linear):
 
 
 class GroupedLinear(WithWeights):
-    """Several linear layers, each for its own part of the rows; their parameters are numbered."""
+    """Several linear layers, each for its own part of the rows; their parameters are numbered.
+
+    Whether weights get gradients, the first one decides for all of them.
+    """
 
     def __init__(
-        self, num_gemms, in_features, out_features, *, sequence_parallel=False, tp_size=1, ub_name=None, **weights
+        self,
+        num_gemms,
+        in_features,
+        out_features,
+        *,
+        sequence_parallel=False,
+        tp_size=1,
+        ub_name=None,
+        delay_wgrad_compute=False,
+        **weights,
     ):
         super().__init__(**weights)
         assert tp_size == 1, "Megatron communicates outside of this module"
-        self.num_gemms = num_gemms
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.put_aside = [] if delay_wgrad_compute else None
+        self.wgrad_accumulation_and_reduce_hooks = []
         for number in range(num_gemms):
             setattr(self, f"weight{number}", self.draw_weight(out_features, in_features))
             setattr(self, f"bias{number}", self.make_bias(out_features))
+            if delay_wgrad_compute:
+                for kind in ("weight", "bias"):
+                    getattr(self, f"{kind}{number}").skip_backward_post_hook = True
 
     def init_fp8_metadata(self, num_gemms):
         """There is none."""
 
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook):
+        self.wgrad_accumulation_and_reduce_hooks.append(hook)
+
     def forward(self, x, m_splits, is_first_microbatch=None):
         assert len(m_splits) == self.num_gemms, "Number of splits should match number of GEMMs."
+        weights, biases = self._of_kind("weight"), self._of_kind("bias")
+        has_gradients = weights[0].requires_grad
+        if has_gradients and self.fuse_wgrad_accumulation:
+            assert all(weight.main_grad is not None for weight in weights)
         parts = torch.split(x.reshape(-1, x.shape[-1]), list(m_splits))
         out = []
-        for number, part in enumerate(parts):
-            product = self.times(part, getattr(self, f"weight{number}"))
+        for part, weight, bias in zip(parts, weights, biases, strict=True):
+            product = self.times(part, weight) if has_gradients else self.times(part, weight.detach())
             has_bias = self.use_bias and not self.return_bias
-            out.append(product + getattr(self, f"bias{number}") if has_bias else product)
+            out.append(product + bias if has_bias else product)
         y = torch.cat(out)
         y = y.reshape(*x.shape[:-1], y.shape[-1])
         if self.return_bias:
-            return y, [getattr(self, f"bias{number}") for number in range(self.num_gemms)]
+            return y, biases
         return y
+
+    def times(self, x, weight):
+        if self.put_aside is None or not weight.requires_grad:
+            return super().times(x, weight)
+        return _PutAside.apply(x, weight, self.put_aside)
+
+    def backward_dw(self):
+        """Compute the gradients of the weights of the oldest micro-batch that is left."""
+        if self.put_aside is None:
+            return
+        assert len(self.put_aside) >= self.num_gemms, "pop from an empty store"
+        for _ in range(self.num_gemms):
+            weight, gradient = self.put_aside.pop(0)
+            if self.fuse_wgrad_accumulation:
+                weight.main_grad.add_(gradient.to(weight.main_grad.dtype))
+            else:
+                weight.grad = gradient
+        for hook in self.wgrad_accumulation_and_reduce_hooks:
+            hook()
+
+    def _of_kind(self, kind):
+        return [getattr(self, f"{kind}{number}") for number in range(self.num_gemms)]
+
+
+class _PutAside(torch.autograd.Function):
+    """A product whose weight's gradient waits in a list until it is asked for."""
+
+    @staticmethod
+    def forward(ctx, x, weight, store):
+        ctx.save_for_backward(x, weight)
+        ctx.parameter, ctx.store = weight, store
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.store.append((ctx.parameter, gradient.flatten(0, -2).T @ x.flatten(0, -2)))
+        return gradient @ weight, None, None
