@@ -10,10 +10,12 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from tests.support import megatron_checkout
 from tests.support.processes import SESSION_MARK, session_processes
 
 VANISH_SECONDS = 15.0
@@ -23,14 +25,19 @@ _empty_collectors: list[str] = []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let tests that throw dice run for longer."""
+    """Let tests that throw dice run for longer, and all of them against another Megatron."""
     parser.addoption("--fuzz-seconds", type=float, default=1.0, help="how long each test marked fuzz runs (1)")
     parser.addoption("--exhaustive", action="store_true", help="also run the tests marked exhaustive")
+    parser.addoption("--megatron", metavar="CHECKOUT", help="a Megatron-LM checkout to test against")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Mark this session's environment, and ask nothing of the clock: machines that run tests are busy."""
     os.environ[SESSION_MARK] = uuid.uuid4().hex
+    if config.getoption("--megatron"):
+        checkout = megatron_checkout.use(Path(config.invocation_params.dir, config.getoption("--megatron")))
+        checkout.__enter__()
+        config.add_cleanup(lambda: checkout.__exit__(None, None, None))
     # A shell ignores interrupts for what it starts in the background, and all processes from there would, too.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The promises that the test harness makes to all other tests."""
 
+import importlib.util
 import os
 import pickle
 import signal
@@ -279,18 +280,74 @@ def test_bad_flags_of_a_run_arrive_as_exit_code_and_message() -> None:
 # Guards of the session ----------------------------------------------------------------------------
 
 
-def _pytest(folder: Path, content: str) -> subprocess.CompletedProcess[str]:
+def _pytest(folder: Path, content: str, *options: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
     """Run pytest with the repository's conftest.py on one module in a folder of its own."""
     (folder / "test_module.py").write_text(content)
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", os.devnull, "--rootdir", ".", "."],
+        [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", os.devnull, "--rootdir", ".", *options, "."],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=timeout,
         check=False,
     )
+
+
+WHERE_MEGATRON_IS = """
+import os, subprocess, sys
+
+from tests.support.distributed import run_ranks
+from tests.support.megatron_checkout import python_path
+
+PROGRAM = "import megatron.core.package_info as it; print(it.__file__)"
+
+
+def where():
+    import megatron.core
+
+    return megatron.core.__file__
+
+
+def of_program(**environment):
+    command = [sys.executable, "-c", PROGRAM]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True).stdout
+
+
+def test_all_processes_find_the_checkout():
+    import megatron.core.package_info as it
+
+    found = [it.__file__, of_program(), of_program(PYTHONPATH=python_path("/elsewhere")), *run_ranks(where, 1)]
+    assert all(path.startswith(os.environ["PYTHONPATH"].partition(os.pathsep)[0]) for path in found), found
+    assert not any("site-packages" in path for path in found), found
+"""
+
+
+@pytest.mark.slow
+def test_a_checkout_wins_over_the_installed_megatron_in_every_process(tmp_path: Path) -> None:
+    (tmp_path / "checkout").mkdir()
+    installed = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0]).parent
+    (tmp_path / "checkout" / "megatron").symlink_to(installed)
+    (tmp_path / "inner").mkdir()
+    result = _pytest(tmp_path / "inner", WHERE_MEGATRON_IS, "--megatron=../checkout", "-n", "1", timeout=280)
+    assert result.returncode == pytest.ExitCode.OK, result.stdout
+    assert "1 passed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "no megatron/core there; give the root of a Megatron-LM checkout"),
+        (["megatron/core/package_info.py"], "its data helpers are not compiled; run `make -C "),
+    ],
+)
+def test_a_checkout_that_tests_cannot_run_against_is_refused(tmp_path: Path, files: list[str], said: str) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    result = _pytest(tmp_path, "def test_nothing():\n    pass\n", f"--megatron={tmp_path}")
+    assert result.returncode == pytest.ExitCode.USAGE_ERROR
+    assert f"--megatron {tmp_path}: {said}" in result.stderr
 
 
 def test_a_module_without_tests_fails_the_session(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.backends.runs import losses, stock
 from tests.support.distributed import REPOSITORY, SINGLE_THREADED
+from tests.support.megatron_checkout import python_path
 from tests.support.presets import LAYOUTS, PRECISIONS, Options, command_line, toy_gpt
 
 WATCHING: Options = {
@@ -115,7 +116,7 @@ def test_non_persistent_checkpoints_replace_each_other(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     done = subprocess.run(
         [*torchrun, os.fspath(Path(REPOSITORY) / "examples/pretrain_gpt.py"), *command_line(options)],
-        env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": os.fspath(REPOSITORY)},
+        env={**os.environ, **SINGLE_THREADED, "PYTHONPATH": python_path(REPOSITORY)},
         cwd=tmp_path,
         capture_output=True,
         text=True,

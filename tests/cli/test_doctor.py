@@ -10,11 +10,12 @@ from importlib import metadata
 import pytest
 
 from tests.support.distributed import REPOSITORY
+from tests.support.megatron_checkout import python_path
 
 
 def doctor(*flags, path=()):
     """Run the command with `path` in front of the search path."""
-    search_path = os.pathsep.join([*map(os.fspath, path), os.fspath(REPOSITORY)])
+    search_path = os.pathsep.join([*map(os.fspath, path), python_path(REPOSITORY)])
     return subprocess.run(
         [sys.executable, "-m", "megatron_ext.cli.main", "doctor", *flags],
         env={**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"},

@@ -16,6 +16,7 @@ from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.outer.reducers.all_reducers import REDUCERS
 from tests.local_sgd.plain_runs import model, train, wrapped
 from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.megatron_checkout import python_path
 from tests.support.ports import free_port
 from tests.support.presets import LAYOUTS, PRECISIONS, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
@@ -48,7 +49,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(installed: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Train with the command that the documentation shows, on one rank, with the package beside the others."""
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    path = os.pathsep.join([str(installed), str(REPOSITORY)])
+    path = python_path(installed, REPOSITORY)
     return subprocess.run(
         [sys.executable, "-m", "megatron_ext", str(REPOSITORY / "examples" / "pretrain_gpt.py"), *arguments],
         env={**os.environ, **place, "MASTER_PORT": str(free_port()), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.distributed import REPOSITORY
+from tests.support.megatron_checkout import python_path
 from tests.support.processes import SESSION_MARK, session_processes
 
 # Three runs of four processes each: a minute on two idle cores.
@@ -35,9 +36,8 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stand_in = folder / "scripts" / "lib" / "python_env.sh"
     stand_in.parent.mkdir(parents=True)
     (stand_in.parent / "quickstart.sh").symlink_to(REPOSITORY / "scripts" / "lib" / "quickstart.sh")
-    stand_in.write_text(
-        f'use_python_env() {{ export PATH="{Path(sys.executable).parent}:$PATH" PYTHONPATH="{REPOSITORY}"\n}}\n'
-    )
+    path = f'PATH="{Path(sys.executable).parent}:$PATH" PYTHONPATH="{python_path(REPOSITORY)}"'
+    stand_in.write_text(f"use_python_env() {{ export {path}\n}}\n")
     return folder
 
 

@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.packaging.machines import ROOT, BuiltWheel
+from tests.support.megatron_checkout import python_path
 
 # Runs the console command's function and reports on standard error which files of the checkout were opened
 # meanwhile. The environment of the tests may lie inside the checkout; its own files do not count.
@@ -112,7 +113,7 @@ def test_the_command_works_from_elsewhere_without_the_checkout(
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, str(ROOT), *args],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
+        env={**os.environ, "PYTHONPATH": python_path(installed)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

@@ -25,7 +25,7 @@ MODULES = (
     "megatron.training.arguments",
     "megatron.training.checkpointing",
     "megatron.training.datasets.data_samplers",
-    "megatron.training.models.gpt",
+    "megatron.training.models",
     "megatron.training.training",
     "pytest",
     "torch.distributed.checkpoint",
