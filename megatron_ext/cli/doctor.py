@@ -165,6 +165,7 @@ def _examine_torch(report: DoctorReport) -> None:
 def _examine_megatron(report: DoctorReport) -> None:
     from megatron_ext.activation import known_patches, registry
     from megatron_ext.backends import cpu
+    from megatron_ext.features import all_features
 
     try:
         fused = importlib.import_module("megatron.core.optimizer.distrib_optimizer").HAVE_APEX_OR_TE
@@ -192,6 +193,7 @@ def _examine_megatron(report: DoctorReport) -> None:
     ]
     statuses = registry().explain(known_patches())
     misfits = [status for status in statuses if status.status == "broken"]
+    missing = [status for status in statuses if status.status == "unavailable"]
     detail = ", ".join(status.patch.name for status in misfits)
     report.checks.append(
         Check(
@@ -199,9 +201,13 @@ def _examine_megatron(report: DoctorReport) -> None:
             works=not misfits,
             detail=f"{len(misfits)} of {len(statuses)} do not fit: {detail}; see `megatron-ext patches`"
             if misfits
-            else f"all {len(statuses)} fit",
+            else f"all {len(statuses) - len(missing)} fit",
         )
     )
+    for feature in all_features():
+        for status in missing:
+            if status.patch.name in {patch.name for patch in feature.required_patches()}:
+                report.checks.append(Check(name=feature.name, works=False, detail=str(status.problem)))
     _examine_options(report)
 
 

@@ -41,6 +41,7 @@ RANK_GROUPS = (
     row(
         "--tensor-parallel-num-weight-shards above the TP size (GTP)",
         lambda args: (args.tensor_parallel_num_weight_shards or 1) > args.tensor_model_parallel_size,
+        variables=("tensor_parallel_num_weight_shards",),
         cpu=NEEDS_TE,
         local_sgd=_GTP,
         hot_switch=UNTRIED_HOT,
@@ -52,6 +53,7 @@ RANK_GROUPS = (
             (args.expert_tensor_parallel_num_weight_shards or 1)
             > (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
         ),
+        variables=("expert_tensor_parallel_num_weight_shards",),
         cpu=NEEDS_TE,
         local_sgd=_GTP,
         hot_switch=UNTRIED_HOT,

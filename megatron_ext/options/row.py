@@ -41,6 +41,10 @@ class Row:
     """Where a script can ask for it without an argument, or for what `asked` looks at: attributes of the
     `GPTModelConfig` that it may build, whose last parts are the arguments' names, as `transformer.fp8`."""
 
+    variables: tuple[str, ...] = ()
+    """The arguments without which a release does not have the option: its parser makes none of them, and nobody can
+    ask. Empty where every release has it."""
+
     cpu_default: Mapping[str, Any] = field(default_factory=dict)
     """The value that the CPU backend gives it when the command line does not say, by its name in the namespace; empty
     where Megatron's own default is good there."""
@@ -61,6 +65,10 @@ class Row:
         if not self.flags or not all(flag.startswith("--") for flag in self.flags):
             raise ValueError(f"table of options, {self.option}: the flags {self.flags} are none of a command line")
 
+    def is_in(self, args: Any) -> bool:
+        """Return whether the release whose parser made `args` has the option."""
+        return all(hasattr(args, name) for name in self.variables)
+
 
 def row(
     option: str,
@@ -74,6 +82,7 @@ def row(
     flags: tuple[str, ...] | None = None,
     peers_share: str | Callable[[Any], object] = "",
     in_config: tuple[str, ...] = (),
+    variables: tuple[str, ...] = (),
     cpu_default: Mapping[str, Any] = MappingProxyType({}),
 ) -> Row:
     """Return a row.
@@ -89,13 +98,17 @@ def row(
         flags: the flags that the row speaks of; by default the first word of `option`.
         peers_share: the argument that all peers of a run must have in common, or a function of all arguments.
         in_config: attributes of the `GPTModelConfig` by which a script can ask for it too.
+        variables: the arguments that only those releases have which have the option; where `asked` is left out, the
+            flag's own variable is one.
         cpu_default: its value on CPU by its name in the namespace, where Megatron's own default is not good there.
     """
     flag = option.split()[0]
+    own = flag.removeprefix("--").replace("-", "_")
     return Row(
         option=option,
         flags=flags or (flag,),
-        asked=asked or is_set(flag.removeprefix("--").replace("-", "_")),
+        asked=asked or is_set(own),
+        variables=variables if asked else (own,),
         peers_share=peers_share,
         in_config=in_config,
         cpu_default=cpu_default,

@@ -65,7 +65,7 @@ def refused_rows(args: Any, feature: str, circumstance: str = "") -> list[tuple[
     for row in ROWS:
         verdict = row.verdicts[feature]
         judged = verdict.exceptions.get(circumstance) if circumstance else verdict
-        if judged is not None and judged.refuses and row.asked(args):
+        if judged is not None and judged.refuses and row.is_in(args) and row.asked(args):
             found.append((row, judged))
     return found
 
@@ -79,6 +79,6 @@ def shared_by_peers(args: Any) -> dict[str, str]:
     found = {}
     for row in ROWS:
         share = row.peers_share
-        if share:
+        if share and row.is_in(args):
             found[row.option] = str(getattr(args, share) if isinstance(share, str) else share(args))
     return found

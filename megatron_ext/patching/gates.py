@@ -17,7 +17,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from megatron_ext.errors import UserError
-from megatron_ext.patching.patch import Patch, PatchError
+from megatron_ext.patching.patch import Patch, PatchError, SeamUnavailable
 
 __all__ = ["check", "installed_version", "locate", "version_problem"]
 
@@ -81,29 +81,51 @@ def locate(patch: Patch) -> tuple[Any, str, Any]:
     classmethod objects are seen as such.
 
     Raises:
+        SeamUnavailable: the installed release is known not to have it.
         PatchError: the module cannot be imported or has no such attribute.
     """
     try:
         owner: Any = importlib.import_module(patch.module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{patch.module}.".startswith(f"{error.name}."):
+            _require_known(patch)
+        raise PatchError(f"{patch.describe()}: module cannot be imported: {error}") from error
     except Exception as error:  # of whatever the module imports: a missing CUDA library is an OSError
         said = f"module cannot be imported: {type(error).__name__}: {error}"
         raise PatchError(f"{patch.describe()}: {said}") from error
     *path, name = patch.attribute.split(".")
     for part in path:
         if not hasattr(owner, part):
+            _require_known(patch)
             raise PatchError(f"{patch.describe()}: {patch.module} has no {part}")
         owner = getattr(owner, part)
     if name in vars(owner):
         return owner, name, vars(owner)[name]
     if not hasattr(owner, name):
+        _require_known(patch)
         raise PatchError(f"{patch.describe()}: the target does not exist in the installed version")
     return owner, name, getattr(owner, name)
+
+
+def _require_known(patch: Patch) -> None:
+    """Say in one line that a target is missing where that is known.
+
+    Raises:
+        SeamUnavailable: it is; otherwise returns, so that the caller can say what it has seen.
+    """
+    found = installed_version(patch.distribution)
+    if found is not None and patch.missing_from and found in SpecifierSet(patch.missing_from, prereleases=True):
+        raise SeamUnavailable(
+            f"{patch.distribution} {found} has no {patch.attribute}, which is needed to {patch.reason}; use another "
+            f"release than {patch.missing_from}"
+        )
 
 
 def check(patch: Patch) -> tuple[Any, str, Any]:
     """Pass every gate and return what `locate` returns.
 
     Raises:
+        SeamUnavailable: the installed release is known not to have the target.
         PatchError: wrong version, missing target, or a parameter that the target no longer has.
     """
     problem = version_problem(patch.distribution, patch.versions)

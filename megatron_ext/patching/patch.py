@@ -9,10 +9,10 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["MEGATRON_VERSIONS", "Patch", "PatchError", "PatchStatus"]
+__all__ = ["MEGATRON_VERSIONS", "Patch", "PatchError", "PatchStatus", "SeamUnavailable"]
 
 MEGATRON_VERSIONS = ">=0.19,<0.20"
-"""The Megatron-core releases whose seams were read and run; others are refused until they are."""
+"""The Megatron-core releases whose seams were read and run (docs/versions.md says what of each); others are refused."""
 
 
 class PatchError(UserError):
@@ -21,6 +21,10 @@ class PatchError(UserError):
     The message names the patch, its target, the versions it was written for, and the reason it exists, so
     that the reader can judge what the run would lose without it.
     """
+
+
+class SeamUnavailable(PatchError):
+    """The installed release is known not to have a patch's target. The message is one line for users of a feature."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,10 @@ class Patch:
 
     distribution: str = "megatron-core"
     """The distribution that `versions` speaks of."""
+
+    missing_from: str = ""
+    """Version specifier of the releases that are known not to have the target, and so cannot do what needs the patch;
+    in others its absence is an error. Whether a release has it is seen by looking, never by its number."""
 
     rebind: bool = True
     """Whether copies made by `from module import attribute` are replaced too. Off for values such as
@@ -104,6 +112,9 @@ class PatchStatus:
     problem: str | None
     """Why it would not apply to the installed packages; None when it would."""
 
+    unavailable: bool = False
+    """Whether that is because the installed release is known not to have the target."""
+
     rebound: tuple[str, ...] = ()
     """`module.name` of every copy that was replaced along with the target."""
 
@@ -123,7 +134,9 @@ class PatchStatus:
 
     @property
     def status(self) -> str:
-        """One word: `applied`, `available` or `broken`."""
+        """One word: `applied`, `available`, `unavailable` or `broken`."""
         if self.applied:
             return "applied"
+        if self.unavailable:
+            return "unavailable"
         return "broken" if self.problem else "available"

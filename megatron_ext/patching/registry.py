@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ext.patching import gates
-from megatron_ext.patching.patch import Patch, PatchError, PatchStatus
+from megatron_ext.patching.patch import Patch, PatchError, PatchStatus, SeamUnavailable
 
 __all__ = ["PatchRegistry"]
 
@@ -95,17 +95,23 @@ class PatchRegistry:
         statuses = []
         for patch in patches:
             record = records.get(patch.name)
-            problem = None
+            problem, unavailable = None, False
             if record is None:
                 try:
                     gates.check(patch)
                 except PatchError as error:
-                    problem = str(error)
+                    problem, unavailable = str(error), isinstance(error, SeamUnavailable)
             rebound = (
                 tuple(f"{module.__name__}.{name}" for module, name, _, _ in record.copies) if record else ()
             )
             statuses.append(
-                PatchStatus(patch=patch, applied=record is not None, problem=problem, rebound=rebound)
+                PatchStatus(
+                    patch=patch,
+                    applied=record is not None,
+                    problem=problem,
+                    unavailable=unavailable,
+                    rebound=rebound,
+                )
             )
         return statuses
 

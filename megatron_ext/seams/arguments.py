@@ -168,7 +168,16 @@ def _wrap_validate(
             problems.append(missing)
         if problems:
             raise combine(problems, "arguments")
-        for feature in hooks.enable(args):
+        enabled = hooks.enable(args)
+        problems = [
+            f"{feature.name}: {status.problem}"
+            for feature in enabled
+            for status in registry.explain(feature.required_patches())
+            if status.unavailable
+        ]
+        if problems:
+            raise combine(problems, "arguments")
+        for feature in enabled:
             for line in feature.adjust_arguments(args):
                 say(line)
             registry.apply(feature.required_patches())

@@ -251,7 +251,7 @@ def said_of(lines):
         data = [] if line.startswith(("--data-path", "--data-args-path")) else ["--mock-data"]
         for feature in FEATURES:
             args = (on_cpu if feature == "cpu" else on_gpu).parse_args([*line.split(), *data])
-            asked[feature] = {row.option for row in ROWS if row.asked(args)}
+            asked[feature] = {row.option for row in ROWS if row.is_in(args) and row.asked(args)}
             said[feature] = refusals(args, feature)
         results.append((asked, said))
     return results

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from megatron_ext.patching import Patch, PatchError, PatchRegistry
+from megatron_ext.patching import Patch, PatchError, PatchRegistry, SeamUnavailable
 from tests.patching import targets
 
 MODULE = "tests.patching.targets"
@@ -186,3 +186,33 @@ def test_explain_tells_every_status(registry):
 def test_a_record_without_a_colon_is_refused():
     with pytest.raises(ValueError, match="module:attribute"):
         patch(target="tests.patching.targets.double")
+
+
+MISSING = [
+    f"{MODULE}:halve",
+    f"{MODULE}:Tool.halved",
+    f"{MODULE}:Saw.halved",
+    f"{MODULE}_of_wood:halve",
+    "no_such:halve",
+]
+
+
+@pytest.mark.parametrize("target", MISSING)
+def test_a_target_that_a_release_is_known_to_lack_is_unavailable_in_one_line(registry, target):
+    (status,) = registry.explain([patch(target=target, missing_from=">=1", reason="be tested")])
+    assert status.status == "unavailable"
+    said = r"^torch \S+ has no \S+, which is needed to be tested; use another release than >=1$"
+    with pytest.raises(SeamUnavailable, match=said):
+        registry.apply([patch(target=target, missing_from=">=1", reason="be tested")])
+
+
+@pytest.mark.parametrize("missing_from", ["", "<1"])
+@pytest.mark.parametrize("target", MISSING)
+def test_a_target_that_is_missing_elsewhere_is_an_error(registry, target, missing_from):
+    (status,) = registry.explain([patch(target=target, missing_from=missing_from)])
+    assert status.status == "broken"
+
+
+def test_a_target_that_is_there_is_taken_whatever_is_known_of_the_release(registry):
+    registry.apply([patch(missing_from=">=1")])
+    assert targets.double(3) == 7
