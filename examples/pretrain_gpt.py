@@ -29,8 +29,7 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers, inprocess_restart, pretrain, print_rank_0
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import argument_utils, get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
@@ -39,6 +38,15 @@ from megatron_ext.errors import UserError
 
 # A micro-batch whose loss is this many times the largest one seen is reported with --check-for-spiky-loss.
 SPIKE_FACTOR = 10
+
+# Options for kinds of data that this script does not read; not every release has all of them.
+OTHER_DATA = (
+    "--sft",
+    "--fim-data",
+    "--dataloader-inter-document-masking",
+    "--hybrid-context-parallel",
+    "--logits-load-dir",
+)
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -54,13 +62,22 @@ def main() -> None:
     # Every rank calls the dataset builder, which decides itself where data is read.
     build_datasets.is_distributed = True
     run_pretrain(
-        pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
-        build_datasets,
+        *config_and_datasets(args),
         ModelType.encoder_or_decoder,
         forward_step,
         store=store,
         get_embedding_ranks=embedding_ranks,
     )
+
+
+def config_and_datasets(args: argparse.Namespace) -> tuple[Any, ...]:
+    """Return the first arguments of `pretrain`: the configuration, how to build datasets and, up to 0.18, the model."""
+    if hasattr(argument_utils, "gpt_config_from_args"):
+        model = argument_utils.gpt_config_from_args(args)
+        return argument_utils.pretrain_cfg_container_from_args(args, model), build_datasets
+    from gpt_provider import build_gpt
+
+    return argument_utils.pretrain_cfg_container_from_args(args), build_datasets, build_gpt
 
 
 def refuse_other_data(args: argparse.Namespace) -> None:
@@ -69,14 +86,7 @@ def refuse_other_data(args: argparse.Namespace) -> None:
     Raises:
         UserError: an option asks for one.
     """
-    others = {
-        "--sft": args.sft,
-        "--fim-data": args.fim_data,
-        "--dataloader-inter-document-masking": args.dataloader_inter_document_masking,
-        "--hybrid-context-parallel": args.hybrid_context_parallel,
-        "--logits-load-dir": args.logits_load_dir is not None,
-    }
-    asked = [option for option, given in others.items() if given]
+    asked = [option for option in OTHER_DATA if vars(args).get(option[2:].replace("-", "_"))]
     if asked:
         raise UserError(
             f"{', '.join(asked)}: not known to examples/pretrain_gpt.py; "
@@ -188,7 +198,7 @@ def next_batch(samples: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int 
             batch[field] = None if value is None else value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        False,  # whether documents share rows; releases name it differently
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),

@@ -157,6 +157,9 @@ class PlacedModel:
             "data_parallel_size": strategy.dp,
             "expert_model_parallel_size": strategy.ep,
             "expert_tensor_parallel_size": strategy.expert_tp,
+            # Megatron makes these of the sizes above, and refuses a config where they contradict them.
+            "tensor_parallel_num_weight_shards": strategy.tp,
+            "expert_tensor_parallel_num_weight_shards": strategy.expert_tp,
             "sequence_parallel": strategy.sequence_parallel,
             "micro_batch_size": strategy.micro_batch_size,
             "seq_length": row_length,

@@ -207,20 +207,20 @@ def half_batch(samples, vp_stage):
 gpt.next_batch = half_batch
 """
 MODEL_HOOKS = """
-make_config = gpt.gpt_config_from_args
+make_config = gpt.argument_utils.gpt_config_from_args
 
 def gpt_config_from_args(args):
     config = make_config(args)
     config.pre_wrap_hooks.append(lambda chunks: chunks)
     return config
 
-gpt.gpt_config_from_args = gpt_config_from_args
+gpt.argument_utils.gpt_config_from_args = gpt_config_from_args
 """
 OWN_ATTENTION = """
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-make_config = gpt.gpt_config_from_args
+make_config = gpt.argument_utils.gpt_config_from_args
 
 class Capped(DotProductAttention):
     def forward(self, query, *rest, **options):
@@ -236,21 +236,21 @@ def gpt_config_from_args(args):
     config.transformer_layer_spec = layers
     return config
 
-gpt.gpt_config_from_args = gpt_config_from_args
+gpt.argument_utils.gpt_config_from_args = gpt_config_from_args
 """
 OPTIONS_OF_THE_CONFIG = """
-make_config = gpt.gpt_config_from_args
+make_config = gpt.argument_utils.gpt_config_from_args
 
 def gpt_config_from_args(args):
     config = make_config(args)
     config.transformer.window_size = (3, 0)
     return config
 
-gpt.gpt_config_from_args = gpt_config_from_args
+gpt.argument_utils.gpt_config_from_args = gpt_config_from_args
 """
 MEANS_BY_THE_CONFIG = OPTIONS_OF_THE_CONFIG.replace("window_size = (3, 0)", "calculate_per_token_loss = False")
 EXPERTS_OF_THE_CONFIG = """
-make_config = gpt.gpt_config_from_args
+make_config = gpt.argument_utils.gpt_config_from_args
 
 def gpt_config_from_args(args):
     config = make_config(args)
@@ -259,7 +259,7 @@ def gpt_config_from_args(args):
     experts.add_bias_linear, experts.moe_router_load_balancing_type = False, "sinkhorn"
     return config
 
-gpt.gpt_config_from_args = gpt_config_from_args
+gpt.argument_utils.gpt_config_from_args = gpt_config_from_args
 """
 MODEL_PROVIDER = """
 train = gpt.pretrain
@@ -275,6 +275,17 @@ def pretrain(container, *rest, **options):
     return train(container, *rest, model_provider=model_provider, **options)
 
 gpt.pretrain = pretrain
+"""
+
+CONFIG_OF_ARGUMENTS = """
+next_batch = gpt.next_batch
+
+def after_a_look_at_the_config(samples, vp_stage):
+    config = gpt.core_transformer_config_from_args(gpt.get_args())
+    assert config.tensor_model_parallel_size == gpt.mpu.get_tensor_model_parallel_world_size()
+    return next_batch(samples, vp_stage)
+
+gpt.next_batch = after_a_look_at_the_config
 """
 
 
@@ -298,6 +309,12 @@ def plain_run():
 def test_functions_that_are_another_way_to_say_the_same_train_the_same(tmp_path, plain_run, changes):
     mine = run_pretrain(arguments(*RUN, train_iters=5), 2, script=written(tmp_path, changes), probe=full_parameters)
     assert_equal_except_for_rounding(mine, plain_run)
+
+
+def test_a_config_made_of_the_arguments_is_of_the_strategy_whose_turn_it_is(tmp_path):
+    command = arguments(["1,1,2", "1,2,1"], [32, 12, 0], train_iters=2)
+    ranks = run_pretrain(command, 2, script=written(tmp_path, CONFIG_OF_ARGUMENTS))
+    assert len(ranks[-1].losses) == 2
 
 
 @pytest.mark.parametrize(
