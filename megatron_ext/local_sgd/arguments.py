@@ -19,6 +19,7 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
+from megatron_ext.seams.optimizer_format import reshardable_problems
 
 __all__ = ["argument_problems", "complete_arguments", "ending_notice", "notices"]
 
@@ -97,7 +98,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     too_many = fragment_problem(streaming.fragments, args.num_layers, "--num-layers") if args.num_layers else None
     if too_many is not None:
         problems.append(too_many)
-    problems += _shape_problems(args, config)
+    problems += _shape_problems(args, config) + reshardable_problems(args)
     if gta.in_pairs:
         problems += refusals(args, feature, "--local-sgd-pseudo-grad-reducer pairwise")
     length, said = args.train_iters, f"--train-iters {args.train_iters}"

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 
-__all__ = ["refuse_bound_format", "refuse_states_by_place"]
+__all__ = ["refuse_bound_format", "refuse_states_by_place", "reshardable_problems"]
 
 _BOUND_TO = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -24,6 +26,24 @@ _BOUND_TO = {
 }
 """What the form of a distributed optimizer's state depends on that is bound to its layout: arguments, and how to call
 them."""
+
+
+def reshardable_problems(args: Any) -> list[str]:
+    """Return why tensors of ours cannot be written beside a distributed optimizer's in its reshardable format.
+
+    Args:
+        args: Megatron's arguments as parsed.
+    """
+    from megatron.core import __version__
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    asked = args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable
+    if not asked or hasattr(DistributedOptimizer, "optimizer_state_keys"):
+        return []
+    return [
+        f"--dist-ckpt-optim-fully-reshardable: Megatron {__version__} writes Adam's moments alone in that format, and "
+        "outer rounds have other tensors to save; drop it, or use Megatron 0.19 or newer"
+    ]
 
 
 def refuse_bound_format(context: LoadContext) -> None:

@@ -109,6 +109,16 @@ def patches() -> list[Patch]:
         )
         for module, attribute in WORKER_VIEW_MODULES
     ]
+    views.append(
+        Patch(
+            name="groups/view/training.checkpointing",
+            target="megatron.training.checkpointing:mpu",
+            wrap=_wrap_where_not_given,
+            rebind=False,
+            reason="a worker's checkpoints are those of any job, also where Megatron (0.18) does not give their code "
+            "the model's groups",
+        )
+    )
     build = Patch(
         name="groups/build",
         target="megatron.core.parallel_state:initialize_model_parallel",
@@ -216,6 +226,14 @@ class WorkerParallelState:
     def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> None:
         """Return None: inside a worker there is one optimizer instance."""
         return None
+
+
+def _wrap_where_not_given(full: Any) -> Any:
+    """Return the view of a worker unless `save_checkpoint` can be given the groups of the model, as then it is."""
+    from megatron.training import checkpointing
+
+    given = "dp_group" in inspect.signature(checkpointing.save_checkpoint).parameters
+    return full if given else WorkerParallelState(full)
 
 
 def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from megatron_ext.hooks import (
@@ -175,7 +176,8 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         )
         try:
-            result = original(*args, **kwargs)
+            with _keeping_the_hook_of_gradients(given["config"]):
+                result = original(*args, **kwargs)
         except BaseException as error:  # features hear of every end, and it is raised again
             hooks.fire(TrainLeft(error=error))
             raise
@@ -183,6 +185,23 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return train
+
+
+@contextmanager
+def _keeping_the_hook_of_gradients(config: Any) -> Iterator[None]:
+    """Let `train` keep the function that features have put into `config.finalize_model_grads_func`.
+
+    Megatron 0.18 puts its own in its place, which it looks up here; later releases do so where there is none.
+    """
+    from megatron.training import training
+
+    module: Any = training
+    stock = module.finalize_model_grads
+    module.finalize_model_grads = config.finalize_model_grads_func or stock
+    try:
+        yield
+    finally:
+        module.finalize_model_grads = stock
 
 
 def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
