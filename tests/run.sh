@@ -6,6 +6,7 @@
 #   ./tests/run.sh                        everything, four files of tests at a time
 #   ./tests/run.sh --fast                 without the tests marked slow
 #   ./tests/run.sh tests/params -k tied   further arguments go to pytest
+#   ./tests/run.sh --megatron-release 0.18.2   patches and a short set of tests on another release of the index instead
 #
 # The exit code is pytest's; it is 1 when only the linter or the type checker complained. "No test ran" (pytest's
 # exit code 5) is a failure like any other.
@@ -18,7 +19,7 @@ pytest_args=()
 chosen=""
 for arg in "$@"; do
     if [[ $arg == --help || $arg == -h ]]; then
-        sed -n '4,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+        sed -n '4,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
     fi
     if [[ $arg == --fast ]]; then
@@ -32,6 +33,17 @@ if [[ -z $chosen ]]; then
     # Tests of several processes wait for each other, for ports and for disks, so that two processors have work for four
     # files at once: 1248 s, and about 1800 s with three.
     pytest_args+=(-n 4 --dist loadfile --durations=25)
+fi
+
+if [[ ${1:-} == --megatron-release ]]; then
+    use_python_env || exit 1
+    cd "$root"
+    other=".venv/megatron-${2:?--megatron-release: give the release, such as 0.18.2}"
+    if [[ ! -d $other ]]; then
+        python -m pip install --quiet --no-deps --target "$other.new" "megatron-core==$2"
+        mv "$other.new" "$other"
+    fi
+    exec python -m tests.versions --megatron="$other" --dry-run
 fi
 
 use_python_env || exit 1

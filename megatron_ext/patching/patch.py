@@ -11,7 +11,7 @@ from megatron_ext.errors import UserError
 
 __all__ = ["MEGATRON_VERSIONS", "Patch", "PatchError", "PatchStatus", "SeamUnavailable"]
 
-MEGATRON_VERSIONS = ">=0.19,<0.20"
+MEGATRON_VERSIONS = ">=0.18,<0.21"
 """The Megatron-core releases whose seams were read and run (docs/versions.md says what of each); others are refused."""
 
 

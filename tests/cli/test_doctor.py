@@ -58,10 +58,10 @@ def test_another_megatron_is_an_error_that_names_both_versions(tmp_path):
     package = tmp_path / "megatron" / "core"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "package_info.py").write_text('__version__ = "0.20.0+abc"\n')
+    (package / "package_info.py").write_text('__version__ = "0.21.0+abc"\n')
     done = doctor(path=[tmp_path])
     assert done.returncode == 1
-    assert "no     Megatron: megatron-core 0.20.0 is installed, tested are >=0.19,<0.20" in done.stdout
+    assert "no     Megatron: megatron-core 0.21.0 is installed, tested are >=0.18,<0.21" in done.stdout
     assert "Traceback" not in done.stderr
 
 
@@ -94,5 +94,5 @@ def test_a_missing_megatron_is_an_error_that_says_what_to_install(tmp_path):
     )
     done = doctor(path=[tmp_path])
     assert done.returncode == 1, done.stdout
-    assert "no     Megatron: not installed; pip install 'megatron-core>=0.19,<0.20'" in done.stdout
+    assert "no     Megatron: not installed; pip install 'megatron-core>=0.18,<0.21'" in done.stdout
     assert "Traceback" not in done.stderr

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from megatron_ext.patching import MEGATRON_VERSIONS
 from tests.packaging.machines import ROOT, BuiltWheel
 from tests.support.megatron_checkout import python_path
 
@@ -73,8 +75,9 @@ def test_the_metadata_is_what_the_documentation_says(wheel: BuiltWheel, metadata
     requirements = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
     base = {req.name: req for req in requirements if req.marker is None}
     assert set(base) == {"torch", "numpy", "packaging", "megatron-core", "psutil"}
-    releases = ("0.18.9", "0.19.0", "0.19.2", "0.20.0")
-    assert [base["megatron-core"].specifier.contains(r) for r in releases] == [False, True, True, False]
+    releases = ("0.17.9", "0.18.2", "0.19.2", "0.20.0", "0.21.0")
+    assert [base["megatron-core"].specifier.contains(r) for r in releases] == [False, True, True, True, False]
+    assert str(base["megatron-core"].specifier) == str(SpecifierSet(MEGATRON_VERSIONS))
     extras = {"spes", "hot-switch", "te", "async", "plots", "data", "docs", "tests", "dev"}
     assert extras == set(metadata.get_all("Provides-Extra", []))
     texts = {name.split("/", 1)[-1]: text for name, text in wheel.texts().items()}

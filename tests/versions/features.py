@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short set of tests by which a release of Megatron is tried, by feature."""
+
+from collections.abc import Mapping
+
+__all__ = ["FEATURES"]
+
+_RESUME = "tests/local_sgd/test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
+
+FEATURES: Mapping[str, tuple[str, ...]] = {
+    "CPU backend": ("tests/backends/test_cpu_layouts.py::test_a_dense_layout_computes_what_one_rank_computes",),
+    "local SGD": (
+        "tests/local_sgd/test_rounds.py::test_sgd_with_interval_one_and_no_momentum_is_synchronous_training",
+        "tests/local_sgd/test_rounds.py::test_overlapped_communication_changes_no_bit",
+        f"{_RESUME}[single-fp32-2-points1-extra1]",
+        f"{_RESUME}[inner SGD]",
+    ),
+    "sync service": ("tests/sync_service/megatron/test_jobs.py::test_peers_do_what_workers_inside_one_job_do",),
+    "SPES": (
+        "tests/spes/test_feature.py::test_peers_of_different_layouts_have_the_same_model_after_a_round",
+        "tests/spes/test_feature.py::test_peers_that_train_all_experts_do_what_workers_inside_one_job_do",
+        "tests/spes/test_feature.py::test_frozen_experts_pass_on_the_gradients_of_their_inputs",
+    ),
+    "hot switching": (
+        "tests/hot_switch/test_training.py::test_the_gradient_is_the_same_however_sequences_are_shared_out",
+        "tests/hot_switch/test_training.py::test_biases_of_routers_follow_the_tokens_of_all_strategies",
+    ),
+}
+"""Node ids of tests, each of which trains in Megatron's own loop."""
