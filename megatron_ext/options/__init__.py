@@ -8,6 +8,18 @@ row: rows are in the files named after areas of Megatron, and a verdict is made 
 
 from megatron_ext.options.row import Row
 from megatron_ext.options.table import ROWS, refusals, refused_rows, shared_by_peers
+from megatron_ext.options.unknown import UnknownOption, unknown_options, unknown_problems
 from megatron_ext.options.verdict import FEATURES, OptionVerdict
 
-__all__ = ["FEATURES", "ROWS", "OptionVerdict", "Row", "refusals", "refused_rows", "shared_by_peers"]
+__all__ = [
+    "FEATURES",
+    "ROWS",
+    "OptionVerdict",
+    "Row",
+    "UnknownOption",
+    "refusals",
+    "refused_rows",
+    "shared_by_peers",
+    "unknown_options",
+    "unknown_problems",
+]

@@ -23,6 +23,7 @@ from megatron_ext import async_save
 from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
+from megatron_ext.options import UnknownOption, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
 
 __all__ = ["add_config_group", "patches", "say", "with_arguments"]
@@ -40,19 +41,21 @@ def patches(
         set_defaults: called with the filled parser, to adapt defaults to the backend; None for none.
         loops: what writers of asynchronous checkpoints run on the backend.
     """
-    options: set[str] = set()  # the features', once the parser has them
+    # Once the parser has them: the features', and Megatron's of which the table of options says nothing.
+    options: set[str] = set()
+    unknown: list[UnknownOption] = []
     return [
         Patch(
             name="arguments/add",
             target="megatron.training.arguments:add_megatron_arguments",
-            wrap=lambda original: _wrap_add(original, set_defaults, options),
+            wrap=lambda original: _wrap_add(original, set_defaults, options, unknown),
             parameters=("parser",),
             reason="add the argument groups of megatron_ext to Megatron's parser",
         ),
         Patch(
             name="arguments/validate",
             target="megatron.training.arguments:validate_args",
-            wrap=lambda original: _wrap_validate(original, registry, loops),
+            wrap=lambda original: _wrap_validate(original, registry, loops, unknown),
             parameters=("args", "defaults"),
             reason="validate the features' arguments and apply the patches of the enabled features only",
         ),
@@ -126,11 +129,13 @@ def _wrap_add(
     original: Callable[..., Any],
     set_defaults: Callable[[argparse.ArgumentParser], None] | None,
     options: set[str],
+    unknown: list[UnknownOption],
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def add_megatron_arguments(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         parser = original(parser, *args, **kwargs)
         _escape_help(parser)
+        unknown[:] = unknown_options(parser)
         before = set(parser._option_string_actions)
         for feature in hooks.features:
             feature.add_arguments(parser)
@@ -157,7 +162,10 @@ def _escape_help(parser: argparse.ArgumentParser) -> None:
 
 
 def _wrap_validate(
-    original: Callable[..., Any], registry: PatchRegistry, loops: async_save.WriterLoops
+    original: Callable[..., Any],
+    registry: PatchRegistry,
+    loops: async_save.WriterLoops,
+    unknown: list[UnknownOption],
 ) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -175,6 +183,8 @@ def _wrap_validate(
             for status in registry.explain(feature.required_patches())
             if status.unavailable
         ]
+        if enabled:
+            problems += unknown_problems(args, unknown)
         if problems:
             raise combine(problems, "arguments")
         for feature in enabled:
