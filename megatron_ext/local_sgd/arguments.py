@@ -13,7 +13,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
-from megatron_ext.options import refusals
+from megatron_ext.options import asks_to_switch, refusals
 from megatron_ext.outer.codecs.all_codecs import build_codec, takes_density
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.places import Where
@@ -44,7 +44,7 @@ def complete_arguments(args: Any) -> None:
         UserError: there can only be one.
     """
     # With strategies the number says which ranks they are for, so that it cannot follow from them.
-    switches = args.hot_switch_strategies is not None or args.hot_switch_strategy_file is not None
+    switches = asks_to_switch(args)
     if not args.use_local_sgd or args.local_sgd_workers is not None or switches:
         return
     smallest = args.tensor_model_parallel_size * args.context_parallel_size

@@ -6,6 +6,7 @@ CPU, and the page `docs/support-table.md` (`megatron_ext.support`). To say what 
 row: rows are in the files named after areas of Megatron, and a verdict is made by one of the functions of `verdict`.
 """
 
+from megatron_ext.options.asked import asks_to_switch
 from megatron_ext.options.row import Row
 from megatron_ext.options.table import ROWS, refusals, refused_rows, shared_by_peers
 from megatron_ext.options.unknown import UnknownOption, unknown_options, unknown_problems
@@ -17,6 +18,7 @@ __all__ = [
     "OptionVerdict",
     "Row",
     "UnknownOption",
+    "asks_to_switch",
     "refusals",
     "refused_rows",
     "shared_by_peers",

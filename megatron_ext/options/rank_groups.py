@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.options.asked import asks_to_switch
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_ANY_JOB,
@@ -33,8 +34,7 @@ _STAGES = tested(f"{STRATEGIES}test_stages.py::test_stages_of_the_command_line_a
 
 
 def _splits_sequences(args: Any) -> bool:
-    switches = getattr(args, "hot_switch_strategies", None) or getattr(args, "hot_switch_strategy_file", None)
-    return args.context_parallel_size > 1 and not switches
+    return args.context_parallel_size > 1 and not asks_to_switch(args)
 
 
 RANK_GROUPS = (

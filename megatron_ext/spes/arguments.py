@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_ext.config_options import WITHOUT_FLAG, argument_of
 from megatron_ext.errors import UserError
-from megatron_ext.options import refusals
+from megatron_ext.options import asks_to_switch, refusals
 from megatron_ext.spes.config import SpesConfig
 from megatron_ext.spes.config_file import read_spes_config
 from megatron_ext.spes.ownership import Ownership
@@ -127,7 +127,7 @@ def frozen_problems(args: Any, ownership: Ownership) -> list[str]:
     each = ownership.experts // ranks
     idle = [rank for rank in range(ranks) if owned.isdisjoint(range(rank * each, (rank + 1) * each))]
     # Hot switching with such a rank at home has not been tested.
-    if idle and any(getattr(args, name, None) for name in ("hot_switch_strategies", "hot_switch_strategy_file")):
+    if idle and asks_to_switch(args):
         problems.append(
             f"--expert-model-parallel-size {ranks}: expert-parallel rank {idle[0]} would have no expert of this peer's "
             "to train, which hot switching does not take; use --spes-expert-assignment interleaved, or fewer ranks"

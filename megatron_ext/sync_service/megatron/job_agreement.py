@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options import shared_by_peers
+from megatron_ext.options import asks_to_switch, shared_by_peers
 from megatron_ext.sync_service.megatron.arguments import interval_of
 from megatron_ext.sync_service.protocol.report import INTERVAL
 
@@ -21,7 +21,7 @@ def agreed(args: Any) -> dict[str, str]:
         args: Megatron's arguments, checked.
     """
     # Parts of the one and of the other would have tokens in common.
-    reads_documents = args.hot_switch_strategies is not None or args.hot_switch_strategy_file is not None
+    reads_documents = asks_to_switch(args)
     return {
         INTERVAL: interval_of(args),
         "data (--hot-switch-strategies reads documents, also with one strategy)": (

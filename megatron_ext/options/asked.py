@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a command line asks for an ability, for those who have to know of another one than their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["asks_to_switch"]
+
+
+def asks_to_switch(args: Any) -> bool:
+    """Return whether there are several strategies to switch between (hot switching).
+
+    Args:
+        args: Megatron's arguments, which lack those of features that this process has not loaded.
+    """
+    given = (getattr(args, name, None) for name in ("hot_switch_strategies", "hot_switch_strategy_file"))
+    return any(value is not None for value in given)
