@@ -324,12 +324,13 @@ def test_all_processes_find_the_checkout():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_checkout_wins_over_the_installed_megatron_in_every_process(tmp_path: Path) -> None:
     (tmp_path / "checkout").mkdir()
     installed = Path(importlib.util.find_spec("megatron.core").submodule_search_locations[0]).parent
     (tmp_path / "checkout" / "megatron").symlink_to(installed)
     (tmp_path / "inner").mkdir()
-    result = _pytest(tmp_path / "inner", WHERE_MEGATRON_IS, "--megatron=../checkout", "-n", "1", timeout=280)
+    result = _pytest(tmp_path / "inner", WHERE_MEGATRON_IS, "--megatron=../checkout", "-n", "1", timeout=840)
     assert result.returncode == pytest.ExitCode.OK, result.stdout
     assert "1 passed" in result.stdout
 

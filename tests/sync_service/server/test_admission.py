@@ -5,7 +5,10 @@ import json
 import signal
 import socket
 import threading
+import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.streams import Streams
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.checksum import crc32
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.rounds.journal import Journal
+from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.server.process import _try_out
+from megatron_ext.sync_service.values.snapshot import _RECORD, Snapshot, snapshot_name
 from tests.support.waiting import until
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import digest, start_values, trained
@@ -352,9 +358,10 @@ def begun_and_stopped(make_service: MakeService, peers: int) -> Service:
 
 
 def rewrite_protocol(service: Service, protocol: int | None) -> None:
-    """Let the journal of a run that has begun be one of another release."""
+    """Let the journal of a run that has begun be one of another release, and its snapshot tell of that journal."""
     journal = service.state / "runs" / "demo" / "journal.jsonl"
-    events = [json.loads(line) for line in journal.read_text().splitlines()]
+    before = journal.read_bytes()
+    events = [json.loads(line) for line in before.splitlines()]
     for event in events:
         del event["crc"]
     (created,) = (event for event in events if event["event"] == "created")
@@ -366,6 +373,19 @@ def rewrite_protocol(service: Service, protocol: int | None) -> None:
     for event in events:
         rewritten.append(event)
     rewritten.close()
+    path = journal.parent / "snapshots" / snapshot_name(0)
+    with closing(Snapshot(path)) as found:
+        record, extent = RunRecord.of(found), found._extents[_RECORD]
+        begin = found._begin + extent.at(0)
+        end = begin + extent.numel
+    assert record is not None and record.follows(before)
+    lines = before[: record.journal_bytes].count(b"\n")
+    known = b"".join(journal.read_bytes().splitlines(keepends=True)[:lines])
+    told = replace(record, journal_bytes=len(known), journal_crc=zlib.crc32(known)).to_bytes().ljust(end - begin)
+    content = path.read_bytes()
+    # Its checksum is in the file's head.
+    sums = (f"{crc32(memoryview(each)):08x}".encode() for each in (content[begin:end], told))
+    path.write_bytes(content[:begin].replace(*sums) + told + content[end:])
 
 
 @pytest.mark.parametrize(("protocol", "said"), [(None, "an earlier one"), (2, "2"), (PROTOCOL_VERSION + 1, "5")])
