@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a command line asks for an ability, for those who have to know of another one than their own."""
+"""Whether a command line asks for a feature, for those who have to know of another one than their own."""
 
 from __future__ import annotations
 

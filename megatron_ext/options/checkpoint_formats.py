@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
-    BACKENDS,
+    ASYNC_SAVE,
     BOOKKEEPING,
     CONTINUES,
-    EXPERTS,
+    EXPERTS_ASYNC_SAVE,
+    HOT_ASYNC_SAVE,
     HOT_BOOKKEEPING,
     HOT_RESUME,
-    PEERS,
+    PEERS_ASYNC_SAVE,
     RESUME,
     STRATEGIES,
     UNTRIED,
@@ -161,13 +162,11 @@ CHECKPOINT_FORMATS = (
     row(
         "--dist-ckpt-strictness log_unexpected, log_all or ignore_all",
         says("dist_ckpt_strictness", "log_unexpected", "log_all", "ignore_all"),
-        cpu=tested(
-            f"{BACKENDS}test_cpu_async_save.py::test_a_resume_from_an_asynchronous_save_ends_with_the_same_bits"
-        ),
+        cpu=ASYNC_SAVE,
         local_sgd=tested(f"{WORKERS}test_strictness.py::test_a_resume_that_only_logs_differences_keeps_its_bits"),
-        hot_switch=tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits"),
-        sync_service=tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
-        spes=tested(f"{EXPERTS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
+        hot_switch=HOT_ASYNC_SAVE,
+        sync_service=PEERS_ASYNC_SAVE,
+        spes=EXPERTS_ASYNC_SAVE,
     ),
     row(
         "--dist-ckpt-strictness return_unexpected or return_all",

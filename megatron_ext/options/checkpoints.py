@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
+    ASYNC_SAVE,
     BACKENDS,
     BOOKKEEPING,
-    EXPERTS,
+    EXPERTS_ASYNC_SAVE,
+    HOT_ASYNC_SAVE,
     HOT_BOOKKEEPING,
-    PEERS,
+    PEERS_ASYNC_SAVE,
     RESILIENCY,
     STRATEGIES,
     UNTRIED,
@@ -138,13 +140,11 @@ CHECKPOINTS = (
     ),
     row(
         "--async-save",
-        cpu=tested(
-            f"{BACKENDS}test_cpu_async_save.py::test_a_resume_from_an_asynchronous_save_ends_with_the_same_bits"
-        ),
+        cpu=ASYNC_SAVE,
         local_sgd=tested(f"{WORKERS}test_async_save.py::test_what_is_written_is_what_was_saved"),
-        hot_switch=tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits"),
-        sync_service=tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
-        spes=tested(f"{EXPERTS}test_async_save.py::test_a_peer_resumes_with_the_same_bits"),
+        hot_switch=HOT_ASYNC_SAVE,
+        sync_service=PEERS_ASYNC_SAVE,
+        spes=EXPERTS_ASYNC_SAVE,
     ),
     row(
         "--non-persistent-ckpt-type global",

@@ -7,6 +7,7 @@ from megatron_ext.options.verdict import accepted, like, needs_gpu, refused, tes
 
 __all__ = [
     "APART",
+    "ASYNC_SAVE",
     "AS_ANY_JOB",
     "AS_A_PEER",
     "BACKENDS",
@@ -14,6 +15,8 @@ __all__ = [
     "BOOKKEEPING",
     "CONTINUES",
     "EXPERTS",
+    "EXPERTS_ASYNC_SAVE",
+    "HOT_ASYNC_SAVE",
     "HOT_BOOKKEEPING",
     "HOT_RESUME",
     "HOT_SAME",
@@ -25,6 +28,7 @@ __all__ = [
     "ON_GPU_ALONE_HOT",
     "OPEN",
     "PEERS",
+    "PEERS_ASYNC_SAVE",
     "RESILIENCY",
     "RESUME",
     "ROUNDS",
@@ -52,6 +56,9 @@ BARE = tested(f"{BACKENDS}test_cpu_options.py::test_a_command_without_any_word_a
 SAME = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
 RESUME = tested(f"{BACKENDS}test_cpu_resume.py::test_a_resumed_run_ends_with_the_same_bits")
 BOOKKEEPING = tested(f"{BACKENDS}test_cpu_resume.py::test_options_for_keeping_and_reading_checkpoints")
+ASYNC_SAVE = tested(
+    f"{BACKENDS}test_cpu_async_save.py::test_a_resume_from_an_asynchronous_save_ends_with_the_same_bits"
+)
 APART = tested(f"{WORKERS}test_workers_apart.py::test_workers_without_sync_equal_separate_jobs_by_digest")
 CONTINUES = tested(
     f"{WORKERS}test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
@@ -63,7 +70,10 @@ HOT_STATIC = tested(f"{STRATEGIES}test_training.py::test_hot_equals_static")
 HOT_SAME = tested(f"{STRATEGIES}test_training.py::test_options_that_change_no_result")
 HOT_RESUME = tested(f"{STRATEGIES}test_checkpoints.py::test_a_resumed_run_ends_with_the_same_bits")
 HOT_BOOKKEEPING = tested(f"{STRATEGIES}test_checkpoints.py::test_options_for_keeping_and_reading_checkpoints")
+HOT_ASYNC_SAVE = tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits")
 
+PEERS_ASYNC_SAVE = tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits")
+EXPERTS_ASYNC_SAVE = tested(f"{EXPERTS}test_async_save.py::test_a_peer_resumes_with_the_same_bits")
 AS_ANY_JOB = accepted("between two rounds a peer is an ordinary job")
 AS_A_PEER = like("sync-service")
 NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use --use-distributed-optimizer")

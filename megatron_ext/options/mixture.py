@@ -8,6 +8,7 @@ from typing import Any
 from megatron_ext.options.common_verdicts import (
     AS_A_PEER,
     AS_ANY_JOB,
+    EXPERTS,
     NO_TE_ON_CPU,
     OF_THE_MODEL,
     OPEN,
@@ -87,7 +88,7 @@ MIXTURE = (
         sync_service=AS_ANY_JOB,
         spes=AS_A_PEER.but(
             "frozen experts",
-            tested("tests/spes/test_grouped_experts.py::test_grouped_experts_learn_what_sequential_ones_learn"),
+            tested(f"{EXPERTS}test_grouped_experts.py::test_grouped_experts_learn_what_sequential_ones_learn"),
         ),
     ),
     _grouped_with(

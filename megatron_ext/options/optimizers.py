@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     BACKENDS,
+    EXPERTS,
     NEEDS_TE,
     ON_GPU_ALONE_HOT,
     OPEN,
@@ -114,7 +115,7 @@ OPTIMIZERS = (
             "::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
         ),
         spes=tested(
-            "tests/spes/test_multi_token_prediction.py"
+            f"{EXPERTS}test_multi_token_prediction.py"
             "::test_a_peer_trains_its_own_experts_there_and_rounds_bring_the_others"
         ),
         peers_share="mtp_num_layers",

@@ -135,11 +135,7 @@ def check_beginning(run: str, folder: Path, journal: JournalContent) -> None:
     path = folder / "snapshots" / snapshot_name(journal.newest)
     if journal.newest < 0 or not path.exists():
         return
-    try:
-        with closing(Snapshot(path)) as found:
-            record = RunRecord.of(found)
-    except OSError as error:
-        raise UserError(f"run {run}: {error}") from error
+    record = _record_in(path, run)
     # That a snapshot is of another run is said elsewhere.
     is_its_own = record is not None and record.digest == journal.newest_digest
     if record is not None and is_its_own and not has_its_beginning(journal, record):
@@ -266,13 +262,22 @@ def _check_kept(run: str, folder: Path, keep_snapshots: int, state: RunState) ->
         # Older ones may be gone: fewer were kept.
         if not path.exists() and number < state.open_round - 1:
             continue
-        with closing(Snapshot(path)) as found:
-            try:
-                made, named = RunRecord.of(found), state.results.get(number)
-            except OSError as error:
-                raise UserError(f"run {run}: {error}") from error
+        made, named = _record_in(path, run), state.results.get(number)
         if made is not None and named is not None and made.digest != named.digest:
             raise of_another_run(run, path, made, named.digest)
+
+
+def _record_in(path: Path, run: str) -> RunRecord | None:
+    """Return the record in a snapshot that the journal names, if there is one.
+
+    Raises:
+        UserError: it is damaged, or there is no such file.
+    """
+    with closing(Snapshot(path)) as found:
+        try:
+            return RunRecord.of(found)
+        except OSError as error:
+            raise UserError(f"run {run}: {error}") from error
 
 
 def of_another_run(run: str, path: Path, made: RunRecord, named: str) -> UserError:

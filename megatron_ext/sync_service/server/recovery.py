@@ -40,6 +40,7 @@ from megatron_ext.sync_service.values.snapshot import snapshot_name
 __all__ = ["recover"]
 
 _JOURNAL = "journal.jsonl"
+_ALL_NAMED = "the journal names all rounds that there are snapshots of"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,16 +179,16 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
             f"run {run}: {folder / _JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
             "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it over"
         )
-    path = place / "snapshots" / snapshot_name(newest)
-    if newest >= 0 and newest_spooled(folder) > newest + 1:
-        raise lost_rounds(run, folder, newest)
     if newest_spooled(folder) > newest + 1:
-        raise lost_lines(run, folder, newest)
-    if newest == journal.newest and (newest < 0 or _explains_itself(run, folder, path, journal)):
-        if not journal.damage:
-            return "the journal names all rounds that there are snapshots of"
-        return _Rebuilt(content=journal.whole, state=_state_after(run, folder, journal.whole))
+        raise (lost_lines if newest < 0 else lost_rounds)(run, folder, newest)
+    if newest < 0:
+        return _ALL_NAMED
+    path = place / "snapshots" / snapshot_name(newest)
     record = whole_record(path, run)
+    if newest == journal.newest:
+        state = _explained(run, folder, path, journal, record)
+        if state is not None:
+            return _Rebuilt(content=journal.whole, state=state) if journal.damage else _ALL_NAMED
     if record is None:
         raise UserError(
             f"run {run}: {path} is of a release of megatron_ext whose snapshots say nothing of the run: who its peers "
@@ -199,20 +200,31 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
     return _after_record(run, folder, journal, record)
 
 
-def _explains_itself(run: str, folder: Path, path: Path, journal: JournalContent) -> bool:
-    """Return whether a journal that names the newest snapshot has lost no line before that, as far as that shows."""
-    record = whole_record(path, run)
+def _explained(
+    run: str, folder: Path, path: Path, journal: JournalContent, record: RunRecord | None
+) -> RunState | None:
+    """Return the state after a journal that names the newest snapshot; None if it has lost lines before that.
+
+    Args:
+        run: the run id.
+        folder: of the run.
+        path: of the snapshot.
+        journal: the journal.
+        record: of the snapshot, None where that has none.
+
+    Raises:
+        UserError: the snapshot is another run's, or has no record and the journal has lost lines.
+    """
     if record is not None and record.digest != journal.newest_digest:
         raise of_another_run(run, path, record, journal.newest_digest)
     if record is not None and not has_its_beginning(journal, record):
-        return False
+        return None
     try:
-        _state_after(run, folder, journal.whole)
+        return _state_after(run, folder, journal.whole)
     except UserError:
         if record is None:
             raise
-        return False
-    return True
+        return None
 
 
 def _after_record(run: str, folder: Path, journal: JournalContent, record: RunRecord) -> _Rebuilt:
