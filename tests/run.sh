@@ -3,8 +3,8 @@
 #
 # Sets up .venv when needed, then runs the linter, the type checker and the tests.
 #
-#   ./tests/run.sh                        everything, four files of tests at a time
-#   ./tests/run.sh --fast                 without the tests marked slow
+#   ./tests/run.sh                        all tests but those marked slow, four files at a time
+#   ./tests/run.sh --all                  with the tests marked slow
 #   ./tests/run.sh tests/params -k tied   further arguments go to pytest
 #   ./tests/run.sh --megatron-release 0.18.2   patches and a short set of tests on another release of the index instead
 #
@@ -17,13 +17,14 @@ source "$root/scripts/lib/python_env.sh"
 
 pytest_args=()
 chosen=""
+with_slow=""
 for arg in "$@"; do
     if [[ $arg == --help || $arg == -h ]]; then
         sed -n '4,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
         exit 0
     fi
-    if [[ $arg == --fast ]]; then
-        pytest_args+=(-m "not slow")
+    if [[ $arg == --all ]]; then
+        with_slow=yes
     else
         pytest_args+=("$arg")
         chosen=yes
@@ -33,6 +34,9 @@ if [[ -z $chosen ]]; then
     # Tests of several processes wait for each other, for ports and for disks, so that two processors have work for four
     # files at once: 1248 s, and about 1800 s with three.
     pytest_args+=(-n 4 --dist loadfile --durations=25)
+    if [[ -z $with_slow ]]; then
+        pytest_args+=(-m "not slow")
+    fi
 fi
 
 if [[ ${1:-} == --megatron-release ]]; then
