@@ -74,6 +74,7 @@ def use(installed: Path) -> None:
     sys.path.insert(0, str(installed))
 
 
+@pytest.mark.slow
 def test_an_installed_feature_is_in_the_next_run(installed: Path):
     done = launch(installed, toy_gpt(**LOGS))
     assert done.returncode == 0, done.stdout + done.stderr

@@ -307,6 +307,7 @@ def node1(port: int) -> SyncClient:
     return SyncClient(config, {"w": torch.zeros(4)})
 
 
+@pytest.mark.slow
 def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None:
     desk.command("torchrun", f"{LISTENING}; exit 3")
     environment, port = first_node(desk)
@@ -323,6 +324,7 @@ def test_the_server_of_a_cluster_outlives_its_own_nodes_peer(desk: Desk) -> None
     assert code == 3 and "this peer has failed (exit code 3)" in output
 
 
+@pytest.mark.slow
 def test_the_server_of_a_cluster_does_not_wait_forever_for_a_peer_that_is_gone(desk: Desk) -> None:
     desk.command("torchrun", f"{LISTENING}; sleep 3")
     environment, port = first_node(desk)
@@ -336,6 +338,7 @@ def test_the_server_of_a_cluster_does_not_wait_forever_for_a_peer_that_is_gone(d
     assert re.search(r"no call from node1 for \d+ s \(WAIT_SECONDS\): ending the server, whose state", output)
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_while_others_train_is_a_failure(desk: Desk) -> None:
     desk.command("torchrun", LISTENING)
     environment, port = first_node(desk)
@@ -399,6 +402,7 @@ def test_a_node_whose_server_does_not_start_has_no_peer_that_meets_another_one(d
     assert code == 1 and "PORT is 'x'; give a whole number" in output
 
 
+@pytest.mark.slow
 def test_the_server_of_a_cluster_waits_for_peers_that_come_after_its_own_nodes_has_failed(desk: Desk) -> None:
     desk.command("torchrun", "exit 3")
     environment, port = first_node(desk)

@@ -51,6 +51,7 @@ strategies:
 """
 
 
+@pytest.mark.slow
 def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(INTERLEAVED)
@@ -65,11 +66,18 @@ def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_c
 @pytest.mark.parametrize(
     ("strategies", "home", "options"),
     [
-        (PARTS_OF_ROWS, "2,1,2", {**LLAMA, "use_distributed_optimizer": True, "num_layers": 4}),
-        (GUESTS_OF_PARTS, "2,1,2", {"num_layers": 4}),
-        (PARTS_OF_ROWS, "2,1,2", {**LATENT, "use_distributed_optimizer": True}),
+        pytest.param(
+            PARTS_OF_ROWS,
+            "2,1,2",
+            {**LLAMA, "use_distributed_optimizer": True, "num_layers": 4},
+            id="home and a guest",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(GUESTS_OF_PARTS, "2,1,2", {"num_layers": 4}, id="guests only", marks=pytest.mark.slow),
+        pytest.param(
+            PARTS_OF_ROWS, "2,1,2", {**LATENT, "use_distributed_optimizer": True}, id="latent attention"
+        ),
     ],
-    ids=["home and a guest", "guests only", "latent attention"],
 )
 def test_context_parallelism_changes_nothing(tmp_path, strategies, home, options):
     file = tmp_path / "strategies.yaml"

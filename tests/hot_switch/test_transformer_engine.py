@@ -60,38 +60,59 @@ def nothing():
 @pytest.mark.parametrize(
     ("strategies", "home", "layout", "forbidden", "options"),
     [
-        (
+        pytest.param(
             DENSE,
             "2,2,1",
             {"sequence_parallel": True},
             forbid_attention_by_document,
             {**LLAMA, "use_distributed_optimizer": True},
+            id="tensor parallel",
         ),
-        (
+        pytest.param(
             STAGES,
             "1,2,2",
             {"num_virtual_stages_per_pipeline_rank": 2},
             forbid_attention_by_document,
             {"num_layers": 4},
+            id="stages and biases",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             DENSE,
             "2,2,1",
             {"sequence_parallel": True},
             forbid_attention_at_once,
             {**LLAMA, "attention_backend": "unfused"},
+            id="no kernels",
+            marks=pytest.mark.slow,
         ),
-        (PARTS_OF_ROWS, "2,1,2", {}, nothing, {**LLAMA, "num_layers": 4}),
-        (DENSE, "2,2,1", {"sequence_parallel": True}, forbid_attention_at_once, LATENT),
-        (
+        pytest.param(
+            PARTS_OF_ROWS,
+            "2,1,2",
+            {},
+            nothing,
+            {**LLAMA, "num_layers": 4},
+            id="parts of rows",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            DENSE,
+            "2,2,1",
+            {"sequence_parallel": True},
+            forbid_attention_at_once,
+            LATENT,
+            id="latent attention",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             EXPERTS_APART,
             "4,1,1",
             {"expert_model_parallel_size": 2},
             forbid_attention_by_document,
             {**EXPERTS, "use_distributed_optimizer": True},
+            id="grouped experts",
         ),
     ],
-    ids=["tensor parallel", "stages and biases", "no kernels", "parts of rows", "latent attention", "grouped experts"],
 )
 def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, options):
     file = tmp_path / "strategies.yaml"
@@ -110,10 +131,16 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
 @pytest.mark.parametrize(
     ("strategies", "home", "layout", "options"),
     [
-        (DENSE, "2,2,1", {"sequence_parallel": True}, {**LLAMA, "overlap_grad_reduce": True}),
-        (EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, EXPERTS),
+        pytest.param(
+            DENSE,
+            "2,2,1",
+            {"sequence_parallel": True},
+            {**LLAMA, "overlap_grad_reduce": True},
+            id="dense",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, EXPERTS, id="grouped experts"),
     ],
-    ids=["dense", "grouped experts"],
 )
 def test_products_that_add_their_gradients_themselves_change_nothing(tmp_path, strategies, home, layout, options):
     file = tmp_path / "strategies.yaml"

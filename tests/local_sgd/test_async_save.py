@@ -124,7 +124,8 @@ def test_a_signal_to_all_processes_while_a_checkpoint_is_written_ends_in_another
     assert same_state(resumed, local_run("single", "fp32", workers=2, **{**options, "save": None}))
 
 
-GONE = "the process that writes checkpoints has ended (signal 9;"
+GONE = "the process that writes checkpoints has ended ("
+KILLED = GONE + "signal 9;"
 
 
 @pytest.mark.parametrize(
@@ -132,13 +133,13 @@ GONE = "the process that writes checkpoints has ended (signal 9;"
     [
         pytest.param(
             (partial(at_step, 5, wait_for_the_writer), partial(at_step, 6, kill_writer)),
-            GONE,
+            (KILLED,),
             True,
             id="killed with nothing to write",
         ),
-        pytest.param((end_at_the_first_tensor,), GONE, False, id="killed while it takes the tensors"),
-        # torch may take the writer along when it clears up after a write that failed; what it said counts.
-        pytest.param((fill_the_disk,), "could not be written (rank 0: ", False, id="no room"),
+        pytest.param((end_at_the_first_tensor,), (KILLED,), False, id="killed while it takes the tensors"),
+        # torch may take the writer along when it clears up after a write that failed, also before its answer is sent.
+        pytest.param((fill_the_disk,), ("could not be written (rank 0: ", GONE), False, id="no room"),
     ],
 )
 def test_a_writer_that_cannot_write_ends_the_run_with_one_error(tmp_path, before, said, written):
@@ -146,7 +147,7 @@ def test_a_writer_that_cannot_write_ends_the_run_with_one_error(tmp_path, before
     run = arguments("single", "fp32", workers=2, **options, **ASYNC)
     exits = run_failing_pretrain(run, 2, before=(start_writers_at_once, *before))
     errors = "".join(rank.stderr for rank in exits)
-    assert errors.count("megatron-ext: error: --async-save: ") == 1 and said in errors
+    assert errors.count("megatron-ext: error: --async-save: ") == 1 and any(words in errors for words in said)
     assert f"latest_checkpointed_iteration.txt in --save {tmp_path} names" in errors
     assert "Exception ignored" not in errors
     assert (tmp_path / "latest_checkpointed_iteration.txt").exists() == written
@@ -161,7 +162,7 @@ def test_a_writer_killed_while_it_writes_ends_the_run_with_one_error(tmp_path, w
     before = (start_writers_at_once, partial(hold_writes, gate), partial(at_step, 4, kill_writer))
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options, **writing), 2, before=before)
     errors = "".join(rank.stderr for rank in exits)
-    assert errors.count("megatron-ext: error: --async-save: ") == 1 and GONE in errors
+    assert errors.count("megatron-ext: error: --async-save: ") == 1 and KILLED in errors
 
 
 def limit_open_files(soft, hard):

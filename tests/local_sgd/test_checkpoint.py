@@ -27,6 +27,7 @@ PENALTY = {
     "local_sgd_pseudo_grad_density": 0.5,
 }
 ADAM = {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}
+RESHARDABLE = {"dist_ckpt_optim_fully_reshardable": True, "local_sgd_cpu_offload": True, **ADAM}
 EAGER = {"local_sgd_eager_updates": True, "local_sgd_evaluation": "workers"}
 PAIRS = {"local_sgd_pseudo_grad_reducer": "pairwise", "local_sgd_evaluation": "workers"}
 # At iteration 4 the first fragment's second round is in flight, at 6 the second one's.
@@ -38,31 +39,29 @@ STREAMING = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "precision", "workers", "points", "extra"),
     [
         ("dp2", "bf16-distopt-overlap", 2, ANYWHERE, {}),
-        ("single", "fp32", 2, ANYWHERE, {"hidden_dropout": 0.1, "attention_dropout": 0.1}),
-        ("single", "bf16", 3, APART_AND_SYNCED, ADAM),
-        ("single", "fp32", 2, APART_AND_SYNCED, {"fp16": True, "initial_loss_scale": 2.0**15}),
-        (
-            "tp2",
-            "bf16-distopt",
-            2,
-            APART_AND_SYNCED,
-            {"dist_ckpt_optim_fully_reshardable": True, "local_sgd_cpu_offload": True, **ADAM},
-        ),
-        ("pp2", "bf16-distopt-overlap", 2, APART_AND_SYNCED, ADAM),
-        ("pp2-vpp2", "fp32-distopt", 2, APART_AND_SYNCED, {"global_batch_size": 8}),
-        ("moe-ep2", "bf16-distopt", 2, ANYWHERE, {}),
-        pytest.param("dp2", "bf16", 2, APART_AND_SYNCED, {"optimizer": "sgd", "lr": 0.1}, id="inner SGD"),
         pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
-        pytest.param("single", "bf16", 2, APART_AND_SYNCED, {"local_sgd_codec": "int4"}, id="codec"),
-        pytest.param("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, id="sharded codec"),
         pytest.param("pp2", "bf16-distopt-overlap", 2, (4, 6), STREAMING, id="streaming"),
-        pytest.param("dp2", "bf16-distopt", 2, APART_AND_SYNCED, PAIRS, id="pairs"),
-        pytest.param("single", "bf16", 2, APART_AND_SYNCED, EAGER, id="eager"),
+        *(
+            pytest.param(*values[:-1], id=values[-1], marks=pytest.mark.slow)
+            for values in (
+                ("single", "fp32", 2, ANYWHERE, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "dropout"),
+                ("single", "bf16", 3, APART_AND_SYNCED, ADAM, "three workers"),
+                ("single", "fp32", 2, APART_AND_SYNCED, {"fp16": True, "initial_loss_scale": 2.0**15}, "fp16"),
+                ("tp2", "bf16-distopt", 2, APART_AND_SYNCED, RESHARDABLE, "reshardable"),
+                ("pp2", "bf16-distopt-overlap", 2, APART_AND_SYNCED, ADAM, "stages"),
+                ("pp2-vpp2", "fp32-distopt", 2, APART_AND_SYNCED, {"global_batch_size": 8}, "interleaved stages"),
+                ("moe-ep2", "bf16-distopt", 2, ANYWHERE, {}, "experts"),
+                ("dp2", "bf16", 2, APART_AND_SYNCED, {"optimizer": "sgd", "lr": 0.1}, "inner SGD"),
+                ("single", "bf16", 2, APART_AND_SYNCED, {"local_sgd_codec": "int4"}, "codec"),
+                ("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, "sharded codec"),
+                ("dp2", "bf16-distopt", 2, APART_AND_SYNCED, PAIRS, "pairs"),
+                ("single", "bf16", 2, APART_AND_SYNCED, EAGER, "eager"),
+            )
+        ),
     ],
 )
 def test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit(

@@ -58,19 +58,25 @@ LAYOUTS = {
     "moe-ep2": ("moe-ep2", "bf16-distopt"),
     "latent-tp2": ("latent-tp2", "bf16-distopt-overlap"),
 }
-# Pairs that run always.
+# Pairs that run each time, and those that run with the slow tests.
+ALWAYS = {("in forward", "pp2-vpp2"), ("streaming in 4 bits", "moe-ep2")}
 CHOSEN = {
-    *(("in forward", "dp2"), ("in forward", "pp2-vpp2"), ("codec int4", "pp2"), ("codec topk", "moe-ep2")),
+    *(("in forward", "dp2"), ("codec int4", "pp2"), ("codec topk", "moe-ep2")),
     *(("pairs", "pp2"), ("pairs", "moe-ep2"), ("eager", "tp2-sp"), ("eager", "pp2-vpp2"), ("sparse", "moe-ep2")),
-    *(("streaming in 4 bits", "moe-ep2"), ("penalty", "pp2-vpp2"), ("in forward", "latent-tp2")),
+    *(("penalty", "pp2-vpp2"), ("in forward", "latent-tp2")),
 }
 
 
-@pytest.mark.slow
+def marks_of(feature, layout):
+    if (feature, layout) in ALWAYS:
+        return ()
+    return pytest.mark.slow if (feature, layout) in CHOSEN else (pytest.mark.slow, pytest.mark.exhaustive)
+
+
 @pytest.mark.parametrize(
     ("feature", "layout"),
     [
-        pytest.param(feature, layout, marks=() if (feature, layout) in CHOSEN else pytest.mark.exhaustive)
+        pytest.param(feature, layout, marks=marks_of(feature, layout))
         for feature in FEATURES
         for layout in LAYOUTS
     ],

@@ -202,6 +202,9 @@ SPARSE = {
 }
 
 
+TOPK_IN_FRAGMENTS = {"local_sgd_codec": "topk", "local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1}
+
+
 def embeddings(model, optimizer, args):
     """Probe: digest of the word embedding or of its tied copy on the last stage."""
     import hashlib
@@ -215,16 +218,14 @@ def embeddings(model, optimizer, args):
     return [hashlib.md5(data).hexdigest() for data in found]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "options"),
     [
-        ("fp32", {}),
-        ("bf16-distopt", {}),
-        ("bf16-distopt", {"local_sgd_codec": "int4", **SPARSE}),
-        ("fp32", {"local_sgd_codec": "topk", "local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1}),
+        pytest.param("fp32", {}, id="plain", marks=pytest.mark.slow),
+        pytest.param("bf16-distopt", {}, id="distributed optimizer", marks=pytest.mark.slow),
+        pytest.param("bf16-distopt", {"local_sgd_codec": "int4", **SPARSE}, id="4 bits and sparse"),
+        pytest.param("fp32", TOPK_IN_FRAGMENTS, id="topk in fragments", marks=pytest.mark.slow),
     ],
-    ids=["plain", "distributed optimizer", "4 bits and sparse", "topk in fragments"],
 )
 def test_tied_embeddings_stay_equal_on_both_stages_with_three_workers(precision, options):
     options = {"local_sgd_sync_interval": 2, "local_sgd_warmup_steps": 2, **options}

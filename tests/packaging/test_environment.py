@@ -10,6 +10,9 @@ import pytest
 
 from tests.packaging.machines import Machine
 
+# Each makes environments by pip. CI makes one on a bare machine each time, with the script that is tried here.
+pytestmark = pytest.mark.slow
+
 MakeRepository = Callable[[str], Path]
 
 
@@ -35,7 +38,6 @@ def test_the_environment_is_made_once_and_its_commands_come_first(
     assert len(again.stdout.splitlines()) == 1
 
 
-@pytest.mark.slow
 def test_byte_code_is_kept_although_the_caller_forbids_it(machine: Machine, make_repository: MakeRepository) -> None:
     root = make_repository("repo")
     code = 'import tiny_module as t; print(t.__cached__)'
@@ -43,7 +45,6 @@ def test_byte_code_is_kept_although_the_caller_forbids_it(machine: Machine, make
     assert Path(done.stdout.splitlines()[-1]).is_file()
 
 
-@pytest.mark.slow
 def test_changed_inputs_update_the_environment_in_place(
     machine: Machine, make_repository: MakeRepository
 ) -> None:
@@ -60,7 +61,6 @@ def test_changed_inputs_update_the_environment_in_place(
         assert "reusing" in machine.bash(use(root)).stdout
 
 
-@pytest.mark.slow
 def test_a_half_made_environment_is_made_again(machine: Machine, make_repository: MakeRepository) -> None:
     root = make_repository("repo")
     # What an interruption leaves behind: at first an empty folder, later an environment without a stamp.
