@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.outer.class_checks import claim_problems, missing_problems, same_bits
 from megatron_ext.outer.codecs.codec import LARGEST_GRID, Codec, as_bytes
-from megatron_ext.outer.places import Where, place_claims
+from megatron_ext.outer.places import Where
 
 __all__ = ["codec_problems"]
 
@@ -24,13 +25,10 @@ def codec_problems(name: str, kind: Any) -> list[str]:
     """Return what keeps an object from being the codec of a name, one sentence each."""
     if not (isinstance(kind, type) and issubclass(kind, Codec)):
         return ["it is not a class derived from megatron_ext.outer.codecs.codec.Codec"]
-    missing = [found for found in ("name", "grid", "dtype") if not hasattr(kind, found)]
-    missing += sorted(kind.__abstractmethods__)
+    missing = missing_problems(kind, "name", "grid", "dtype")
     if missing:
-        return [f"it lacks {', '.join(missing)}"]
-    problems = place_claims(kind)
-    if kind.name != name:
-        problems.append(f"its name is {kind.name!r}; give it that of the entry point")
+        return missing
+    problems = claim_problems(name, kind)
     if not isinstance(kind.grid, int) or kind.grid < 1:
         problems.append(f"its grid is {kind.grid!r}; it must be a number of elements, 1 where each is coded by itself")
     if not (isinstance(kind.dtype, torch.dtype) and kind.dtype.is_floating_point):
@@ -61,22 +59,22 @@ def _coding_problems(codec: Codec) -> list[str]:
                 f"decode makes {decoded.dtype} of shape {tuple(decoded.shape)} of {numel} values; it must be fp32 of "
                 f"shape ({numel},)"
             ]
-    if not _same(values, before):
+    if not same_bits(values, before):
         return ["encode changes the values that it is given"]
     if not torch.equal(codec.encode(values), coded):
         return ["encode makes other bytes of the same values the second time; workers and peers would drift apart"]
     moved = torch.cat([coded.new_zeros(1), coded])[1:]
-    if not _same(codec.decode(moved, values.numel()), decoded):
+    if not same_bits(codec.decode(moved, values.numel()), decoded):
         return ["decode gives other values where the bytes begin at an odd address; see codec.as_numbers"]
     parts = [codec.decode(codec.encode(part), part.numel()) for part in torch.split(values, grid)]
-    if not _same(torch.cat(parts), decoded):
+    if not same_bits(torch.cat(parts), decoded):
         return [f"parts of {grid} elements, which is its grid, decode to other values by themselves than all at once"]
     for again in (decoded, -decoded) if grid == 1 else ():
-        if not _same(codec.decode(codec.encode(again), again.numel()), again):
+        if not same_bits(codec.decode(codec.encode(again), again.numel()), again):
             return ["what it decodes to, or its opposite, is not coded without loss, which a grid of 1 promises"]
     if codec.decode(codec.encode(torch.zeros(grid)), grid).view(torch.int32).any():
         return ["zeros do not decode to zeros, which are not sent at all"]
-    if not _same(decoded.to(codec.dtype).float(), decoded):
+    if not same_bits(decoded.to(codec.dtype).float(), decoded):
         return [f"its dtype, {codec.dtype}, does not hold what it decodes to"]
     if codec.is_cast and not (grid == 1 and torch.equal(coded, as_bytes(decoded.to(codec.dtype)))):
         return [f"it does not cast: its bytes are not those of {codec.dtype}; let is_cast be False"]
@@ -106,8 +104,3 @@ def _server_problems(codec: Codec) -> list[str]:
         )
     where = " and ".join(place.value for place in claimed)
     return [f"{problem}; repair that, or put {where} into refused_in" for problem in problems]
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the bits of two fp32 tensors are the same."""
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))

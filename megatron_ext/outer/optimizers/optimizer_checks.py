@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from megatron_ext.outer.class_checks import claim_problems, missing_problems
 from megatron_ext.outer.optimizers.base import OPTIONS, TAKEN, OuterOptimizer
-from megatron_ext.outer.places import Where, place_claims
+from megatron_ext.outer.places import Where
 
 __all__ = ["optimizer_problems"]
 
@@ -25,17 +26,10 @@ def optimizer_problems(name: str, kind: Any) -> list[str]:
             "it is neither a class derived from megatron_ext.outer.optimizers.base.OuterOptimizer nor one of "
             "torch's optimizers"
         ]
-    missing = [*(["name"] if not hasattr(kind, "name") else []), *sorted(kind.__abstractmethods__)]
+    missing = missing_problems(kind, "name")
     if missing:
-        return [f"it lacks {', '.join(missing)}"]
-    problems = place_claims(kind)
-    if kind.name != name:
-        problems.append(f"its name is {kind.name!r}; give it that of the entry point")
-    problems += [
-        f"its options have {option!r}; the options are {', '.join(OPTIONS)}"
-        for option in kind.options
-        if option not in OPTIONS
-    ]
+        return missing
+    problems = claim_problems(name, kind, OPTIONS)
     has_form = kind.of_contributions.__func__ is not OuterOptimizer.of_contributions.__func__  # type: ignore[attr-defined]
     if Where.ASYNCHRONOUS not in kind.refused_in and not has_form:
         problems.append(

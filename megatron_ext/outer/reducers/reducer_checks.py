@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.outer.places import Where, place_claims
+from megatron_ext.outer.class_checks import claim_problems, missing_problems, same_bits
+from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducers.linear import Linear
 from megatron_ext.outer.reducers.reducer import OPTIONS, Reducer
 
@@ -21,17 +22,10 @@ def reducer_problems(name: str, kind: Any) -> list[str]:
     """Return what keeps an object from being the reducer of a name, one sentence each."""
     if not (isinstance(kind, type) and issubclass(kind, Reducer)):
         return ["it is not a class derived from megatron_ext.outer.reducers.reducer.Reducer"]
-    missing = [*(["name"] if not hasattr(kind, "name") else []), *sorted(kind.__abstractmethods__)]
+    missing = missing_problems(kind, "name")
     if missing:
-        return [f"it lacks {', '.join(missing)}"]
-    problems = place_claims(kind)
-    if kind.name != name:
-        problems.append(f"its name is {kind.name!r}; give it that of the entry point")
-    problems += [
-        f"its options have {option!r}; the options are {', '.join(OPTIONS)}"
-        for option in kind.options
-        if option not in OPTIONS
-    ]
+        return missing
+    problems = claim_problems(name, kind, OPTIONS)
     if problems:
         return problems
     reducer = kind()
@@ -62,17 +56,17 @@ def _result_problems(reducer: Reducer) -> list[str]:
             return [f"it makes {made.dtype} of shape {tuple(made.shape)} of fp32 terms of shape ({_NUMEL},)"]
         if not made.isfinite().all():
             return [f"it makes a non-finite value of finite ones with the weights {weights}"]
-        if not _same(reducer(_terms(), weights), made):
+        if not same_bits(reducer(_terms(), weights), made):
             return ["it makes other values of the same terms the second time; workers and peers would drift apart"]
         halves = (slice(0, _NUMEL // 2 - 3), slice(_NUMEL // 2 - 3, None))
-        if not _same(torch.cat([reducer(_terms(part), weights) for part in halves]), made):
+        if not same_bits(torch.cat([reducer(_terms(part), weights) for part in halves]), made):
             return [
                 "it makes other values of two parts of a tensor than of both at once; every element must be reduced by "
                 "itself, since blocks and ranks cut tensors anywhere"
             ]
-        if reducer.streams and not _same(reducer(_sharing_memory(_terms()), weights), made):
+        if reducer.streams and not same_bits(reducer(_sharing_memory(_terms()), weights), made):
             return ["it says that it streams, but looks at a term again after it has asked for the next one"]
-        if reducer.is_mean and not _same(Linear()(_terms(), weights), made):
+        if reducer.is_mean and not same_bits(Linear()(_terms(), weights), made):
             return ["it says that it is the weighted mean, but makes other bits than megatron_ext's"]
     return []
 
@@ -87,14 +81,9 @@ def _place_problems(reducer: Reducer) -> list[str]:
         )
     if Where.ASYNCHRONOUS not in reducer.refused_in:
         (term, *_) = _terms()
-        if not _same(reducer([term.clone()], [1.0]), term):
+        if not same_bits(reducer([term.clone()], [1.0]), term):
             problems.append(
                 f"it claims to work in {Where.ASYNCHRONOUS.value}, where each contribution comes alone, and makes "
                 "something else of one term; put Where.ASYNCHRONOUS into refused_in"
             )
     return problems
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether the bits of two fp32 tensors are the same."""
-    return torch.equal(one.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
