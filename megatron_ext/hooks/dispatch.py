@@ -21,7 +21,7 @@ from megatron_ext.hooks.concerns import (
 from megatron_ext.hooks.events import Event
 from megatron_ext.hooks.feature import Feature
 from megatron_ext.hooks.handlers import handlers_of
-from megatron_ext.hooks.wholeness import feature_problems, unserved
+from megatron_ext.hooks.wholeness import unserved
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,16 +44,10 @@ class Hooks:
     def register(self, features: Iterable[Feature]) -> None:
         """Make these the features of the process; none of them is enabled yet.
 
-        Raises:
-            UserError: one of them would not be called as it expects.
+        Other packages' have passed `feature_problems` where they were loaded, which names their package.
         """
         self.reset()
-        found = tuple(features)
-        for feature in found:
-            problems = feature_problems(type(feature))
-            if problems:
-                raise UserError(f"the feature {feature.name!r}: {'; '.join(problems)}")
-        self.features = found
+        self.features = tuple(features)
 
     def enable(self, args: Any) -> tuple[Feature, ...]:
         """Make the features that `args` ask for the active ones and return them."""

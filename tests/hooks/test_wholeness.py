@@ -152,14 +152,6 @@ def test_features_of_this_package_and_protocols_without_a_base_are_whole():
     assert hooks.worker_count(None) == 3
 
 
-def test_registering_names_the_feature_and_changes_nothing_half():
-    hooks = Hooks()
-    hooks.register([ByMethods()])
-    with pytest.raises(UserError, match=re.escape("the feature 'half-by-methods': it has not all of CutsWorkers: add")):
-        hooks.register([ByMethods(), HalfByMethods()])
-    assert hooks.features == ()
-
-
 class Waits(Feature, WeighsExperts):
     """Waits for a step, and for workers if there are any."""
 
