@@ -227,6 +227,10 @@ class Connection:
     ) -> _T:
         """Return what a function returns, calling it again while the server is away.
 
+        gRPC's own retry policy cannot do that: it tries 5 times at most, under one deadline, which is far less than the
+        outage that patience covers; it repeats no stream of which something has arrived, nor an upload of more than its
+        buffer holds; and it stays on a channel that is up while the calls on it get no answer.
+
         Args:
             what: the name of the call.
             once: makes it.
@@ -237,9 +241,6 @@ class Connection:
         Raises:
             UserError: the server refuses, is away for longer than the patience, or another stream has failed.
         """
-        # gRPC's own retry policy cannot: it tries 5 times at most, under one deadline, which is far less than the
-        # outage that patience covers; it repeats no stream of which something has arrived, nor an upload of more than
-        # its buffer holds; and it stays on a channel that is up while the calls on it get no answer.
         since: float | None = None  # the first failure: only then is the server known to be away
         pause, damaged = _FIRST_PAUSE, 0
         while True:

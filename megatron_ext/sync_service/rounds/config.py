@@ -34,7 +34,7 @@ _PENALTY = (
 )
 """Fields of a run that are local SGD's."""
 
-_REDUCER = ("reducer", "consensus_method", "sparsification_method", "normalize", "density", "int8_mask")
+_REDUCER = tuple(entry.name for entry in fields(GTAConfig))
 """Fields of a run that say how pseudo-gradients become one."""
 
 _OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")

@@ -29,7 +29,7 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.rounds.journal import Event, JournalContent, recover_command
+from megatron_ext.sync_service.rounds.journal import Event, JournalContent, restore_or_rebuild
 from megatron_ext.sync_service.rounds.round import RunState
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.values.contribution import peer_of
@@ -141,8 +141,7 @@ def check_beginning(run: str, folder: Path, journal: JournalContent) -> None:
     if record is not None and is_its_own and not has_its_beginning(journal, record):
         raise UserError(
             f"run {run}: {folder / 'journal.jsonl'} lacks lines from before round {journal.newest}, which "
-            f"{path.name} tells of, and nothing was changed; restore it from a copy, or rebuild it from that snapshot "
-            f"with: {recover_command(folder)}"
+            f"{path.name} tells of, and nothing was changed; {restore_or_rebuild(folder)}"
         )
 
 
@@ -174,8 +173,7 @@ def state_after(run: str, folder: Path, journal: JournalContent, state: RunState
         except (LookupError, TypeError, ValueError) as error:
             raise UserError(
                 f"run {run}: {folder / 'journal.jsonl'} lacks lines before {event['event']!r} of {_subject(event)} "
-                f"({type(error).__name__}: {error}), and nothing was changed; restore it from a copy, or rebuild it "
-                f"from the newest snapshot with: {recover_command(folder)}"
+                f"({type(error).__name__}: {error}), and nothing was changed; {restore_or_rebuild(folder)}"
             ) from error
     return state
 
@@ -231,10 +229,7 @@ def lost_lines(run: str, folder: Path, newest: int) -> UserError:
     elif not has_snapshot:
         found.append(f"the empty folder spool/round-{spooled:08d}, made when round {spooled - 1} was committed")
     if has_snapshot:
-        way_out = (
-            "restore journal.jsonl from a copy, or rebuild it from the newest snapshot with: "
-            f"{recover_command(folder)}"
-        )
+        way_out = restore_or_rebuild(folder)
     else:
         way_out = (
             "there is no snapshot that it could be rebuilt from, so restore journal.jsonl and the snapshots from a "

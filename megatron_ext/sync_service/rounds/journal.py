@@ -30,6 +30,7 @@ __all__ = [
     "read_journal",
     "read_whole_journal",
     "recover_command",
+    "restore_or_rebuild",
 ]
 
 Event = dict[str, Any]
@@ -97,8 +98,8 @@ def read_whole_journal(path: Path) -> JournalContent:
     content = read_journal(path)
     if content.damage:
         raise UserError(
-            f"{path}: {content.damage}; restore the file from a copy, rebuild it from the newest snapshot with: "
-            f"{recover_command(path.parent)}, or move the run's folder away to start from scratch"
+            f"{path}: {content.damage}; {restore_or_rebuild(path.parent)}, or move the run's folder away to start from "
+            "scratch"
         )
     return content
 
@@ -191,6 +192,11 @@ def line_of(event: Event) -> tuple[Event, bytes]:
 def recover_command(folder: Path) -> str:
     """Return what people run to rebuild the journal in a run's folder."""
     return f"megatron-ext server recover {shlex.quote(str(folder))}"
+
+
+def restore_or_rebuild(folder: Path) -> str:
+    """Return how people get back what the journal in a run's folder has lost, which "it" is in messages."""
+    return f"restore it from a copy, or rebuild it from the newest snapshot with: {recover_command(folder)}"
 
 
 def _parse(line: bytes) -> Event | None:
