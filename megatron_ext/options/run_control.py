@@ -18,18 +18,23 @@ from megatron_ext.options.verdict import tested
 
 __all__ = ["RUN_CONTROL"]
 
+_ENDS = tested(
+    f"{WORKERS}test_exit.py::"
+    "test_one_rank_that_is_told_to_end_ends_all_workers_between_rounds_and_a_resume_keeps_the_bits"
+)
+
 RUN_CONTROL = (
     row(
         "--exit-signal-handler",
         cpu=SAME,
-        local_sgd=tested(f"{WORKERS}test_exit.py::test_a_signal_ends_all_workers_at_the_next_round_with_a_checkpoint"),
+        local_sgd=_ENDS,
         hot_switch=HOT_SAME,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--exit-duration-in-mins",
         cpu=SAME,
-        local_sgd=tested(f"{WORKERS}test_exit.py::test_a_time_limit_ends_all_workers_at_the_next_round"),
+        local_sgd=_ENDS,
         hot_switch=HOT_SAME,
         sync_service=AS_ANY_JOB,
     ),

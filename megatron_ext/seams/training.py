@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_ext.hooks import (
     ChunksBuilt,
@@ -24,12 +27,26 @@ from megatron_ext.hooks import (
     hooks,
 )
 from megatron_ext.patching import Patch
-from megatron_ext.seams.arguments import with_arguments
+from megatron_ext.seams.arguments import say, with_arguments
 from megatron_ext.seams.process_groups import current_groups
+from megatron_ext.transport.common_stop import CommonStop
 
 __all__ = ["chunk_patches", "length_patches", "loop_patches", "model_patches", "patches"]
 
 _MODULE = "megatron.training.training"
+
+
+class _Ending:
+    """How the training that is under way is to end."""
+
+    trainings = 0
+    """Of this process."""
+
+    stop: CommonStop | None = None
+    """From the first time that workers are asked where they do not meet."""
+
+
+_ending = _Ending()
 
 
 def chunk_patches() -> list[Patch]:
@@ -118,7 +135,8 @@ def patches() -> list[Patch]:
             wrap=_wrap_exit,
             parameters=("iteration",),
             serves=(CutsWorkers.may_exit,),
-            reason="vote on ending the run (signal, duration) only at iterations where all workers meet",
+            reason="all ranks vote on ending the run (signal, duration) at every iteration; where workers do not meet, "
+            "they do so at the one that they have agreed on without waiting for each other",
         ),
         Patch(
             name="training/timers",
@@ -166,6 +184,7 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         given = signature.bind(*args, **kwargs).arguments
+        _ending.trainings, _ending.stop = _ending.trainings + 1, None
         hooks.fire(
             TrainStart(
                 args=get_args(),
@@ -248,7 +267,7 @@ def _wrap_evaluate(original: Callable[..., Any]) -> Callable[..., Any]:
         collection.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         try:
             # An evaluation that a time limit ends leaves the model in evaluation mode, as the run is about to end. Here
-            # it may continue to the next round; the vote right after the evaluation decides.
+            # it may continue to an iteration that all come to; what is asked after the evaluation decides.
             with with_arguments(exit_duration_in_mins=None):
                 return original(*args, **kwargs)
         finally:
@@ -263,12 +282,42 @@ def _wrap_exit(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
-        if hooks.may_exit(signature.bind(*args, **kwargs).arguments["iteration"]):
+        iteration = signature.bind(*args, **kwargs).arguments["iteration"]
+        # Whoever wanted to end still does where all vote, so that each vote ends the run.
+        if hooks.may_exit(iteration) or _is_common_end(iteration):
             return original(*args, **kwargs)
         with with_arguments(exit_signal_handler=False, exit_duration_in_mins=None):
             return original(*args, **kwargs)
 
     return checkpoint_and_decide_exit
+
+
+def _is_common_end(iteration: int) -> bool:
+    """Return whether all ranks have agreed to end after this iteration, at which workers do not meet."""
+    from megatron.training import get_args
+
+    args = get_args()
+    if not (args.exit_signal_handler or args.exit_duration_in_mins):
+        return False
+    if _ending.stop is None:
+        # After a restart by torchrun, too, the store is one without these keys.
+        store, prefix = dist.distributed_c10d._get_default_store(), f"megatron_ext/end of training {_ending.trainings}"
+        _ending.stop = CommonStop(store, prefix, dist.get_rank(), dist.get_world_size())
+    known = _ending.stop.iteration is not None
+    ends = _ending.stop.is_reached(iteration, wanted=_wants_to_end(args))
+    if _ending.stop.iteration is not None and not known:
+        say(f"told to end (signal or time limit): all workers do so after iteration {_ending.stop.iteration}")
+    return ends
+
+
+def _wants_to_end(args: Any) -> bool:
+    """Return whether this rank has got the signal, or its time is over."""
+    from megatron.training import get_signal_handler, training
+
+    if args.exit_signal_handler and get_signal_handler()._signal_received:
+        return True
+    limit = args.exit_duration_in_mins
+    return bool(limit) and (time.time() - training._TRAIN_START_TIME) / 60 > limit
 
 
 def _wrap_timers(original: Callable[..., Any]) -> Callable[..., Any]:

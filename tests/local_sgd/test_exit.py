@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is told to end does so where all workers meet, and leaves a checkpoint of a sync point."""
+"""A run that is told to end does so within steps, wherever its workers are, and resumes with the same bits."""
 
 import pytest
 
-from tests.local_sgd.runs import arguments, local_run
+from tests.local_sgd.runs import arguments, local_run, same_state
 from tests.support.pretrain import run_pretrain
+from tests.support.slow_writer import ASYNC, start_writers_at_once
+from tests.transport.meter import crossing_calls, install_meter
+
+ITERATIONS = 42
+INTERVAL = 40
+"""Longer than anything told in the first steps may take."""
+
+ROUNDS = {"train_iters": ITERATIONS, "local_sgd_sync_interval": INTERVAL, "log_interval": 100}
 
 
-def terminate_rank_one_at_its_second_step():
-    """Send rank 1 the signal that a batch system sends, in the middle of an interval."""
+def at_its_second_step(act):
+    """Let rank 1 do something at its second step, in the middle of an interval."""
     import functools
     import os
-    import signal
 
     if os.environ["RANK"] != "1":
         return
@@ -22,62 +29,72 @@ def terminate_rank_one_at_its_second_step():
     @functools.wraps(original)
     def train_step(*args, **kwargs):
         if kwargs["iteration"] == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            act(training)
         return original(*args, **kwargs)
 
     training.train_step = train_step
 
 
-def test_a_signal_ends_all_workers_at_the_next_round_with_a_checkpoint(tmp_path):
-    options = {"train_iters": 9, "local_sgd_sync_interval": 4}
+def terminate_rank_one():
+    """Send rank 1 the signal that a batch system sends."""
+    import os
+    import signal
+
+    at_its_second_step(lambda training: os.kill(os.getpid(), signal.SIGTERM))
+
+
+def let_an_hour_pass_on_rank_one():
+    """Make rank 1 believe that the run started an hour ago."""
+
+    def start_earlier(training):
+        training._TRAIN_START_TIME -= 3600
+
+    at_its_second_step(start_earlier)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "tell", "extra"),
+    [
+        pytest.param("single", "fp32", terminate_rank_one, {}, id="signal"),
+        # The writers' checkpoint is whole before the processes end.
+        pytest.param("dp2", "bf16-distopt", terminate_rank_one, ASYNC, id="signal, saving beside the run"),
+        pytest.param("single", "fp32", let_an_hour_pass_on_rank_one, {"exit_duration_in_mins": 30}, id="time limit"),
+    ],
+)
+def test_one_rank_that_is_told_to_end_ends_all_workers_between_rounds_and_a_resume_keeps_the_bits(
+    tmp_path, layout, precision, tell, extra
+):
+    world = 2 if layout == "single" else 4
     saving = {"exit_signal_handler": True, "save": str(tmp_path), "save_interval": 100}
-    ranks = run_pretrain(
-        arguments("single", "fp32", workers=2, **saving, **options),
-        2,
-        before=terminate_rank_one_at_its_second_step,
-    )
-    assert [len(rank.record.steps) for rank in ranks] == [4, 4]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+    run = arguments(layout, precision, workers=2, **saving, **{**extra, **ROUNDS})
+    ended = run_pretrain(run, world, before=(start_writers_at_once, tell, install_meter), probe=crossing_calls)
+    (last,) = {len(rank.record.steps) for rank in ended}
+    assert 2 < last < INTERVAL
+    for rank in ended:  # iteration 0 prints a line; the last one votes and saves
+        assert not any(rank.probe[1 : last - 1]), rank.probe
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
+    assert f"all workers do so after iteration {last}" in ended[0].stdout
+    resumed = local_run(layout, precision, workers=2, load=str(tmp_path), **ROUNDS)
+    through = local_run(layout, precision, workers=2, **ROUNDS)
+    assert [len(rank.record.steps) for rank in resumed] == [ITERATIONS - last] * world
+    assert same_state(resumed, through)
+
+
+def test_a_run_that_is_told_to_end_right_before_a_round_ends_at_the_round(tmp_path):
+    saving = {"exit_signal_handler": True, "save": str(tmp_path), "save_interval": 100}
+    options = {"train_iters": 9, "local_sgd_sync_interval": 2}
+    run = arguments("single", "fp32", workers=2, **saving, **options)
+    ranks = run_pretrain(run, 2, before=terminate_rank_one)
+    assert [len(rank.record.steps) for rank in ranks] == [2, 2]
     resumed = local_run("single", "fp32", workers=2, load=str(tmp_path), **options)
     assert "saved at a sync point (round 1)" in resumed[0].stdout
 
 
-def let_an_hour_pass_on_rank_one():
-    """Make rank 1 believe, at its second step, that the run started an hour ago."""
-    import functools
-    import os
-
-    if os.environ["RANK"] != "1":
-        return
-    import megatron.training.training as training
-
-    original = training.train_step
-
-    @functools.wraps(original)
-    def train_step(*args, **kwargs):
-        if kwargs["iteration"] == 1:
-            training._TRAIN_START_TIME -= 3600
-        return original(*args, **kwargs)
-
-    training.train_step = train_step
-
-
-@pytest.mark.parametrize("evaluation", [{}, {"eval_interval": 1, "eval_iters": 1}], ids=["plain", "evaluating"])
-def test_a_time_limit_ends_all_workers_at_the_next_round(tmp_path, evaluation):
-    ranks = run_pretrain(
-        arguments(
-            "single",
-            "fp32",
-            workers=2,
-            exit_duration_in_mins=30,
-            save=str(tmp_path),
-            save_interval=100,
-            train_iters=9,
-            local_sgd_sync_interval=4,
-            **evaluation,
-        ),
-        2,
-        before=let_an_hour_pass_on_rank_one,
-    )
-    assert [len(rank.record.steps) for rank in ranks] == [4, 4]
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
+def test_a_time_limit_ends_a_run_that_evaluates_after_every_step(tmp_path):
+    options = {"train_iters": 9, "local_sgd_sync_interval": 8, "exit_duration_in_mins": 30}
+    saving = {"save": str(tmp_path), "save_interval": 100, "eval_interval": 1, "eval_iters": 1}
+    run = arguments("single", "fp32", workers=2, **saving, **options)
+    ranks = run_pretrain(run, 2, before=let_an_hour_pass_on_rank_one)
+    # Evaluations keep the workers together.
+    assert [len(rank.record.steps) for rank in ranks] == [3, 3]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
