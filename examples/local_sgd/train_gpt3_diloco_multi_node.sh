@@ -12,6 +12,8 @@
 # (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids. DATA_PATH,
 # VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come first.
 # BACKEND=cpu starts it at toy size, by default on this machine alone (NUM_NODES=1) with 4 processes.
+# METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
+# last; none of them chooses data or their vocabulary.
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
@@ -105,6 +107,8 @@ EVAL_AND_LOGGING_ARGS=(
 )
 
 choose_backend
+choose_method
+read_extra_args
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
@@ -114,4 +118,5 @@ exec torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${LOCAL_SGD_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    ${EXTRA[@]+"${EXTRA[@]}"}

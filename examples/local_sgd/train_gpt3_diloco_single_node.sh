@@ -9,6 +9,8 @@
 # they are of; without one VOCAB_FILE and MERGE_FILE do (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's
 # folder, or VOCAB_SIZE, the number of ids. DATA_PATH, VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come
 # first. BACKEND=cpu starts it at toy size with 4 processes.
+# METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
+# last; none of them chooses data or their vocabulary.
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
@@ -92,6 +94,8 @@ EVAL_AND_LOGGING_ARGS=(
 )
 
 choose_backend
+choose_method
+read_extra_args
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
@@ -101,4 +105,5 @@ exec torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${LOCAL_SGD_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    ${EXTRA[@]+"${EXTRA[@]}"}

@@ -20,6 +20,8 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
+# METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
+# last; none of them chooses data or their vocabulary.
 
 set -euo pipefail
 # sbatch runs a copy of this file from another folder.
@@ -121,6 +123,8 @@ EVAL_AND_LOGGING_ARGS=(
 )
 
 choose_backend
+choose_method
+read_extra_args
 find_python
 
 # One task per node, which starts one process per GPU. SLURM_NODEID is known inside of the task only.
@@ -133,4 +137,5 @@ exec "${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$
     "${MODEL_PARALLEL_ARGS[@]}" \
     "${LOCAL_SGD_ARGS[@]}" \
     "${DATA_ARGS[@]}" \
-    "${EVAL_AND_LOGGING_ARGS[@]}"
+    "${EVAL_AND_LOGGING_ARGS[@]}" \
+    ${EXTRA[@]+"${EXTRA[@]}"}

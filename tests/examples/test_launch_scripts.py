@@ -89,10 +89,45 @@ def parse(arguments: list[str], world_size: int) -> dict[str, Any]:
         "local_sgd_workers",
         "use_local_sgd",
         "outer_optimizer_nesterov",
+        "outer_optimizer_momentum",
+        "local_sgd_skip_anomaly",
+        "local_sgd_pseudo_gradnorm_reduce",
+        "local_sgd_clip_pseudo_grad",
+        "local_sgd_sync_interval",
+        "exit_signal_handler",
         "save",
         "tensorboard_dir",
     )
     return {name: getattr(args, name) for name in names}
+
+
+def test_the_penalty_and_more_arguments_are_asked_for_by_variables(desk: Desk) -> None:
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    recorded = desk.folder / "arguments"
+    chosen = {"BACKEND": "cpu", "METHOD": "edit", "EXTRA_ARGS": "--local-sgd-sync-interval 7 --exit-signal-handler"}
+    code, output = desk.run(SINGLE_NODE, desk.outputs(), RECORDED_ARGUMENTS=str(recorded), **chosen)
+    assert code == 0, output
+    _, training = split_at_script(recorded.read_text().splitlines())
+    [parsed] = run_ranks(parse, 1, training, 4)
+    assert parsed["local_sgd_skip_anomaly"] and parsed["local_sgd_pseudo_gradnorm_reduce"]
+    assert parsed["local_sgd_clip_pseudo_grad"] == 10 and parsed["outer_optimizer_momentum"] == 0.8
+    assert parsed["local_sgd_sync_interval"] == 7 and parsed["exit_signal_handler"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"METHOD": "adam"}, "METHOD=adam is unknown; use diloco or edit"),
+        ({"EXTRA_ARGS": "--mock-data"}, "EXTRA_ARGS has --mock-data, which is not checked against the data"),
+    ],
+    ids=["method", "data"],
+)
+def test_what_variables_cannot_be_is_refused(
+    desk: Desk, script: Path, variables: Mapping[str, str], said: str
+) -> None:
+    code, output = desk.run(script, desk.outputs(), BACKEND="cpu", **variables)
+    assert code == 1 and said in output
 
 
 def test_vocabulary_files_and_data_become_megatron_arguments(desk: Desk) -> None:

@@ -174,3 +174,20 @@ choose_backend() {
         *) launch_error "BACKEND=$BACKEND is unknown; use gpu or cpu" ;;
     esac
 }
+
+# Checks METHOD and, for edit, adds the pseudo-gradient penalty to LOCAL_SGD_ARGS.
+choose_method() {
+    case ${METHOD:-diloco} in
+        diloco) ;;
+        edit)
+            LOCAL_SGD_ARGS+=(
+                --local-sgd-skip-anomaly
+                --local-sgd-ewma-warmup-steps 10
+                --local-sgd-pseudo-gradnorm-reduce
+                --local-sgd-clip-pseudo-grad 10
+                --outer-optimizer-momentum 0.8
+            )
+            ;;
+        *) launch_error "METHOD=$METHOD is unknown; use diloco or edit" ;;
+    esac
+}
