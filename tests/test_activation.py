@@ -41,6 +41,7 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
         "arguments/errors",
         "arguments/empty-split",
         "wheel/compile-helpers",
+        "wheel/helpers-missing",
         "repairs/fp32-shards",
         "repairs/sgd-state",
         "repairs/empty-states",

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam: Megatron's datasets. What hangs there is refused instead."""
+"""Seam: Megatron's datasets. What hangs there, or ends with a stack of every rank, is refused instead."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.patching import Patch
 
 __all__ = ["patches"]
+
+_NOT_COMPILED = "megatron_ext/helpers are not compiled"
+"""Key of the process group's store."""
 
 
 def patches() -> list[Patch]:
@@ -22,8 +28,34 @@ def patches() -> list[Patch]:
             wrap=_wrap_epochs,
             parameters=("self", "num_tokens_per_epoch"),
             reason="refuse a part of --split without documents, in which Megatron would look for samples forever",
-        )
+        ),
+        Patch(
+            name="wheel/helpers-missing",
+            target="megatron.training.initialize:_compile_dependencies",
+            wrap=_wrap_dependencies,
+            reason="where the helpers of a checkout cannot be compiled the first rank alone ends, and the others wait",
+        ),
     ]
+
+
+def _wrap_dependencies(original: Callable[[], None]) -> Callable[[], None]:
+    @functools.wraps(original)
+    def compile_dependencies() -> None:
+        store = dist.distributed_c10d._get_default_store()
+        try:
+            original()
+        except (SystemExit, FileNotFoundError):  # compilation failed, or there is no make: on the first rank
+            store.set(_NOT_COMPILED, "yes")
+            dist.barrier()  # in which the others are
+        if store.check([_NOT_COMPILED]):
+            datasets = importlib.import_module("megatron.core.datasets")
+            raise UserError(
+                f"Megatron's index helpers in {next(iter(datasets.__path__))} are not compiled, and cannot be (the "
+                "first rank says why above): that needs make, g++ and pybind11; pip install pybind11, or install the "
+                "wheel megatron-core, which has them"
+            )
+
+    return compile_dependencies
 
 
 def _wrap_epochs(original: Callable[..., Any]) -> Callable[..., Any]:
