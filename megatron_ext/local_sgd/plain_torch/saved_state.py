@@ -48,6 +48,7 @@ class StateGuard:
         self._tuning = tuning_of(config, outer)
         self._across, self._inside = across, inside
         self._workers = dist.get_world_size(across)
+        self._shards = 1 if inside is None else dist.get_world_size(inside)
         self._place = [dist.get_rank(across), 0 if inside is None else dist.get_rank(inside)]
         # After a round, too: norms, residuals, anchors, or steps.
         self._has_own_state = (
@@ -70,6 +71,7 @@ class StateGuard:
             "parameters": self._shapes,
             "units": self._units,
             "place": self._place,
+            "shards": self._shards,
             "weights": {**self._digests(), **{name: list(digest) for name, digest in replaced.items()}},
         }
 
@@ -113,6 +115,12 @@ class StateGuard:
         lacking = _NEEDED - set(state)
         if lacking:
             raise UserError(f"{_WHERE}: it has no {min(lacking)!r}, so it is none; give what state_dict() returned")
+        shards = state.get("shards", self._shards)  # earlier releases did not say
+        if shards != self._shards:
+            raise UserError(
+                f"{_WHERE}: saved where the model was cut over {shards} ranks, and shard_group has {self._shards}; "
+                f"continue with {shards}, or start without it"
+            )
         refuse_other_model(state["parameters"], self._shapes, _WHERE)
         # What follows is in their order, which was the optimizer's in earlier releases.
         if list(state["parameters"]) != list(self._shapes):

@@ -371,3 +371,17 @@ def test_files_of_different_saves_are_refused_where_the_ranks_of_a_worker_differ
             "worker 0, rank 1: round 0, step 2, worker 1, rank 0: round 0, step 1, worker 1, rank 1: round 0, step 2); "
             "load those of one save"
         )
+
+
+def with_other_shards():
+    """Return what is said where every rank is a worker, of a state that workers of two ranks have saved."""
+    value = torch.nn.Parameter(torch.zeros(4))
+    state = wrapped(torch.optim.SGD([value], lr=1.0), groups=pairs()).averager.state_dict()
+    averager = wrapped(torch.optim.SGD([value], lr=1.0)).averager
+    return said_by(lambda: averager.load_state_dict(state))
+
+
+def test_a_state_of_another_number_of_shards_is_refused_as_such():
+    own = "local SGD's saved state: saved where the model was cut over 2 ranks, and shard_group has 1; continue with 2"
+    for said in run_ranks(with_other_shards, 4, timeout=60):
+        assert own in said
