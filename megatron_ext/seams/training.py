@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from megatron_ext.patching import Patch
 from megatron_ext.seams.arguments import say, with_arguments
 from megatron_ext.seams.process_groups import current_groups
 from megatron_ext.transport.common_stop import CommonStop
+from megatron_ext.transport.lost_rank import lost_rank
 
 __all__ = ["chunk_patches", "length_patches", "loop_patches", "model_patches", "patches"]
 
@@ -199,6 +201,9 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
                 result = original(*args, **kwargs)
         except BaseException as error:  # features hear of every end, and it is raised again
             hooks.fire(TrainLeft(error=error))
+            lost = lost_rank(error)
+            if lost is not None:
+                raise lost from error
             raise
         hooks.fire(TrainEnd())
         return result
@@ -300,8 +305,10 @@ def _is_common_end(iteration: int) -> bool:
     if not (args.exit_signal_handler or args.exit_duration_in_mins):
         return False
     if _ending.stop is None:
-        # After a restart by torchrun, too, the store is one without these keys.
-        store, prefix = dist.distributed_c10d._get_default_store(), f"megatron_ext/end of training {_ending.trainings}"
+        # torchrun may keep the store when it starts the ranks again.
+        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        prefix = f"megatron_ext/end of training {_ending.trainings}, start {start}"
+        store = dist.distributed_c10d._get_default_store()
         _ending.stop = CommonStop(store, prefix, dist.get_rank(), dist.get_world_size())
     known = _ending.stop.iteration is not None
     ends = _ending.stop.is_reached(iteration, wanted=_wants_to_end(args))
