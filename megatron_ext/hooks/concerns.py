@@ -24,6 +24,7 @@ __all__ = [
     "CutsWorkers",
     "KeepsWeights",
     "LoadContext",
+    "RepeatsSteps",
     "ReplacesSchedule",
     "SaveContext",
     "SavesState",
@@ -128,6 +129,38 @@ class CutsSamples(Protocol):
 
 
 @runtime_checkable
+class RepeatsSteps(Protocol):
+    """Makes several inner steps of an iteration of Megatron's loop, perhaps of other numbers on other workers.
+
+    Asked by `seams.training.patches()`, and about the data by `seams.samples.patches()`.
+    """
+
+    @abstractmethod
+    def another_step(self, made: int) -> bool:
+        """Return whether one more inner step follows those made in this iteration; the same on a worker's ranks."""
+
+    @abstractmethod
+    def batches_of_iteration(self) -> float:
+        """Return how many global batches all workers have made together in the last iteration."""
+
+    @abstractmethod
+    def data_place(self, args: Any, samples: int) -> int:
+        """Return the sample at which this worker's own walk through the data begins.
+
+        Args:
+            args: Megatron's argument namespace.
+            samples: how many there are, after which a walk starts again.
+        """
+
+    @abstractmethod
+    def data_slack(self, args: Any) -> float | None:
+        """Return how many times the samples of the run the training data are made for, because workers walk apart.
+
+        None where all walk together.
+        """
+
+
+@runtime_checkable
 class WeighsExperts(Protocol):
     """Changes how loaded experts look to the routers' loss; asked by `seams.router.patches()`."""
 
@@ -175,6 +208,7 @@ NEEDING_PATCHES = (
     AddsLayouts,
     ReplacesSchedule,
     CutsSamples,
+    RepeatsSteps,
     WeighsExperts,
     SavesState,
 )

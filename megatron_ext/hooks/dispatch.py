@@ -13,6 +13,7 @@ from megatron_ext.hooks.concerns import (
     CutsWorkers,
     KeepsWeights,
     LoadContext,
+    RepeatsSteps,
     ReplacesSchedule,
     SaveContext,
     SavesState,
@@ -86,6 +87,7 @@ class Hooks:
         self._experts = tuple(feature for feature in active if isinstance(feature, WeighsExperts))
         self._layouts = tuple(feature for feature in active if isinstance(feature, AddsLayouts))
         self._schedules = tuple(feature for feature in active if isinstance(feature, ReplacesSchedule))
+        self._repeats = tuple(feature for feature in active if isinstance(feature, RepeatsSteps))
         self._weights = tuple(feature for feature in active if isinstance(feature, KeepsWeights))
         self._states = tuple(feature for feature in active if isinstance(feature, SavesState))
 
@@ -153,6 +155,23 @@ class Hooks:
     def data_part(self, args: Any) -> tuple[int, int]:
         """Return (index, count) of the active feature that cuts the training samples, (0, 1) if none does."""
         return max((feature.data_part(args) for feature in self._samples), key=lambda part: part[1], default=(0, 1))
+
+    def another_step(self, made: int) -> bool:
+        """Return whether an active feature wants one more inner step after those made in this iteration."""
+        return any(feature.another_step(made) for feature in self._repeats)
+
+    def batches_of_iteration(self) -> float:
+        """Return how many global batches the last iteration was, 1 where no active feature repeats steps."""
+        return max((feature.batches_of_iteration() for feature in self._repeats), default=1.0)
+
+    def data_place(self, args: Any, samples: int) -> int:
+        """Return where the walk of this worker begins, where an active feature lets workers walk apart."""
+        return max(feature.data_place(args, samples) for feature in self._repeats)
+
+    def data_slack(self, args: Any) -> float | None:
+        """Return how many times the samples of the run are needed, None where no active feature lets workers apart."""
+        slacks = [feature.data_slack(args) for feature in self._repeats]
+        return max((slack for slack in slacks if slack is not None), default=None)
 
     def expert_weights(self, experts: int) -> Tensor | None:
         """Return the weights of the active feature that has some, None if none has."""

@@ -165,6 +165,15 @@ class StepEnd(Event):
     losses: dict[str, Any] = field(default_factory=dict)
     """This step's losses by name: tensors of one element, only on the last pipeline stage."""
 
+    steps: int = 1
+    """Inner steps that this worker has made in the iteration."""
+
+    skipped: int = 0
+    """How many of them the inner optimizer skipped."""
+
+    non_finite: int = 0
+    """How many of those had a non-finite loss; only on the last pipeline stage."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingLog(Event):
@@ -197,6 +206,9 @@ class TrainingLog(Event):
 
     timers: list[str] = field(default_factory=list)
     """Names of timers to report along with Megatron's own."""
+
+    timed_iterations: list[int] = field(default_factory=list)
+    """How many iterations timers are averaged over, where not over `--log-interval` of them; the last one holds."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from megatron_ext.config_options import FromArgs
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
 from megatron_ext.options import asks_to_switch, refusals
 from megatron_ext.outer.codecs.all_codecs import build_codec, takes_density
@@ -74,19 +75,14 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if not config.use_local_sgd:
         return problems + [
             f"{flag} has no effect without --use-local-sgd; add it or drop the option"
-            for flag in _changed(streaming, outer, gta)
+            for flag in _changed(streaming, outer, gta, MeetingsConfig.from_args(args))
         ]
     problems += method_problems(config, outer, gta, streaming, Where.JOB)
     if config.sync_in_forward:
         problems += refusals(args, feature, "--local-sgd-sync-in-forward")
+    problems += MeetingsConfig.from_args(args).problems(config)
     if config.use_async:
-        problems.append(
-            "--local-sgd-use-async: workers cannot be at different iterations inside Megatron's loop, where every rank "
-            "decides by its own iteration when all save, evaluate, log and end, and where sampler and schedule count "
-            "the samples of all workers; use rounds by steps (--local-sgd-sync-interval), with "
-            "--local-sgd-fragment-sync-delay against waiting, workers that are jobs of their own and meet by time at a "
-            "sync service (--sync-service-interval-seconds), or megatron_ext.local_sgd.plain_torch without Megatron"
-        )
+        problems += refusals(args, feature, "--local-sgd-use-async") + _alone_problems(args)
     if config.local_sgd_workers == 1:
         without_effect = [flag for flag in _changed(streaming, outer, gta, config) if flag not in _WITH_ONE_WORKER]
         if without_effect:
@@ -112,6 +108,22 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     return problems + refusals(args, feature)
 
 
+def _alone_problems(args: Any) -> list[str]:
+    """Return which other features do not go with rounds by time."""
+    others = {
+        "strategies that are switched, whose orders of sequences are those of all workers together": (
+            asks_to_switch(args)
+        ),
+        "--sync-service, whose rounds are counted in iterations of all": args.sync_service is not None,
+        "--using-spes, whose rounds are counted in iterations of all": args.using_spes,
+    }
+    return [
+        f"--local-sgd-use-async is not combined with {other}; drop one of them"
+        for other, is_given in others.items()
+        if is_given
+    ]
+
+
 def _changed(*configs: FromArgs) -> list[str]:
     """Return the flags whose values are not the defaults."""
     return [
@@ -125,9 +137,12 @@ def _changed(*configs: FromArgs) -> list[str]:
 def notices(args: Any) -> list[str]:
     """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
     config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
+    every = f"{config.local_sgd_sync_interval} steps"
+    if config.use_async:
+        every = f"{config.local_sgd_sync_time:g} seconds, that is, in every iteration of Megatron's log,"
     lines = [
         f"local SGD: {config.local_sgd_workers} workers, an outer round every "
-        f"{config.local_sgd_sync_interval} steps after {config.local_sgd_warmup_steps} synchronous iterations, "
+        f"{every} after {config.local_sgd_warmup_steps} synchronous iterations, "
         f"outer optimizer {_said(outer)}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")
     ]
@@ -160,7 +175,7 @@ def notices(args: Any) -> list[str]:
         lines.append(
             "local SGD: --local-sgd-pseudo-grad-sparsification keeps everything at --local-sgd-pseudo-grad-density 1"
         )
-    if config.local_sgd_sync_interval == 1:
+    if config.local_sgd_sync_interval == 1 and not config.use_async:
         lines.append("local SGD: --local-sgd-sync-interval is 1, so workers meet at every step")
     if takes_density(config.codec) and outer.momentum > 0:
         lines.append(

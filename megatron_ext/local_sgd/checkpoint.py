@@ -112,8 +112,22 @@ class LoadPlan:
         return line
 
 
-def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, values: InnerValues) -> None:
-    """Turn the state dict that Megatron generated into that of a run with workers, in place."""
+def assemble(
+    context: SaveContext,
+    groups: WorkerGroups,
+    engine: LocalSGD,
+    values: InnerValues,
+    by_time: dict[str, Any] | None = None,
+) -> None:
+    """Turn the state dict that Megatron generated into that of a run with workers, in place.
+
+    Args:
+        context: of the save.
+        groups: of this run.
+        engine: what is saved.
+        values: of the inner optimizer.
+        by_time: state of the meetings, where workers meet by time; the same on all ranks.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     state, worker = context.state, groups.worker
@@ -136,6 +150,7 @@ def assemble(context: SaveContext, groups: WorkerGroups, engine: LocalSGD, value
         "tensors": list(tensors),
         "own": list(own),
         "parameters": _shapes(values.view),
+        "by_time": by_time,
         **engine.scalar_state(),
     }
     for key in model:
@@ -237,7 +252,9 @@ def refuse_without_workers(context: LoadContext) -> None:
 def _next_sync_point(summary: dict[str, Any], iteration: int) -> str:
     """Return where a run's workers become equal, given the iteration at which it was saved."""
     point = "the last of --train-iters"
-    if not summary["drifts"]:
+    if summary["method"]["--local-sgd-use-async"]:
+        point = "the next meeting with --local-sgd-min-total-global-steps, or the end"
+    elif not summary["drifts"]:
         point = f"iteration {iteration + summary['interval'] - summary['steps_since_sync']}"
     # Megatron refuses another length of the schedule otherwise.
     return f"{point}; where --train-iters has to grow for it, add --override-opt_param-scheduler"

@@ -52,7 +52,7 @@ class LocalSGDConfig(PenaltyConfig):
 
     use_async: bool = flag("--local-sgd-use-async", False)
     """A-EDiT: rounds by time instead of steps, so that workers of different speed do not wait for each other. Inside
-    Megatron's own loop it is refused; megatron_ext.local_sgd.plain_torch has it."""
+    Megatron's own loop an iteration is then an interval, in which every worker makes steps of its own number."""
 
     local_sgd_sync_time: float = 600.0
     """With --local-sgd-use-async: seconds between two rounds."""

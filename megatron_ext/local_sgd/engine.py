@@ -163,6 +163,15 @@ class LocalSGD:
             for index in range(len(self._fragments))
         )
 
+    def count_meeting(self, steps: int) -> None:
+        """Note that all workers meet, before any round.
+
+        Args:
+            steps: since the last round, of the worker that has made the most.
+        """
+        self._schedule.steps = steps
+        self._equal, self.met = False, True
+
     @torch.no_grad()
     def advance(self) -> WorkerProgress:
         """Do what the step that was just counted asks for: begin, turn and end rounds.

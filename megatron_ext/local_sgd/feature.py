@@ -18,6 +18,7 @@ from megatron_ext.hooks import (
     GroupsBuilt,
     KeepsWeights,
     LoadContext,
+    RepeatsSteps,
     SaveContext,
     SavesState,
     SaveStart,
@@ -35,6 +36,9 @@ from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.learning_rate import catch_up, may_skip_steps
+from megatron_ext.local_sgd.meetings.config import MeetingsConfig
+from megatron_ext.local_sgd.meetings.counts import data_places
+from megatron_ext.local_sgd.meetings.loop import MeetingLoop
 from megatron_ext.local_sgd.reporting import log_line
 from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
@@ -46,7 +50,7 @@ from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.phrases import plural
 from megatron_ext.seams import checkpoint as checkpoint_seam
-from megatron_ext.seams import forward, gradients, logging, process_groups, training
+from megatron_ext.seams import forward, gradients, logging, process_groups, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.optimizer import InnerValues
@@ -57,7 +61,7 @@ __all__ = ["LocalSGDFeature"]
 _TIMER = "outer-sync"
 
 
-class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
+class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesState):
     """Wires the engine to Megatron's groups, optimizer, loop, log and checkpoints."""
 
     name = "local-sgd"
@@ -84,6 +88,10 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         self._will_wait = False
         self._iteration = 0
         self._plan: checkpoint.LoadPlan | None = None
+        self._meetings: MeetingLoop | None = None
+        """Where workers meet by time."""
+        self._samples = 0
+        """Of the data, after which a worker's walk begins again; 0 where this rank reads none."""
         self._scheduler: Any = None
         """Megatron's, where workers may come to different places of the schedule."""
 
@@ -92,6 +100,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the groups of local SGD, of its fragments and of its outer optimizer."""
         add_config_group(parser, LocalSGDConfig, "local SGD")
+        add_config_group(parser, MeetingsConfig, "local SGD with rounds by time (A-EDiT)")
         add_config_group(parser, StreamingConfig, "local SGD in fragments (Streaming DiLoCo)")
         add_config_group(parser, OuterOptimizerConfig, "outer optimizer")
         add_config_group(parser, GTAConfig, "pseudo-gradient reduction")
@@ -125,6 +134,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
             *training.patches(),
             *gradients.patches(),
             *logging.patches(),
+            *samples.patches(),
             *checkpoint_seam.patches(),
         ]
 
@@ -151,7 +161,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
         self._last_iteration = context.args.train_iters
-        self._scheduler = context.scheduler if may_skip_steps(context.args) else None
+        self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
         if dist.get_rank() == 0:
             path = round_log_path(context.args)
             self._round_log = None if path is None else RoundWriter(
@@ -174,6 +184,17 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
             gradients.install_synchronous_warmup(
                 context.config, self._require_groups(), lambda: self._in_warmup
             )
+        if config.use_async:
+            saved = self._plan.summary if self._plan is not None and self._restored else None
+            self._meetings = MeetingLoop(
+                context,
+                config,
+                groups=self._require_groups(),
+                engine=engine,
+                values=self._require_values(),
+                saved=None if saved is None else saved["by_time"],
+                samples=self._samples,
+            )
         self._say_where(context.args, config, engine)
 
     def _say_where(self, args: Any, config: LocalSGDConfig, engine: LocalSGD) -> None:
@@ -181,7 +202,8 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         if args.load and self._plan is None and not args.iteration:
             say(f"local SGD: no checkpoint was found in --load {args.load}; training starts from the beginning")
         if self._restored:
-            into = plural(engine.steps_since_sync, "step")
+            steps = engine.steps_since_sync if self._meetings is None else self._meetings.steps_since_round
+            into = plural(steps, "step")
             say(
                 f"local SGD: resumed after round {engine.rounds}, {into} into the interval"
                 if not engine.in_warmup
@@ -201,6 +223,48 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         self._in_warmup = engine.in_warmup and step.iteration < engine.config.local_sgd_warmup_steps
         if not self._in_warmup and engine.in_warmup:
             engine.take_anchor()
+        if self._meetings is not None and not self._in_warmup:
+            self._meetings.begin()
+
+    # Inner steps of workers at their own pace.
+
+    def another_step(self, made: int) -> bool:
+        """Let this worker make steps until its interval is over."""
+        return self._meetings is not None and not self._in_warmup and self._meetings.another_step(made)
+
+    def batches_of_iteration(self) -> float:
+        """Return how many global batches the last interval was."""
+        return 1.0 if self._meetings is None else self._meetings.batches
+
+    def data_place(self, args: Any, samples: int) -> int:
+        """Return where this worker's walk continues: where it was when a checkpoint was saved, if one was loaded."""
+        self._samples = samples
+        saved = self._plan.summary if self._plan is not None and self._restored else None
+        groups = self._require_groups()
+        by_time = None if saved is None else saved["by_time"]
+        return data_places(by_time, groups.num_workers, args.global_batch_size, args.consumed_train_samples)[
+            groups.worker
+        ]
+
+    def data_slack(self, args: Any) -> float | None:
+        """Let workers that meet by time walk apart."""
+        return MeetingsConfig.from_args(args).local_sgd_data_slack if args.local_sgd_use_async else None
+
+    def _meet(self, step: StepEnd) -> None:
+        """Meet the other workers, and make a round if they have made steps enough."""
+        assert self._meetings is not None, "local SGD: training has not started"
+        from megatron.training import get_timers
+
+        engine = self._require_engine()
+        timer = get_timers()(_TIMER, log_level=1)
+        timer.start()
+        meeting = self._meetings.meet(step)
+        if meeting.makes_round:
+            progress = engine.sync(meeting.since_round)
+            self._require_values().refresh()
+            self._settle()
+            self._account(progress, step.iteration)
+        timer.stop()
 
     @on(StepEnd)
     def on_step_end(self, step: StepEnd) -> None:
@@ -208,6 +272,12 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         engine = self._require_engine()
         self._conclude()
         self._iteration = step.iteration
+        if self._meetings is not None and step.completed:
+            if self._in_warmup:
+                self._meetings.count_together(step)
+            else:
+                self._meet(step)
+            return
         if not step.completed or self._in_warmup:
             return
         due = engine.count_step()
@@ -338,6 +408,8 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         """Average the printed losses over the workers, and report the last round."""
         engine, groups = self._require_engine(), self._require_groups()
         log.timers.append(_TIMER)
+        if self._meetings is not None:
+            self._meetings.complete_log(log)
         if log.printing:
             log_line.average_losses(log, groups.across)
             log.fields.extend(log_line.fields(engine.rounds, self._last, groups.num_workers))
@@ -356,7 +428,8 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, SavesState):
         """Give every worker its own place in the checkpoint, and add the outer state."""
         if not context.loading:
             engine = self._require_engine()
-            checkpoint.assemble(context, self._require_groups(), engine, self._require_values())
+            by_time = None if self._meetings is None else self._meetings.state()
+            checkpoint.assemble(context, self._require_groups(), engine, self._require_values(), by_time)
             # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
             self._account(engine.collect(), self._iteration)
         elif self._plan is not None:

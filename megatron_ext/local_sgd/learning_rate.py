@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.local_sgd.agreement import held_by, workers_in_words
 
-__all__ = ["catch_up", "may_skip_steps"]
+__all__ = ["catch_up", "follow_all", "may_skip_steps"]
 
 
 def may_skip_steps(args: Any) -> bool:
@@ -45,3 +45,20 @@ def catch_up(scheduler: Any, across: Any, device: torch.device) -> str | None:
         f"local SGD: the learning-rate schedule was at sample {held_by(places, workers_in_words)}, because steps were "
         f"skipped; it is at {furthest} on all workers now"
     )
+
+
+def follow_all(scheduler: Any, before: int, across: Any, device: torch.device) -> None:
+    """Move the schedule on by the steps of all workers; all ranks of `across` call it.
+
+    A step moves a worker's schedule by a global batch, of which it has trained on its part.
+
+    Args:
+        scheduler: Megatron's `OptimizerParamScheduler`.
+        before: its sample at the last meeting, the same on all workers.
+        across: process group with one rank of every worker.
+        device: of what is exchanged.
+    """
+    moved = torch.tensor([scheduler.num_steps - before], dtype=torch.int64, device=device)
+    dist.all_reduce(moved, group=across)
+    scheduler.num_steps = before + int(moved) // dist.get_world_size(across)
+    scheduler.step(increment=0)

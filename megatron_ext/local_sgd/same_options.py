@@ -17,8 +17,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ext.errors import combine
-from megatron_ext.local_sgd.agreement import differences, numbers_in_words, settings_of
+from megatron_ext.local_sgd.agreement import canonical, differences, numbers_in_words, settings_of
 from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.reporting.round_writer import round_log_path
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
@@ -70,12 +71,15 @@ def require_same_options(args: Any) -> bool:
 
 
 def _options(args: Any) -> dict[str, str]:
-    return settings_of(
+    found = settings_of(
         LocalSGDConfig.from_args(args),
         OuterOptimizerConfig.from_args(args),
         GTAConfig.from_args(args),
         StreamingConfig.from_args(args),
     )
+    # Where meetings are recorded is the first rank's affair.
+    own = ("--local-sgd-data-slack", "--local-sgd-replay-meetings")
+    return {**found, **{flag: canonical(MeetingsConfig.from_args(args).by_flag()[flag]) for flag in own}}
 
 
 def _problems(options: Sequence[Mapping[str, str]]) -> list[str]:

@@ -62,6 +62,15 @@ class AsyncSchedule:
         self._window = self._clock()
         self._synced.fill_(step)
 
+    def open(self) -> None:
+        """Open the window again, where something that all workers wait for came after the meeting."""
+        self._window = self._clock()
+
+    @property
+    def counted(self) -> list[int]:
+        """Every worker's steps at the last meeting."""
+        return [int(count) for count in self._counted.tolist()]
+
     def is_over(self, step: int) -> bool:
         """Return whether the window is over after this worker's step number `step`, the same on all its ranks."""
         if self._replay:

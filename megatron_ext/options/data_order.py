@@ -17,7 +17,7 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_THERE,
 )
 from megatron_ext.options.row import differs, is_set, row, says
-from megatron_ext.options.verdict import refused, tested
+from megatron_ext.options.verdict import clash, refused, tested
 
 __all__ = ["DATA_ORDER"]
 
@@ -32,14 +32,28 @@ DATA_ORDER = (
         "--dataloader-type external",
         says("dataloader_type", "external"),
         cpu=OPEN,
-        local_sgd=OPEN,
+        local_sgd=OPEN.but(
+            "--local-sgd-use-async",
+            clash(
+                "--local-sgd-use-async is not combined with --dataloader-type external, where nobody gives workers at "
+                "different steps samples of their own",
+                "drop one of them",
+            ),
+        ),
         hot_switch=_OWN_ORDER,
         sync_service=refused("samples that Megatron does not choose cannot be cut into the peers' parts"),
     ),
     row(
         "--phase-transition-iterations",
         cpu=OPEN,
-        local_sgd=OPEN,
+        local_sgd=OPEN.but(
+            "--local-sgd-use-async",
+            clash(
+                "--local-sgd-use-async is not combined with --phase-transition-iterations: its iterations are "
+                "meetings, between which workers make numbers of steps that nobody knows before",
+                "drop one of them",
+            ),
+        ),
         hot_switch=refused("sequences are counted from the first phase on, so that a new corpus would not begin at 0"),
         sync_service=refused("the peers' parts would have to be cut again in every phase"),
     ),
@@ -53,7 +67,14 @@ DATA_ORDER = (
     row(
         "--step-batch-size-schedule",
         cpu=_GROWS,
-        local_sgd=ROUNDS,
+        local_sgd=ROUNDS.but(
+            "--local-sgd-use-async",
+            clash(
+                "--local-sgd-use-async is not combined with --step-batch-size-schedule: between two meetings a worker "
+                "does not know how many samples all have made",
+                "drop one of them",
+            ),
+        ),
         hot_switch=UNTRIED_HOT,
         sync_service=refused("it counts the samples of the whole job, of which a peer makes a part"),
     ),

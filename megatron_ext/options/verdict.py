@@ -32,7 +32,13 @@ FEATURES = {
 
 CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "local-sgd": frozenset({"--local-sgd-sync-in-forward", "--local-sgd-pseudo-grad-reducer pairwise"}),
+        "local-sgd": frozenset(
+            {
+                "--local-sgd-sync-in-forward",
+                "--local-sgd-pseudo-grad-reducer pairwise",
+                "--local-sgd-use-async",
+            }
+        ),
         "hot-switch": frozenset({"--hot-switch-attention documents", "--hot-switch-attention rows"}),
         "spes": frozenset({"frozen experts", "--spes-using-decayed-aux-loss"}),
     }

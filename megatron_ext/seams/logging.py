@@ -11,7 +11,7 @@ from typing import Any
 from megatron_ext.hooks import TrainingLog, hooks
 from megatron_ext.patching import Patch
 
-__all__ = ["patches"]
+__all__ = ["average_layer_metrics", "patches"]
 
 # What the training log in progress adds: Megatron prints the line and the timers deep inside one function.
 _current: TrainingLog | None = None
@@ -43,6 +43,14 @@ def patches() -> list[Patch]:
             parameters=("names",),
             rebind=False,
             reason="report the features' timers with Megatron's own",
+        ),
+        Patch(
+            name="logging/timer-values",
+            target="megatron.core.timers:Timers.write",
+            wrap=_wrap_timers_write,
+            parameters=("names", "normalizer"),
+            rebind=False,
+            reason="average timers over the iterations that there were since the last line",
         ),
     ]
 
@@ -95,9 +103,44 @@ def _wrap_timers_log(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, names: list[str], *args: Any, **kwargs: Any) -> Any:
         if _current is not None and names:
             names = [*names, *_current.timers]
-        return original(self, names, *args, **kwargs)
+        return original(self, names, *args, **_normalized(kwargs))
 
     return log
+
+
+def _wrap_timers_write(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(self, *args, **_normalized(kwargs))
+
+    return write
+
+
+def _normalized(given: dict[str, Any]) -> dict[str, Any]:
+    if _current is None or not _current.timed_iterations or "normalizer" not in given:
+        return given
+    return {**given, "normalizer": _current.timed_iterations[-1]}
+
+
+def average_layer_metrics(steps: int) -> None:
+    """Make what layers have added up in the inner steps of an iteration the mean of a step, as the log expects it.
+
+    Args:
+        steps: how many there were.
+    """
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:  # Megatron 0.18 keeps them elsewhere
+        tracked = moe_utils.get_moe_layer_wise_logging_tracker().values()
+        values = [entry["values"] for entry in tracked if "values" in entry]
+    else:
+        values = [entry.values for entry in get_moe_metrics_tracker().metrics.values()]
+    losses = MTPLossLoggingHelper.tracker.get("values")
+    for value in [*values, *([] if losses is None else [losses])]:
+        value.div_(steps)
 
 
 def _write(scalars: dict[str, float], iteration: int, samples: int) -> None:

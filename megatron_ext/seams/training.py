@@ -7,8 +7,8 @@ import functools
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from megatron_ext.hooks import (
     EvaluationEnd,
     EvaluationStart,
     ModelBuilt,
+    RepeatsSteps,
     ReplacesSchedule,
     StepEnd,
     StepStart,
@@ -33,9 +34,17 @@ from megatron_ext.seams.process_groups import current_groups
 from megatron_ext.transport.common_stop import CommonStop
 from megatron_ext.transport.lost_rank import lost_rank
 
-__all__ = ["chunk_patches", "length_patches", "loop_patches", "model_patches", "patches"]
+__all__ = ["chunk_patches", "joined_steps", "length_patches", "loop_patches", "model_patches", "patches"]
 
 _MODULE = "megatron.training.training"
+_DUMPS = (
+    "save_params_interval",
+    "save_activations_interval",
+    "save_tokens_per_expert_interval",
+    "save_wgrads_interval",
+    "save_dgrads_interval",
+)
+"""What is dumped once in an iteration, of its first inner step."""
 
 
 class _Ending:
@@ -113,7 +122,7 @@ def loop_patches() -> list[Patch]:
             target=f"{_MODULE}:train_step",
             wrap=_wrap_step,
             parameters=("forward_backward_func", "iteration"),
-            serves=(StepStart, StepEnd, ReplacesSchedule.forward_backward),
+            serves=(StepStart, StepEnd, ReplacesSchedule.forward_backward, RepeatsSteps.another_step),
             reason="tell features about every step, and let them run its forward and backward passes",
         ),
     ]
@@ -130,6 +139,14 @@ def patches() -> list[Patch]:
             parameters=("model",),
             serves=(EvaluationStart, EvaluationEnd),
             reason="evaluate on the weights that were asked for, and average the loss over all workers",
+        ),
+        Patch(
+            name="training/flops",
+            target=f"{_MODULE}:num_floating_point_operations",
+            wrap=_wrap_flops,
+            parameters=("args", "batch_size"),
+            serves=(RepeatsSteps.batches_of_iteration,),
+            reason="count the floating-point operations of all inner steps of an iteration",
         ),
         Patch(
             name="training/exit",
@@ -237,12 +254,68 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         iteration = given["iteration"]
         hooks.fire(StepStart(iteration=iteration))
         given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
-        result = original(**given)
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
-        hooks.fire(StepEnd(iteration=iteration, completed=not result[3], losses=result[0]))
+        results = [original(**given)]
+        while not results[-1][3] and hooks.another_step(len(results)):
+            with _without_dumps():
+                results.append(original(**given))
+        result = results[0] if len(results) == 1 else joined_steps(results)
+        hooks.fire(_step_end(iteration, result, results))
         return result
 
     return train_step
+
+
+def _without_dumps() -> AbstractContextManager[None]:
+    from megatron.training import get_args
+
+    return with_arguments(**{name: None for name in _DUMPS if hasattr(get_args(), name)})
+
+
+def joined_steps(results: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Return what Megatron's loop is told of an iteration of several inner steps.
+
+    Losses are the mean over the steps that the optimizer has made, or over all where it has made none: then the
+    iteration is a skipped one. The largest attention logit is that of all, the rest (the gradient's norm) the last's.
+
+    Args:
+        results: what `train_step` has returned for each of them.
+    """
+    made = [result for result in results if not result[1]] or results
+    losses = {name: sum(result[0][name] for result in made) / len(made) for name in made[-1][0]}
+    *rest, logit = results[-1][2:]
+    if isinstance(logit, (int, float)):
+        logit = max(result[-1] for result in results)
+    return losses, int(all(result[1] for result in results)), *rest, logit
+
+
+def _step_end(iteration: int, result: tuple[Any, ...], results: Sequence[tuple[Any, ...]]) -> StepEnd:
+    return StepEnd(
+        iteration=iteration,
+        completed=not result[3],
+        losses=result[0],
+        steps=len(results),
+        skipped=sum(bool(each[1]) for each in results),
+        non_finite=sum(bool(each[1]) and not _all_finite(each[0]) for each in results),
+    )
+
+
+def _all_finite(losses: dict[str, Any]) -> bool:
+    return all(bool(loss.isfinite().all()) for loss in losses.values())
+
+
+def _wrap_flops(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def num_floating_point_operations(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if signature.bind(*args, **kwargs).arguments.get("total_real_tokens_in_batch") is not None:
+            return found  # tokens that were counted are those of all steps already
+        batches = hooks.batches_of_iteration()
+        return found if batches == 1 else found * batches
+
+    return num_floating_point_operations
 
 
 def _wrap_lengths(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -83,6 +83,7 @@ def test_nobody_answers_for_stock_megatron():
     assert hooks.worker_count(None) == 1 and hooks.may_exit(0) and hooks.data_part(None) == (0, 1)
     assert hooks.expert_weights(4) is None and hooks.lengths_of_step() is None and hooks.guest_layouts(None) == []
     assert hooks.forward_backward(len) is len
+    assert not hooks.another_step(1) and hooks.batches_of_iteration() == 1 and hooks.data_slack(None) is None
 
 
 def test_the_answers_of_several_features_become_one():
