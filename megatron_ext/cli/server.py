@@ -239,11 +239,11 @@ def run_recover(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> dict[str, Any]:
-    from megatron_ext.sync_service.protocol.schema import Malformed
+    from megatron_ext.sync_service.protocol.field_checks import Malformed
     from megatron_ext.sync_service.protocol.status_reply import read_status
 
     try:
-        return read_status(_call(args, "Status", {}).json)
+        return read_status(_call(args, "Status", {}))
     except Malformed as error:
         raise UserError(
             f"server {args.server}: its answer to Status is none ({error}); install the same release on both sides"

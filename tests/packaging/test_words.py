@@ -34,7 +34,7 @@ WORDS = {
 """By regular expression, in lower case and with one blank between words: what to write, and why."""
 
 KEPT = {
-    '"broken"': "a key of saved rounds and of messages between shards; the status of a patch in `patches --json`",
+    '"broken"': "a key of saved rounds; the status of a patch in `patches --json`",
     "`broken`": "that status, where it is explained",
     '"on_its_way"': "a key of saved rounds",
     '"ability"': "a key of `megatron-ext doctor --json`",

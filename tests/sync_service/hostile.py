@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages that nobody should send: every field of every message is drawn, with good ones among them."""
 
-import copy
-import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_ext.sync_service.protocol.protocol import pb2
@@ -16,13 +14,6 @@ COUNTS = (0, 1, 2, 3, 7, 1 << 31, (1 << 32) - 1, (1 << 53) + 1, (1 << 63) - 1, 1
 FLOATS = (0.0, -0.0, -1.0, 1.5, 1e300, -1e300, 5e-324, math.inf, -math.inf, math.nan)
 BLOBS = (b"", b"\0", b"\xff" * 32, b"x" * 5000)
 
-VALUES = (None, True, False, 0, -1, 1.5, 1e300, -1e300, 1 << 40, 1 << 60, *TEXTS, [], {}, [[]], [None], {"a": 1}, [1])
-"""What JSON may have in any place."""
-
-TOKENS = ("NaN", "Infinity", "1e400", "9" * 5000, "[" * 5000, '{"a":' * 5000, '"\\ud800"', "'", "\0", '{"a":1,"a":1}')
-"""What Python's own writer does not write."""
-
-
 def message_of(dice: random.Random, kind: Any, good: Any, depth: int = 0) -> Any:
     """Return a message of a kind whose fields are a good one's, or drawn."""
     found = kind()
@@ -31,15 +22,24 @@ def message_of(dice: random.Random, kind: Any, good: Any, depth: int = 0) -> Any
     for field in kind.DESCRIPTOR.fields:
         if good is not None and dice.random() < 0.7:
             continue
+        group = field.containing_oneof
+        if group is not None and found.WhichOneof(group.name) not in (None, field.name) and dice.random() < 0.9:
+            continue
         found.ClearField(field.name)
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        if is_map(field):
+            inner = field.message_type.fields_by_name["value"]
             for _ in range(dice.choice((0, 1, 3))):
-                getattr(found, field.name)[dice.choice((*TEXTS, "codec"))] = dice.choice((*TEXTS, "z" * 20_000))
+                key = dice.choice((*TEXTS, "codec", "peers", "x0"))
+                if inner.message_type is not None:
+                    getattr(found, field.name)[key].CopyFrom(message_of(dice, _class_of(inner), None, depth + 1))
+                else:
+                    value = "z" * 20_000 if inner.type == type(inner).TYPE_STRING and dice.random() < 0.1 else None
+                    getattr(found, field.name)[key] = dice.choice(values_of(inner)) if value is None else value
         elif field.is_repeated:
             for _ in range(dice.choice((0, 1, 2, 17))):
                 if field.message_type is None:
-                    getattr(found, field.name).append(_drawn(dice, field))
-                elif depth < 2:
+                    getattr(found, field.name).append(dice.choice(values_of(field)))
+                elif depth < 5:
                     kept = getattr(good, field.name) if good is not None else ()
                     entry = dice.choice(kept) if kept else None
                     inner = message_of(dice, _class_of(field), entry, depth + 1)
@@ -48,7 +48,7 @@ def message_of(dice: random.Random, kind: Any, good: Any, depth: int = 0) -> Any
             kept = getattr(good, field.name) if good is not None and good.HasField(field.name) else None
             getattr(found, field.name).CopyFrom(message_of(dice, _class_of(field), kept, depth + 1))
         elif dice.random() < 0.8:
-            setattr(found, field.name, _drawn(dice, field))
+            setattr(found, field.name, dice.choice(values_of(field)))
     return found
 
 
@@ -61,66 +61,83 @@ def bytes_of(dice: random.Random, message: Any) -> bytes:
     return data
 
 
-def places(content: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of all values in what JSON holds."""
-    yield at
-    entries: Any = content.items() if isinstance(content, dict) else ()
-    for key, value in enumerate(content) if isinstance(content, list) else entries:
-        yield from places(value, (*at, key))
+def variants(message: Any) -> Iterator[Any]:
+    """Yield messages in which one field, wherever it is, has another value, or is lacking."""
+    for field in message.DESCRIPTOR.fields:
+        for change in _changes(message, field):
+            found = type(message)()
+            found.CopyFrom(message)
+            found.ClearField(field.name)
+            change(found)
+            yield found
 
 
-def with_value(content: Any, at: tuple[Any, ...], value: Any) -> Any:
-    """Return content with another value in a place."""
-    if not at:
-        return value
-    found = copy.deepcopy(content)
-    inner = found
-    for key in at[:-1]:
-        inner = inner[key]
-    inner[at[-1]] = value
-    return found
+def _changes(message: Any, field: Any) -> Iterator[Callable[[Any], None]]:
+    """Yield what gives a field, which was cleared, another value."""
+    name, value = field.name, getattr(message, field.name)
+    yield lambda found: None
+    if is_map(field):
+        inner = field.message_type.fields_by_name["value"]
+        for key in NAMES:
+            yield lambda found, key=key: _put(found, name, key, inner, message)
+        for other in () if inner.message_type else values_of(inner):
+            for key in value:
+                yield lambda found, key=key, other=other: getattr(found, name).update({key: other})
+    elif field.is_repeated and field.message_type is not None:
+        yield lambda found: getattr(found, name).extend([*value, *value])
+        for place, entry in enumerate(value):
+            for other in variants(entry):
+                yield lambda found, place=place, other=other: getattr(found, name).extend(
+                    [*value[:place], other, *value[place + 1 :]]
+                )
+    elif field.is_repeated:
+        for other in values_of(field):
+            yield lambda found, other=other: getattr(found, name).extend([other, *value[1:]])
+        yield lambda found: getattr(found, name).extend([*value, *value, *value])
+    elif field.message_type is not None:
+        if message.HasField(name):
+            for other in variants(value):
+                yield lambda found, other=other: getattr(found, name).CopyFrom(other)
+        elif field.containing_oneof is None:
+            yield lambda found: getattr(found, name).SetInParent()
+    else:
+        for other in values_of(field):
+            yield lambda found, other=other: setattr(found, name, other)
 
 
-def json_of(dice: random.Random, good: Any) -> str:
-    """Return JSON in which a value of a good one is another one, or is lacking, or is none that JSON has."""
-    plain = json.loads(json.dumps(good))
-    at = dice.choice(list(places(plain)))
-    mark = "\u0001here\u0001"
-    text = json.dumps(with_value(plain, at, mark))
-    match dice.randrange(4):
-        case 0:
-            return text.replace(json.dumps(mark), dice.choice(TOKENS))
-        case 1 if at and isinstance(at[-1], str):
-            return json.dumps(with_value(plain, at[:-1], _renamed(dice, plain, at)))
-        case _:
-            return text.replace(json.dumps(mark), json.dumps(dice.choice(VALUES)))
+def _put(found: Any, name: str, key: str, inner: Any, good: Any) -> None:
+    entries = getattr(found, name)
+    if inner.message_type is not None:
+        entries[key].SetInParent()
+    else:
+        entries[key] = next(iter(getattr(good, name).values()), values_of(inner)[0])
 
 
-def _renamed(dice: random.Random, content: Any, at: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the object around a place with another key there, or none."""
-    for key in at[:-1]:
-        content = content[key]
-    found = {key: value for key, value in content.items() if key != at[-1]}
-    return found if dice.random() < 0.5 else {**found, dice.choice(TEXTS): content[at[-1]]}
+def is_map(field: Any) -> bool:
+    """Return whether a field holds values by keys."""
+    return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def values_of(field: Any) -> tuple[Any, ...]:
+    """Return values of a field's type that hardly anybody sends."""
+    kinds = type(field)
+    match field.type:
+        case kinds.TYPE_STRING:
+            return (*TEXTS, "fuzz", "x0", "x1", "process")
+        case kinds.TYPE_BYTES:
+            return BLOBS
+        case kinds.TYPE_BOOL:
+            return True, False
+        case kinds.TYPE_DOUBLE:
+            return FLOATS
+        case kinds.TYPE_UINT32 | kinds.TYPE_FIXED32:
+            return tuple(count for count in COUNTS if count < 1 << 32)
+        case kinds.TYPE_UINT64:
+            return COUNTS
+        case kinds.TYPE_INT64:
+            return (-(1 << 63), -2, -1, *(count for count in COUNTS if count < 1 << 63))
+    raise AssertionError(f"no values for {field.name}")
 
 
 def _class_of(field: Any) -> Any:
     return getattr(pb2, field.message_type.name)
-
-
-def _drawn(dice: random.Random, field: Any) -> Any:
-    kinds = type(field)
-    match field.type:
-        case kinds.TYPE_STRING:
-            return dice.choice((*TEXTS, "fuzz", "x0", "x1", "process"))
-        case kinds.TYPE_BYTES:
-            return dice.choice(BLOBS)
-        case kinds.TYPE_BOOL:
-            return dice.random() < 0.5
-        case kinds.TYPE_DOUBLE:
-            return dice.choice(FLOATS)
-        case kinds.TYPE_UINT32 | kinds.TYPE_FIXED32:
-            return dice.choice([count for count in COUNTS if count < 1 << 32])
-        case kinds.TYPE_UINT64:
-            return dice.choice(COUNTS)
-    raise AssertionError(f"no values for {field.name}")

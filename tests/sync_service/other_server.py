@@ -4,10 +4,22 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.sync_service.protocol.protocol import grpc
 from megatron_ext.sync_service.protocol.wire import METHODS
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An answer that is none."""
+
+    code: Any
+    """gRPC's status."""
+
+    details: str
+    """In words."""
 
 
 @contextmanager
@@ -20,8 +32,11 @@ def serving(method: str, request: Any, answer: Callable[[Any], Any]) -> Iterator
         answer: returns the reply to a request; called from several threads.
     """
 
-    def handle(asked: Any, _context: Any) -> Any:
-        return answer(asked)
+    def handle(asked: Any, context: Any) -> Any:
+        reply = answer(asked)
+        if isinstance(reply, Refused):
+            context.abort(reply.code, reply.details)
+        return reply
 
     handler = grpc.unary_unary_rpc_method_handler(
         handle, request_deserializer=request.FromString, response_serializer=lambda reply: reply.SerializeToString()

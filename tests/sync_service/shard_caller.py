@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Somebody who talks to a shard as the first server does, or as one who pretends to be it."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -9,15 +8,17 @@ from typing import Any
 
 from megatron_ext.sync_service.channel.security import SECRET_KEY, TOKEN_KEY
 from megatron_ext.sync_service.protocol.catalog import Catalog
-from megatron_ext.sync_service.protocol.protocol import grpc, pb2
+from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.protocol.wire import METHODS
 from megatron_ext.sync_service.rounds.config import RunConfig
+from megatron_ext.sync_service.shards.shard_calls import Word
+from megatron_ext.sync_service.shards.shard_messages import word_message
 
 
-def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, /, **changes: Any) -> dict[str, Any]:
-    """Return how a run stands that begins, as the first server says it to shard 1."""
-    return {
-        "shards": list(addresses),
+def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, /, **changes: Any) -> Any:
+    """Return the message of how a run stands that begins, as the first server says it to shard 1."""
+    fields = {
+        "shards": tuple(addresses),
         "shard": 1,
         "config": asdict(config),
         "id": "one",
@@ -27,9 +28,14 @@ def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, /, **cha
         "used": {},
         "last_round": None,
         "codec": "fp32",
-        "catalog": catalog.as_json(),
-        **changes,
+        "catalog": catalog,
     }
+    return word_message(Word(**{**fields, **changes}))
+
+
+def shard_request(call: str, content: Any, run: str = "demo") -> Any:
+    """Return the request of a call, with a message or with its fields."""
+    return pb2.ShardRequest(run=run, protocol=PROTOCOL_VERSION, **{call: content})
 
 
 class ShardCaller:
@@ -41,9 +47,8 @@ class ShardCaller:
         self._metadata = [(key, value) for key, value in shown.items() if value is not None]
 
     def ask(self, call: str, content: Any, run: str = "demo") -> tuple[Any, str]:
-        """Call `Shard`, with text as it is and anything else as JSON; see `send`."""
-        text = content if isinstance(content, str) else json.dumps(content)
-        return self.send("Shard", pb2.ShardRequest(run=run, call=call, json=text).SerializeToString())
+        """Call `Shard` with a message or its fields; see `send`."""
+        return self.send("Shard", shard_request(call, content, run).SerializeToString())
 
     def send(self, method: str, *messages: bytes, seconds: float = 15.0) -> tuple[Any, str]:
         """Send bytes to a method; return the status and its words, or the answer."""

@@ -13,7 +13,7 @@ from megatron_ext.sync_service.channel.connection import Connection
 from megatron_ext.sync_service.peer.config import ClientConfig
 from megatron_ext.sync_service.peer.heartbeat import Heartbeat
 from megatron_ext.sync_service.peer.job import Job
-from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.catalog import Catalog, tensor_messages
 from megatron_ext.sync_service.protocol.limits import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.report import Progress, Report, progress_message
@@ -119,9 +119,7 @@ class Membership:
             caller=self.caller,
             protocol=PROTOCOL_VERSION,
             config={**config.agreed, **config.coding},
-            catalog=[
-                pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit, owners=spec.owners) for spec in catalog
-            ],
+            catalog=tensor_messages(catalog),
             index=config.index,
             peers=config.peers,
             asynchronous=True,

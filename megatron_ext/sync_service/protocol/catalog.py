@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 
-__all__ = ["LONGEST_NAME", "MOST_AXES", "Catalog", "TensorSpec"]
+__all__ = ["LONGEST_NAME", "MOST_AXES", "Catalog", "TensorSpec", "catalog_of", "tensor_messages"]
 
 RESERVED = "outer:"
 """Begins the names of the outer optimizer's states in a snapshot."""
@@ -146,3 +147,20 @@ class Catalog:
         if len(self) != len(other):
             return f"it has {len(other)} tensors instead of {len(self)}"
         return None
+
+
+def tensor_messages(catalog: Catalog) -> list[Any]:
+    """Return the protocol's messages of the tensors."""
+    return [pb2.TensorSpec(**asdict(spec)) for spec in catalog]
+
+
+def catalog_of(messages: Iterable[Any]) -> Catalog:
+    """Return the catalog that `tensor_messages` described.
+
+    Raises:
+        Refusal: there is none.
+    """
+    return Catalog(
+        TensorSpec(name=spec.name, shape=tuple(spec.shape), unit=spec.unit, owners=tuple(spec.owners))
+        for spec in messages
+    )

@@ -31,7 +31,7 @@ __all__ = [
     "pb2",
 ]
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Changes when client and server of different releases would misunderstand each other."""
 
 DIGEST_PROTOCOL = 3

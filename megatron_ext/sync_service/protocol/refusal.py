@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["NameInUse", "NotWhole", "Reason", "Refusal"]
+__all__ = ["NameInUse", "NotWhole", "Reason", "Refusal", "as_utf8"]
 
 Reason = Literal["invalid", "state", "denied", "not_found", "damaged", "later", "full"]
 """invalid: the request is wrong in itself. state: not now, or not by this caller. denied: the caller is out.
@@ -44,6 +44,11 @@ class NameInUse(Refusal):
             "peer name of its own, or say take_over (--sync-service-take-over) if it is to replace the other one",
         )
         self.run, self.peer, self.until = run, peer, until
+
+
+def as_utf8(text: str) -> str:
+    """Return text that can be sent: names of files may have what is none in UTF-8, which is shown as numbers."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _short(message: str) -> str:

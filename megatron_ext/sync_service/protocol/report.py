@@ -7,9 +7,9 @@ import math
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
+from megatron_ext.sync_service.protocol.field_checks import LARGEST_COUNT
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
-from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
 
 __all__ = ["CODEC_PACKAGE", "INTERVAL", "Progress", "Report", "progress_message"]
 

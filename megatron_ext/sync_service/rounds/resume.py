@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from megatron_ext.sync_service.protocol.field_checks import LARGEST_COUNT
 from megatron_ext.sync_service.protocol.report import Progress
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, ResumeAnswer, Wait
-from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
 
 __all__ = ["Ledger", "Recorded", "decide"]
 

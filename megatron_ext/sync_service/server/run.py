@@ -32,6 +32,7 @@ from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.server.unwritten import Unwritten
 from megatron_ext.sync_service.shards.remote import RemoteState
 from megatron_ext.sync_service.shards.remote_shard import RemoteShard
+from megatron_ext.sync_service.shards.shard_calls import Word
 from megatron_ext.sync_service.shards.sharding import part_of
 from megatron_ext.sync_service.shards.shards import Shards
 from megatron_ext.sync_service.values.contribution import Contribution
@@ -353,23 +354,21 @@ class Run:
         """Why the open round cannot be made; empty when it can."""
         return self._stopped_by or self._maker.problem or self._unwritten.problem
 
-    def _word(self) -> dict[str, Any]:
+    def _word(self) -> Word:
         """Return what other servers have to know of the run that have parts of its values."""
         state = self._state
-        return {
-            "shards": list(self._addresses),
-            "config": asdict(self.config),
-            "id": self._store.run_id,
-            "open_round": state.open_round,
-            "members": {member.name: member.instance for member in state.members.values()},
-            # Contributions that count, whoever speaks for their peers by now, by the rounds that they were made for.
-            "kept": {peer: state.made_for(peer) for peer in {*state.uploaded, *(state.closing or ())}},
-            # For which rounds members have contributed before, where rounds are asynchronous.
-            "used": {peer: state.contributed(peer) for peer in state.members} if self.config.is_asynchronous else {},
-            "last_round": self._draining.last_round,
-        }
+        used = {peer: state.contributed(peer) for peer in state.members} if self.config.is_asynchronous else {}
+        return Word(
+            shards=self._addresses,
+            config=asdict(self.config),
+            id=self._store.run_id,
+            open_round=state.open_round,
+            members={member.name: member.instance for member in state.members.values()},
+            kept={peer: state.made_for(peer) for peer in {*state.uploaded, *(state.closing or ())}},
+            used={peer: number for peer, number in used.items() if number is not None},
+            last_round=self._draining.last_round,
+        )
 
-    def _catalog_of(self, shard: int) -> dict[str, Any]:
-        """Return what they have to know once."""
-        part = part_of(self._store.catalog, self._store.shard_of, shard)
-        return {"catalog": part.as_json(), "codec": self._store.shard.codec}
+    def _catalog_of(self, shard: int) -> tuple[Catalog, str]:
+        """Return what they have to know once: their tensors, and in which codec contributions travel."""
+        return part_of(self._store.catalog, self._store.shard_of, shard), self._store.shard.codec

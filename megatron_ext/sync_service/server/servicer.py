@@ -3,20 +3,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_ext.sync_service.callers.origin import Operators, Origin
-from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.catalog import catalog_of
 from megatron_ext.sync_service.protocol.names import path_component
-from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
+from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.protocol.report import Report, progress_message
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, Wait
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.server.run import Run
-from megatron_ext.sync_service.server.values_servicer import ValuesServicer, served
+from megatron_ext.sync_service.server.values_servicer import ValuesServicer, check_protocol, served
 from megatron_ext.version import __version__
 
 __all__ = ["Servicer"]
@@ -42,18 +41,13 @@ class Servicer(ValuesServicer):
 
     def Register(self, request: Any, origin: Origin) -> Any:
         """Make the caller a member."""
-        if request.protocol != PROTOCOL_VERSION:
-            raise Refusal(
-                "state",
-                f"the server (megatron_ext {__version__}) speaks protocol {PROTOCOL_VERSION}, the peer "
-                f"{request.protocol}; install the same release on both sides",
-            )
+        check_protocol(request.protocol, "peer")
         caller = request.caller
         admission = self._run(caller.run).admissions.register(
             path_component(caller.peer, "peer"),
             path_component(caller.instance, "process"),
             config=dict(request.config),
-            catalog=_catalog(request.catalog),
+            catalog=catalog_of(request.catalog),
             index=request.index if request.HasField("index") else None,
             peers=request.peers if request.HasField("peers") else None,
             asynchronous=request.asynchronous,
@@ -151,7 +145,7 @@ class Servicer(ValuesServicer):
     def Status(self, request: Any, _origin: Origin) -> Any:
         """Say how things are."""
         runs = [run.status() for run in self._runs.values()]
-        return pb2.StatusReply(json=json.dumps({"version": __version__, "runs": runs}))
+        return pb2.StatusReply(version=__version__, runs=[pb2.RunStatus(**run) for run in runs])
 
     def Evict(self, request: Any, origin: Origin) -> Any:
         """End somebody else's membership."""
@@ -185,10 +179,3 @@ class Servicer(ValuesServicer):
 
     def _run(self, name: str) -> Run:
         return served(self._runs, name)
-
-
-def _catalog(messages: Any) -> Catalog:
-    return Catalog(
-        TensorSpec(name=spec.name, shape=tuple(spec.shape), unit=spec.unit, owners=tuple(spec.owners))
-        for spec in messages
-    )

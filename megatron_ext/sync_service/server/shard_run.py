@@ -21,27 +21,28 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.field_checks import Malformed, check_count, check_text
 from megatron_ext.sync_service.protocol.frames import Frame
+from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
-from megatron_ext.sync_service.protocol.schema import Malformed, parse
+from megatron_ext.sync_service.protocol.schema import parse, record
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.rounds.draining import Draining
 from megatron_ext.sync_service.rounds.room import check_room
 from megatron_ext.sync_service.server.config import ServerConfig
 from megatron_ext.sync_service.shards.remote_shard_copy import IDENTITY, ShardCopy
 from megatron_ext.sync_service.shards.shard import Shard
-from megatron_ext.sync_service.shards.shard_calls import (
-    IDENTITY_CONTENT,
-    SEAL,
-    WORD,
-    WORK,
-    Identity,
-    Seal,
-    Word,
-    Work,
-    check_work,
+from megatron_ext.sync_service.shards.shard_calls import Followed, Identity, Seal, Word, Work, check_work
+from megatron_ext.sync_service.shards.shard_messages import (
+    damaged_message,
+    followed_message,
+    made_message,
+    measured_message,
+    read_seal,
+    read_word,
+    read_work,
+    squares_message,
 )
-from megatron_ext.sync_service.shards.shard_messages import by_judged_to_json, measured_to_json
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.durable import replace_file
 from megatron_ext.sync_service.values.failpoints import Failpoints
@@ -55,11 +56,7 @@ __all__ = ["ShardRun"]
 WORD_SECONDS = 5.0
 """How long a call waits for the first server's word."""
 
-Json = dict[str, Any]
-
-_NOTHING = Word(
-    shards=(), shard=0, config={}, id="", open_round=0, members={}, kept={}, used={}, last_round=None
-)
+_NOTHING = Word(shards=(), config={}, id="", open_round=0, members={}, kept={}, used={}, last_round=None)
 """What is known before the first word."""
 
 
@@ -175,27 +172,29 @@ class ShardRun:
     # What the first server asks for
     # -----------------------------------------------------------------------------------------------------------
 
-    def answer(self, call: str, arguments: Any) -> Json:
+    def answer(self, request: Any) -> Any:
         """Do what the first server asks for.
 
         Args:
-            call: what, see shard_calls.py.
-            arguments: with what, as JSON had it.
+            request: a ShardRequest; see shard_calls.py.
+
+        Returns:
+            A ShardReply.
 
         Raises:
             Refusal: it is not such a request, or does not fit this shard.
             OSError: the disk refuses.
         """
-        match call:
+        match request.WhichOneof("call"):
             case "follow":
-                return self._follow(WORD(arguments, call))
+                return pb2.ShardReply(follow=self._follow(read_word(request.follow, "follow")))
             case "seal":
-                return self._seal(SEAL(arguments, call))
-            case "measure" | "common_squares" | "write":
-                return self._work(call, WORK(arguments, call))
-        raise Refusal("invalid", f"{call[:100]!r} is nothing that a shard does; install the same release everywhere")
+                return pb2.ShardReply(seal=self._seal(read_seal(request.seal, "seal")))
+            case "measure" | "common_squares" | "write" as call:
+                return self._work(call, read_work(getattr(request, call), call))
+        raise Refusal("invalid", "nothing is asked for that a shard does; install the same release everywhere")
 
-    def _follow(self, word: Word) -> Json:
+    def _follow(self, word: Word) -> Any:
         self._check(word)
         with self.changes:
             wants_catalog = bool(word.id) and not self._shard.is_open and word.catalog is None
@@ -210,7 +209,8 @@ class ShardRun:
                 self._word = word
                 self._heard += 1
                 self.changes.notify_all()
-        return {"wants_catalog": wants_catalog, "spooled": self._shard.spool.nbytes, "codecs": CODECS.packages()}
+        spooled = self._shard.spool.nbytes
+        return followed_message(Followed(wants_catalog=wants_catalog, spooled=spooled, codecs=CODECS.packages()))
 
     def _check(self, word: Word) -> None:
         """Check that both servers mean the same.
@@ -234,7 +234,14 @@ class ShardRun:
         if not self._identity.exists():
             return
         try:
-            known = IDENTITY_CONTENT(parse(self._identity.read_bytes()), IDENTITY)
+            known = record(
+                parse(self._identity.read_bytes()),
+                IDENTITY,
+                Identity,
+                id=check_text,
+                shard=check_count,
+                shards=check_count,
+            )
         except Malformed as error:
             raise Refusal("state", f"{self._identity} is damaged ({error}); restore it from a copy") from error
         if known != Identity(id=word.id, shard=word.shard, shards=len(wanted)):
@@ -309,20 +316,20 @@ class ShardRun:
                 "begin a run under another name",
             )
 
-    def _seal(self, wanted: Seal) -> Json:
+    def _seal(self, wanted: Seal) -> Any:
         peer, instance, number = wanted.peer, wanted.instance, wanted.round
         with self.changes:
             self._await_word(lambda word: word.members.get(peer) == instance and word.open_round >= number)
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
-            return {"missing": f"round {number} is over on {self._title}", "frames": 0, "bytes": 0}
+            return pb2.Sealed(missing=f"round {number} is over on {self._title}")
         missing = self._shard.missing(contribution, wanted.index, number)
         if missing is None:
             self._shard.spool.seal(peer, number, instance)
             self._failpoints.hit("upload_checked")
-        return {"missing": missing, "frames": contribution.frames, "bytes": contribution.nbytes}
+        return pb2.Sealed(missing=missing, frames=contribution.frames, bytes=contribution.nbytes)
 
-    def _work(self, call: str, work: Work) -> Json:
+    def _work(self, call: str, work: Work) -> Any:
         job = work.job
         with self.changes:
             self._tickets += 1
@@ -335,16 +342,16 @@ class ShardRun:
             decision = check_work(call, work, self.config, self._shard.catalog)
             try:
                 if call == "measure":
-                    return {"measured": [measured_to_json(measured) for measured in self._shard.measure(job)]}
+                    return pb2.ShardReply(measure=measured_message(self._shard.measure(job)))
                 if call == "common_squares":
-                    return {"squares": by_judged_to_json(self._shard.common_squares(job, decision))}
+                    return pb2.ShardReply(common_squares=squares_message(self._shard.common_squares(job, decision)))
                 made = self._shard.write(job, decision)
                 self._shard.publish()
                 if self._copy is not None:
                     self._copy.put_snapshot(self._shard.snapshot_path(job.number))
-                return {"sums": made.sums, "outer_scalars": made.outer_scalars}
+                return pb2.ShardReply(write=made_message(made))
             except DamagedContribution as damaged:
-                return {"damaged": [damaged.peer, damaged.problem]}
+                return pb2.ShardReply(damaged=damaged_message(damaged))
 
     # -----------------------------------------------------------------------------------------------------------
     # The end

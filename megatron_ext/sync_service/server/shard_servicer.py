@@ -6,17 +6,14 @@ It takes and sends values, and does what the first one asks for. All else peers 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from megatron_ext.sync_service.callers.origin import Origin
-from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
-from megatron_ext.sync_service.protocol.schema import parse
 from megatron_ext.sync_service.server.shard_run import ShardRun
 from megatron_ext.sync_service.server.shard_secret import ShardSecret
-from megatron_ext.sync_service.server.values_servicer import ValuesServicer, served
+from megatron_ext.sync_service.server.values_servicer import ValuesServicer, check_protocol, served
 
 __all__ = ["ShardServicer"]
 
@@ -34,8 +31,8 @@ class ShardServicer(ValuesServicer):
     def Shard(self, request: Any, origin: Origin) -> Any:
         """Do what the first server asks for."""
         self._secret.check(origin.metadata)
-        answer = served(self._shard_runs, request.run).answer(request.call, parse(request.json))
-        return pb2.ShardReply(json=json.dumps(answer))
+        check_protocol(request.protocol, "first server")
+        return served(self._shard_runs, request.run).answer(request)
 
     def awaited(self, _request: Any) -> NoReturn:
         """Refuse to say how a round is."""

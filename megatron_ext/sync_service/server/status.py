@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from megatron_ext.sync_service.protocol.refusal import as_utf8
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards.shards import Shards
@@ -34,7 +35,7 @@ def status_of(
         "open_round": state.open_round,
         "waiting_for": f"{'the server is draining; ' if draining else ''}{state.waiting_for()}",
         "draining": draining,
-        "problem": problem or shards.problem,
+        "problem": as_utf8(problem or shards.problem),
         "asynchronous": config.is_asynchronous,
         "quorum": config.policy.quorum,
         "places": config.peers,

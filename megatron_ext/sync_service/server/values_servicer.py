@@ -14,13 +14,14 @@ from megatron_ext.sync_service.callers.call_limits import Caller
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, Box, Frame, codec_of, cut, payload_of, whole_box
-from megatron_ext.sync_service.protocol.protocol import pb2
+from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.values.open_values import OpenValues
 from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.values.updates import UPDATE, has_update, kept_as
+from megatron_ext.version import __version__
 
-__all__ = ["FRAME_BYTES", "Downloading", "HasValues", "Uploading", "ValuesServicer", "served"]
+__all__ = ["FRAME_BYTES", "Downloading", "HasValues", "Uploading", "ValuesServicer", "check_protocol", "served"]
 
 _DIGEST_BYTES = 32
 
@@ -271,6 +272,24 @@ def _messages(frames: Iterable[tuple[bytes, Frame] | int], unchanged: list[int])
         size, last = size + HEAD_BYTES + len(frame.payload), source
     if batch or unchanged:
         yield message()
+
+
+def check_protocol(theirs: int, who: str) -> None:
+    """Check that a caller and this server understand each other.
+
+    Args:
+        theirs: version of the protocol that the caller has named; 0 when it has named none.
+        who: calls.
+
+    Raises:
+        Refusal: they may not.
+    """
+    if theirs != PROTOCOL_VERSION:
+        raise Refusal(
+            "state",
+            f"the server (megatron_ext {__version__}) speaks protocol {PROTOCOL_VERSION}, the {who} "
+            f"{theirs or 'an earlier one'}; install the same release on both sides",
+        )
 
 
 def served[T](runs: Mapping[str, T], name: str) -> T:

@@ -17,12 +17,14 @@ import time
 import uuid
 from collections.abc import Container, Iterator, Set
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.protocol.field_checks import Malformed, check_count, check_number, check_text
 from megatron_ext.sync_service.protocol.names import path_component
-from megatron_ext.sync_service.protocol.schema import Malformed, integer, number, parse, record, text
+from megatron_ext.sync_service.protocol.schema import parse, record
 from megatron_ext.sync_service.values.durable import sync_path
 from megatron_ext.sync_service.values.snapshot import Snapshot, newest_of, snapshot_number
 
@@ -37,15 +39,6 @@ _PARTIAL = "partial-"
 
 _UNKNOWN: dict[str, Any] = {"token": None, "host": "an unknown host", "process": "unknown", "since": 0.0}
 _YEAR_3000 = 32503680000.0
-
-
-def _owner(**said: Any) -> dict[str, Any]:
-    return {**_UNKNOWN, **said}
-
-
-_OWNER = record(
-    _owner, may_lack=tuple(_UNKNOWN), token=text(), host=text(), process=integer(), since=number(0, _YEAR_3000)
-)
 
 
 class RemoteFolder:
@@ -151,7 +144,15 @@ class RemoteFolder:
         if not self._files.exists(path):
             return None
         try:
-            return _OWNER(parse(self._files.cat_file(path)), "owner")
+            return record(
+                parse(self._files.cat_file(path)),
+                "owner",
+                dict,
+                token=check_text,
+                host=check_text,
+                process=check_count,
+                since=partial(check_number, least=0, most=_YEAR_3000),
+            )
         except Malformed:
             log.warning("state %s: owner.json there is damaged, and says nothing", self._url)
             return _UNKNOWN

@@ -3,28 +3,30 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.connection import Connection, ConnectionConfig
-from megatron_ext.sync_service.protocol.protocol import grpc, pb2
-from megatron_ext.sync_service.protocol.schema import Kind, Malformed, parse
+from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.field_checks import Malformed
+from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.shards.shard import RoundJob
-from megatron_ext.sync_service.shards.shard_calls import (
-    COMMON_SQUARES,
-    DAMAGED,
-    FOLLOWED,
-    MEASURED,
-    SEALED,
-    WRITTEN,
-    Damaged,
+from megatron_ext.sync_service.shards.shard_calls import Word
+from megatron_ext.sync_service.shards.shard_messages import (
+    read_common_squares,
+    read_damaged,
+    read_followed,
+    read_made,
+    read_measured,
+    read_sealed,
+    word_message,
+    work_message,
 )
-from megatron_ext.sync_service.shards.shard_messages import decision_to_json, job_to_json
 from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.guards import Judged
 from megatron_ext.sync_service.values.reduction import DamagedContribution, Made
@@ -43,8 +45,8 @@ _TELL_DEADLINE = 20.0
 _WORK_DEADLINE = 86400.0
 """A round's values may take long; a shard that is gone is noticed earlier."""
 
-Word = dict[str, Any]
-"""How a run stands; see `Run.word`."""
+type _Reader[T] = Callable[[Any, str], T]
+"""Takes an answer's message and what it is called, and returns what it says, checked."""
 
 
 class ShardProblem(OSError):
@@ -65,7 +67,7 @@ class RemoteShard:
         connection: ConnectionConfig,
         changed: threading.Condition,
         word: Callable[[], Word],
-        catalog: Callable[[int], Word],
+        catalog: Callable[[int], tuple[Catalog, str]],
         on_fatal: Callable[[BaseException], None],
     ) -> None:
         """Begin to tell the shard how the run stands.
@@ -76,7 +78,7 @@ class RemoteShard:
             connection: where it is.
             changed: the run's lock, notified of every change.
             word: returns how the run stands; called with the lock held.
-            catalog: returns the part of the run's catalog of a shard, and what else it has to know once; likewise.
+            catalog: returns the part of the run's catalog of a shard, and the run's codec; likewise.
             on_fatal: called with what ended the thread that tells it.
         """
         self.number = number
@@ -112,8 +114,8 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        wanted = {"peer": peer, "instance": instance, "index": index, "round": number}
-        found = self._call("seal", wanted, SEALED)
+        wanted = pb2.Seal(peer=peer, instance=instance, index=index, round=number)
+        found = self._call("seal", wanted, read_sealed)
         return found.missing, found.frames, found.bytes
 
     def measure(self, job: RoundJob) -> list[Measured]:
@@ -122,7 +124,7 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        found = self._work_on("measure", job, None, MEASURED)
+        found = self._work_on("measure", job, None, read_measured)
         if len(found) != len(job.uploaders):
             raise self._misunderstood("measure", f"it has {len(found)} contributions of {len(job.uploaders)}")
         return found
@@ -133,7 +135,7 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        return self._work_on("common_squares", job, decision, COMMON_SQUARES)
+        return self._work_on("common_squares", job, decision, read_common_squares)
 
     def write(self, job: RoundJob, decision: Decision) -> Made:
         """See `Shard`.
@@ -141,21 +143,16 @@ class RemoteShard:
         Raises:
             ShardProblem: the shard does not do it.
         """
-        return self._work_on("write", job, decision, WRITTEN)
+        return self._work_on("write", job, decision, read_made)
 
-    def _work_on[T](self, call: str, job: RoundJob, decision: Decision | None, kind: Kind[T]) -> T:
-        arguments = {"job": job_to_json(job), "decision": None if decision is None else decision_to_json(decision)}
+    def _work_on[T](self, call: str, job: RoundJob, decision: Decision | None, read: _Reader[T]) -> T:
+        def refuse_damaged(message: Any, where: str) -> None:
+            peer, problem = read_damaged(message, where)
+            if peer not in {uploader.peer for uploader in job.uploaders}:
+                raise Malformed(f"peer {peer!r} has contributed nothing")
+            raise DamagedContribution(peer, f"{problem} (on shard {self.number})")
 
-        def done_or_damaged(value: Any, where: str) -> T | Damaged:
-            is_damaged = isinstance(value, dict) and "damaged" in value
-            return DAMAGED(value, where) if is_damaged else kind(value, where)
-
-        found = self._call(call, arguments, done_or_damaged, _WORK_DEADLINE)
-        if not isinstance(found, Damaged):
-            return found
-        if found.peer not in {uploader.peer for uploader in job.uploaders}:
-            raise self._misunderstood(call, f"peer {found.peer!r} has contributed nothing")
-        raise DamagedContribution(found.peer, f"{found.problem} (on shard {self.number})")
+        return self._call(call, work_message(job, decision), read, _WORK_DEADLINE, refuse_damaged)
 
     def _work(self) -> None:
         try:
@@ -181,14 +178,15 @@ class RemoteShard:
 
     def _tell(self, word: Word) -> bool:
         """Tell the shard how the run stands, and return whether it goes along."""
-        word = {**word, "shard": self.number}
+        word = replace(word, shard=self.number)
         problem, is_refused = "", False
         try:
-            reply = self._call("follow", word, FOLLOWED, _TELL_DEADLINE)
+            reply = self._call("follow", word_message(word), read_followed, _TELL_DEADLINE)
             if reply.wants_catalog:
                 with self._changed:
-                    catalog = self._catalog(self.number)
-                reply = self._call("follow", {**word, **catalog}, FOLLOWED, _TELL_DEADLINE)
+                    catalog, codec = self._catalog(self.number)
+                word = replace(word, catalog=catalog, codec=codec)
+                reply = self._call("follow", word_message(word), read_followed, _TELL_DEADLINE)
             self.spooled, self.codecs = reply.spooled, reply.codecs
         except ShardProblem as error:
             problem, is_refused = str(error), error.is_refusal
@@ -206,10 +204,23 @@ class RemoteShard:
         where = f"shard {self.number} at {self.address}"
         return ShardProblem(f"{where}: its answer to {call}: {problem}; install the same release everywhere", True)
 
-    def _call[T](self, call: str, arguments: dict[str, Any], kind: Kind[T], seconds: float | None = None) -> T:
-        request = pb2.ShardRequest(run=self._run, call=call, json=json.dumps(arguments))
+    def _call[T](
+        self,
+        call: str,
+        message: Any,
+        read: _Reader[T],
+        seconds: float | None = None,
+        refuse_damaged: _Reader[None] | None = None,
+    ) -> T:
+        request = pb2.ShardRequest(run=self._run, protocol=PROTOCOL_VERSION, **{call: message})
         try:
-            return kind(parse(self._connection.call("Shard", request, seconds=seconds).json), call)
+            reply = self._connection.call("Shard", request, seconds=seconds)
+            found = reply.WhichOneof("answer")
+            if found == "damaged" and refuse_damaged is not None:
+                refuse_damaged(reply.damaged, call)
+            if found != call:
+                raise Malformed(f"it is {'empty' if found is None else f'one to {found}'}")
+            return read(getattr(reply, call), call)
         except Malformed as error:
             raise self._misunderstood(call, str(error)) from error
         except UserError as error:
@@ -219,4 +230,8 @@ class RemoteShard:
             where = f"shard {self.number} at {self.address}"
             if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED):
                 raise ShardProblem(f"{where} does not answer ({text}); see that it runs", False) from error
+            if code == grpc.StatusCode.INVALID_ARGUMENT:
+                # Servers of protocol 4 and earlier take no other request than theirs for one.
+                ours = f"this server speaks protocol {PROTOCOL_VERSION}; install the same release everywhere"
+                raise ShardProblem(f"{where} cannot read a request ({text}); {ours}", True) from error
             raise ShardProblem(f"{where}: {text}", code != grpc.StatusCode.RESOURCE_EXHAUSTED) from error

@@ -2,66 +2,28 @@
 """What the first of several servers asks of the others (`Shard` of the protocol), and what they answer.
 
 `follow`: how the run stands. `seal`: make a contribution durable. `measure`, `common_squares` and `write`: make the
-parts of a round. Each has one kind of request and one of answers, which the receiver checks.
+parts of a round. Each has one kind of request and one of answers; shard_messages.py makes messages of them, and checks
+those that were received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megatron_ext.errors import UserError
-from megatron_ext.outer.codecs.all_codecs import CODECS
-from megatron_ext.sync_service.protocol.catalog import LONGEST_NAME, MOST_AXES, Catalog, TensorSpec
-from megatron_ext.sync_service.protocol.schema import (
-    Malformed,
-    flag,
-    integer,
-    list_of,
-    map_of,
-    name,
-    number,
-    optional,
-    record,
-    row,
-    scalar,
-    text,
-)
+from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.protocol.field_checks import Malformed
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.shards.shard import RoundJob
-from megatron_ext.sync_service.shards.shard_messages import (
-    LARGEST_INDEX,
-    LARGEST_SQUARE,
-    by_judged,
-    decision_from_json,
-    job_from_json,
-    measured_from_json,
-)
-from megatron_ext.sync_service.values.decision import Decision, Measured
-from megatron_ext.sync_service.values.guards import Judged
-from megatron_ext.sync_service.values.reduction import Made
+from megatron_ext.sync_service.values.decision import Decision
 
-__all__ = [
-    "COMMON_SQUARES",
-    "DAMAGED",
-    "FOLLOWED",
-    "IDENTITY_CONTENT",
-    "MEASURED",
-    "SEAL",
-    "SEALED",
-    "WORD",
-    "WORK",
-    "WRITTEN",
-    "Damaged",
-    "Followed",
-    "Identity",
-    "Seal",
-    "Sealed",
-    "Word",
-    "Work",
-    "check_work",
-]
+__all__ = ["LARGEST_INDEX", "Followed", "Identity", "Seal", "Sealed", "Setting", "Word", "Work", "check_work"]
+
+type Setting = str | float | bool | None
+"""The value of a field of a configuration."""
+
+LARGEST_INDEX = 4095
+"""Of a peer, see `RunConfig.peers`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +33,10 @@ class Word:
     shards: tuple[str, ...]
     """Addresses of all servers."""
 
-    shard: int
+    shard: int = 0
     """Which of them is told."""
 
-    config: Mapping[str, str | float | bool | None]
+    config: Mapping[str, Setting]
     """Of the run, at the first server."""
 
     id: str
@@ -90,8 +52,8 @@ class Word:
     """By peer, the round for which the contribution was made that counts, whichever process speaks for the peer by
     now."""
 
-    used: Mapping[str, int | None]
-    """By peer, the round for which it has contributed last, where rounds are asynchronous."""
+    used: Mapping[str, int]
+    """By peer that has contributed, the round for which it did so last, where rounds are asynchronous."""
 
     last_round: int | None
     """After which the first server ends; None while there is no end."""
@@ -160,17 +122,6 @@ class Work:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Damaged:
-    """A contribution that cannot be read, and was removed."""
-
-    peer: str
-    """Whose."""
-
-    problem: str
-    """What is wrong with it."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Identity:
     """To which run, and which part of it, the values in a folder belong."""
 
@@ -223,71 +174,3 @@ def check_work(call: str, work: Work, config: RunConfig, catalog: Catalog) -> De
             if spec.judged_as not in decision.verdicts:
                 raise Malformed(f"{call}.decision.verdicts has nothing of {spec.judged_title}")
     return decision
-
-
-def _codec(value: Any, where: str) -> str:
-    try:
-        CODECS.find(str(value))
-    except UserError as error:
-        raise Malformed(f"{where}: {error}") from error
-    return str(value)
-
-
-def _catalog(value: Any, where: str) -> Catalog:
-    return Catalog(_specs(value, where))
-
-
-def _damaged(*, damaged: tuple[str, str]) -> Damaged:
-    peer, problem = damaged
-    return Damaged(peer=peer, problem=problem)
-
-
-def _measured(*, measured: tuple[Measured, ...]) -> list[Measured]:
-    return list(measured)
-
-
-def _squares(*, squares: dict[Judged, float]) -> dict[Judged, float]:
-    return squares
-
-
-_specs = list_of(
-    record(
-        TensorSpec,
-        name=text(LONGEST_NAME),
-        shape=list_of(integer(1), MOST_AXES),
-        unit=text(LONGEST_NAME),
-        owners=list_of(integer(0, LARGEST_INDEX), LARGEST_INDEX + 1),
-    )
-)
-_sum = integer(0, (1 << 32) - 1)
-_LONGEST_ID = 64
-_MOST_SHARDS = 4096
-
-WORD = record(
-    Word,
-    may_lack=("catalog", "codec"),
-    shards=list_of(text(LONGEST_NAME), _MOST_SHARDS),
-    shard=integer(0, _MOST_SHARDS),
-    config=map_of(text(LONGEST_NAME), scalar),
-    id=text(_LONGEST_ID),
-    open_round=integer(),
-    members=map_of(name, name),
-    kept=map_of(name, integer()),
-    used=map_of(name, optional(integer())),
-    last_round=optional(integer(-1)),
-    catalog=_catalog,
-    codec=_codec,
-)
-SEAL = record(Seal, peer=name, instance=name, index=integer(0, LARGEST_INDEX), round=integer())
-WORK = record(Work, job=job_from_json, decision=optional(decision_from_json))
-
-FOLLOWED = record(
-    Followed, wants_catalog=flag, spooled=map_of(name, integer()), codecs=map_of(text(LONGEST_NAME), text(LONGEST_NAME))
-)
-SEALED = record(Sealed, missing=optional(text()), frames=integer(), bytes=integer())
-DAMAGED = record(_damaged, damaged=row(name, text()))
-MEASURED = record(_measured, measured=list_of(measured_from_json, LARGEST_INDEX + 1))
-COMMON_SQUARES = record(_squares, squares=by_judged(number(0, LARGEST_SQUARE)))
-WRITTEN = record(Made, sums=row(_sum, _sum), outer_scalars=map_of(text(LONGEST_NAME), number()))
-
-IDENTITY_CONTENT = record(Identity, id=text(_LONGEST_ID), shard=integer(), shards=integer())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.sync_service.protocol.field_checks import LARGEST_COUNT
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, ResumeAnswer, Wait
-from megatron_ext.sync_service.protocol.schema import LARGEST_COUNT
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.members import Policy
 from megatron_ext.sync_service.rounds.resume import Ledger, Recorded, decide

@@ -6,7 +6,6 @@ Each test takes a second unless pytest is told how long:
     ./tests/run.sh tests/sync_service/server/test_fuzz.py --fuzz-seconds 600
 """
 
-import json
 import random
 import signal
 import time
@@ -25,14 +24,14 @@ from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, 
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
-from megatron_ext.sync_service.shards.shard_messages import decision_to_json, job_to_json
+from megatron_ext.sync_service.shards.shard_messages import work_message
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.decision import Decision
 from tests.sync_service.cluster import Cluster
-from tests.sync_service.hostile import bytes_of, json_of, message_of
+from tests.sync_service.hostile import bytes_of, message_of
 from tests.sync_service.server.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.service import Service
-from tests.sync_service.shard_caller import calling, word
+from tests.sync_service.shard_caller import calling, shard_request, word
 from tests.sync_service.toy_peer import start_values
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(3600)]
@@ -206,9 +205,7 @@ METHODS = [method.name for method in pb2.DESCRIPTOR.services_by_name["SyncServic
 def drawn(dice: random.Random, method: str, run: str, instance: str) -> list[bytes]:
     """Return messages to a method, with every field drawn from a good one and what makes no sense."""
     if method == "Shard":
-        call, good = dice.choice(list(shard_requests(run, instance).items()))
-        text = json_of(dice, good) if dice.random() < 0.9 else json.dumps(good)
-        goods = [pb2.ShardRequest(run=run, call=call, json=text)]
+        goods = [shard_request(call, good, run) for call, good in shard_requests(run, instance).items()]
     else:
         kind = getattr(pb2, f"{method}Request")
         goods = [kind.FromString(data) for data in requests("x0", run, instance)[method]]
@@ -224,15 +221,15 @@ def shard_requests(run: str, instance: str) -> dict[str, Any]:
     """Return what a first server may ask a shard for; of another run of that name, so that it is not obeyed."""
     config = RunConfig(peers=2, **RUNS[run])
     uploaders = (Uploader(peer="x0", index=0, made_for=0),)
-    job = job_to_json(RoundJob(number=0, uploaders=uploaders, outer_scalars={"a": 1.0}))
+    job = RoundJob(number=0, uploaders=uploaders, outer_scalars={"a": 1.0})
     verdicts = {spec.judged_as: Verdict(accepted=(0,), weights=(1.0,)) for spec in CATALOG}
-    decision = decision_to_json(Decision(rejected={"x1": "why"}, verdicts=verdicts, coefficients={("w", False): 0.5}))
+    decision = Decision(rejected={"x1": "why"}, verdicts=verdicts, coefficients={("w", False): 0.5})
     return {
-        "follow": word(["a:1", "b:1"], config, CATALOG, members={"x0": instance}, kept={"x0": 0}, used={"x0": None}),
-        "seal": {"peer": "x0", "instance": instance, "index": 0, "round": 1},
-        "measure": {"job": job, "decision": None},
-        "common_squares": {"job": job, "decision": decision},
-        "write": {"job": job, "decision": decision},
+        "follow": word(["a:1", "b:1"], config, CATALOG, members={"x0": instance}, kept={"x0": 0}, used={"x0": 0}),
+        "seal": pb2.Seal(peer="x0", instance=instance, index=0, round=1),
+        "measure": work_message(job, None),
+        "common_squares": work_message(job, decision),
+        "write": work_message(job, decision),
     }
 
 

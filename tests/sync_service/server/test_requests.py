@@ -12,7 +12,10 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.sync_service.peer.client import Report
+from megatron_ext.sync_service.protocol.field_checks import Malformed
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
+from megatron_ext.sync_service.protocol.status_reply import read_status
+from tests.sync_service.hostile import variants
 from tests.sync_service.other_server import serving
 from tests.sync_service.service import Service
 from tests.sync_service.shard_caller import ShardCaller, calling
@@ -78,7 +81,7 @@ REGISTRATIONS: list[tuple[dict[str, Any], str]] = [
     ({"index": (1 << 32) - 1}, "index 4294967295 is asked for, but the run has places 0 to 1"),
     ({"caller": pb2.Caller(run="x" * 100_000, peer="p0", instance="i")}, "is not served here; the runs are: demo"),
     ({"caller": pb2.Caller(run="demo", peer="../" * 10_000, instance="i")}, "cannot be the name of a peer"),
-    ({"protocol": 0}, "the peer 0; install the same release"),
+    ({"protocol": 0}, "the peer an earlier one; install the same"),
 ]
 
 
@@ -176,34 +179,61 @@ def test_bytes_that_are_no_message_are_refused_without_a_traceback(service: Serv
     assert main(["server", "status", "--server", service.address]) == 0
 
 
-def saying(status: str) -> AbstractContextManager[str]:
+def saying(status: Any) -> AbstractContextManager[str]:
     """Serve a server whose status is whatever it was given; gives the address."""
-    return serving("Status", pb2.StatusRequest, lambda _request: pb2.StatusReply(json=status))
+    return serving("Status", pb2.StatusRequest, lambda _request: status)
+
+
+FOUND = pb2.RunStatus(run="demo", peers=[{"peer": "p0"}], shards=[{"shard": 1}], rejected={"p1": "why"})
 
 
 @pytest.mark.parametrize(
     ("status", "problem"),
     [
-        ("", "it is not JSON"),
-        ("[]", "status is a list of 0; it must be an object"),
-        ("{}", "status.runs is missing"),
-        ('{"runs": [{}]}', "status.runs[0].run is missing"),
-        ('{"runs": [{"run": "\\u001b[31m"}]}', "status.runs[0].newest_round is missing"),
-        ("[" * 100_000, "it has too many levels"),
+        # Of a server of protocol 4, which says everything in a field with JSON.
+        (pb2.StatusReply.FromString(b"\x0a\x02{}"), "it does not say the server's release"),
+        (pb2.StatusReply(version="1", runs=[{"run": "\x1b[31m"}]), "runs[0].run is '\\x1b[31m'; it must be"),
+        (pb2.StatusReply(version="1", runs=[{"run": "a", "rejected": {"/p": ""}}]), "rejected is '/p'; it must be"),
+        (pb2.StatusReply(version="1", runs=[{"run": "a", "open_round": 1 << 60}]), "open_round is 1152921504606846976"),
+        (pb2.StatusReply(version="1", runs=[{"run": "a", "peers": [{"peer": ""}]}]), "peers[0].peer is ''; it must be"),
     ],
 )
-def test_a_status_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str], status: str, problem: str):
+def test_a_status_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str], status: Any, problem: str):
     with saying(status) as address:
         for action in (["status"], ["status", "--json"], ["evict", "p0"]):
             assert main(["server", *action, "--server", address]) == 2
             error = capsys.readouterr().err
-            assert f"its answer to Status is none ({problem}" in error and len(error.splitlines()) == 1
+            assert "its answer to Status is none (" in error and problem in error and len(error.splitlines()) == 1
+
+
+def test_any_other_value_in_any_place_of_a_status_is_shown_or_refused():
+    refused = 0
+    for status in variants(pb2.StatusReply(version="1", runs=[FOUND])):
+        try:
+            assert json.dumps(read_status(status))
+        except Malformed as problem:
+            refused += 1
+            assert len(str(problem)) < 300 and str(problem).isprintable()
+    assert refused > 50
 
 
 def test_a_status_of_a_later_release_may_say_more(service: Service, capsys: pytest.CaptureFixture[str]):
-    assert main(["server", "status", "--json", "--server", service.address]) == 0
-    status = json.loads(capsys.readouterr().out)
-    later = json.dumps({**status, "later": 1, "runs": [{**status["runs"][0], "later": {}}]})
+    status = pb2.StatusReply(version="9", runs=[FOUND]).SerializeToString()
+    later = pb2.StatusReply.FromString(status + b"\xa2\x06\x02{}")
     with saying(later) as address:
         assert main(["server", "status", "--server", address]) == 0
         assert "run demo: newest round none yet" in capsys.readouterr().out
+
+
+def test_a_status_in_json_has_every_field(make_service: MakeService, capsys: pytest.CaptureFixture[str]):
+    service = make_service(peers=1)
+    service.start()
+    with service.client("p0", START) as client:
+        client.start(START)
+        assert main(["server", "status", "--json", "--server", service.address]) == 0
+    status = json.loads(capsys.readouterr().out)
+    (run,) = status["runs"]
+    (peer,) = run["peers"]
+    fields = [{field.name for field in kind.DESCRIPTOR.fields} for kind in (pb2.RunStatus, pb2.PeerStatus)]
+    assert [set(run), set(peer)] == fields and set(status) == {"version", "runs"}
+    assert run["newest_round"] == 0 and run["contributors"] == ["p0"] and peer["last_seen"] > 0

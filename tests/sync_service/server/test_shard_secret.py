@@ -69,14 +69,16 @@ def test_a_member_s_name_that_leads_out_of_the_folder_makes_no_file(
     server = cluster.start(1)
     before = everything(service)
     with calling(cluster.addresses[1], shown) as caller:
-        told = word(cluster.addresses, RunConfig(peers=2), CATALOG)
-        code, said = caller.ask("follow", {**told, "members": {LEADS_OUT: "i"}})
+        out, inside = (
+            word(cluster.addresses, RunConfig(peers=2), CATALOG, members={name: "i"}) for name in (LEADS_OUT, "p")
+        )
+        code, said = caller.ask("follow", out)
         uploaded, _ = upload(caller, LEADS_OUT)
         assert everything(service) == before
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "a key of follow.members is '../../" in said
         assert uploaded is not grpc.StatusCode.OK
         # What makes sense is done.
-        assert caller.ask("follow", {**told, "members": {"p": "i"}})[0] is grpc.StatusCode.OK
+        assert caller.ask("follow", inside)[0] is grpc.StatusCode.OK
         assert upload(caller, "p")[0] is grpc.StatusCode.OK
     assert "Traceback" not in server.output
 
@@ -93,7 +95,7 @@ def test_the_peers_token_is_not_enough_to_lead_a_server(make_service: MakeServic
         ({"secret": SECRET}, "the token is missing or wrong"),
     ):
         with calling(cluster.addresses[1], shown) as caller:
-            for call, content in (("follow", told), ("write", {}), ("seal", "{"), ("", "")):
+            for call, content in (("follow", told), ("write", {}), ("seal", {}), ("seal", None)):
                 code, said = caller.ask(call, content)
                 assert code in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED) and wanted in said
                 assert SECRET not in said

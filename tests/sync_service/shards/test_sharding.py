@@ -2,7 +2,6 @@
 """Several servers that have parts of the values: the bits of one, whoever is killed, and clear words about misfits."""
 
 import asyncio
-import json
 import signal
 import time
 from collections.abc import Callable
@@ -32,7 +31,8 @@ from megatron_ext.sync_service.server.config import ServerConfig
 from megatron_ext.sync_service.server.shard_run import ShardRun
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
-from megatron_ext.sync_service.shards.shard_messages import decision_from_json, decision_to_json, job_to_json
+from megatron_ext.sync_service.shards.shard_calls import Followed, Work
+from megatron_ext.sync_service.shards.shard_messages import read_followed, read_sealed, read_work, work_message
 from megatron_ext.sync_service.shards.sharding import assign
 from megatron_ext.sync_service.values.decision import Decision
 from megatron_ext.sync_service.values.failpoints import Failpoints
@@ -40,7 +40,7 @@ from megatron_ext.sync_service.values.reduction import Alone
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.service import Service
-from tests.sync_service.shard_caller import word
+from tests.sync_service.shard_caller import shard_request, word
 from tests.sync_service.toy_peer import digest, start_values, trained
 
 MakeService = Callable[..., Service]
@@ -141,7 +141,9 @@ def test_other_servers_are_told_all_that_values_are_made_by():
         verdicts={("layer.0", False): one, ("layer.0", True): other},
         coefficients={("layer.0", False): 1 / 3},
     )
-    assert decision_from_json(json.loads(json.dumps(decision_to_json(decision)))) == decision
+    job = RoundJob(number=3, uploaders=(), outer_scalars={"step": 1 / 3}, alone=Alone(weight=0.1, per_step=2))
+    assert read_work(work_message(job, decision), "write") == Work(job=job, decision=decision)
+    assert read_work(work_message(job, None), "measure") == Work(job=job, decision=None)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +226,9 @@ class Shard1:
         server = ServerConfig(dir=str(folder), shards=("a:1", "b:1"), shard=1, runs={"demo": self.config})
         self.run = ShardRun("demo", server, folder, Failpoints())
 
-    def follow(self, **changes: Any) -> dict[str, Any]:
-        return self.run.answer("follow", word(["a:1", "b:1"], self.config, self.catalog, **changes))
+    def follow(self, **changes: Any) -> Followed:
+        told = word(["a:1", "b:1"], self.config, self.catalog, **changes)
+        return read_followed(self.run.answer(shard_request("follow", told)).follow, "follow")
 
     def upload(self, peer: str, instance: str, number: int = 0, *, closed: bool = False) -> None:
         """Upload everything, by default of the start."""
@@ -238,8 +241,8 @@ class Shard1:
 
     def lacks(self, instance: str) -> str | None:
         """Return what the contribution of peer p lacks for a process."""
-        found = self.run.answer("seal", {"peer": "p", "instance": instance, "index": 0, "round": 0})
-        return found["missing"]
+        wanted = {"peer": "p", "instance": instance, "index": 0, "round": 0}
+        return read_sealed(self.run.answer(shard_request("seal", wanted)).seal, "seal").missing
 
 
 def test_what_a_shard_was_asked_to_keep_outlives_it_and_is_not_another_process_s(tmp_path: Path):
@@ -275,8 +278,8 @@ def test_what_a_shard_has_made_may_be_committed_after_it_was_killed_and_started_
     shard.follow(members={"p": "old"})
     shard.upload("p", "old")
     assert shard.lacks("old") is None
-    job = job_to_json(RoundJob(number=0, uploaders=(Uploader(peer="p", index=0, made_for=0),), outer_scalars={}))
-    shard.run.answer("write", {"job": job, "decision": decision_to_json(Decision())})
+    job = RoundJob(number=0, uploaders=(Uploader(peer="p", index=0, made_for=0),), outer_scalars={})
+    shard.run.answer(shard_request("write", work_message(job, Decision())))
     again = Shard1(tmp_path)
     # The first server still waits for other shards.
     again.follow(members={"p": "old"}, kept={"p": 0})
@@ -293,8 +296,8 @@ def test_a_shard_takes_what_was_used_or_has_become_too_old_no_second_time(tmp_pa
     def make(number: int, peer: str, made_for: int, **told: Any) -> None:
         alone = Alone(weight=1.0, per_step=2) if number else None
         uploaders = (Uploader(peer=peer, index=0, made_for=made_for),)
-        job = job_to_json(RoundJob(number=number, uploaders=uploaders, outer_scalars={}, alone=alone))
-        shard.run.answer("write", {"job": job, "decision": decision_to_json(Decision())})
+        job = RoundJob(number=number, uploaders=uploaders, outer_scalars={}, alone=alone)
+        shard.run.answer(shard_request("write", work_message(job, Decision())))
         shard.follow(members=members, open_round=number + 1, **told)
 
     shard.follow(members=members)
@@ -329,7 +332,7 @@ def test_a_shard_follows_its_own_run_alone(tmp_path: Path):
     with pytest.raises(Refusal, match="its folder lacks values of run 'demo'"):
         shard.follow(open_round=3)
     codecs = dict.fromkeys(CODECS.own_names, "")
-    assert shard.follow() == {"wants_catalog": False, "spooled": {}, "codecs": codecs}
+    assert shard.follow() == Followed(wants_catalog=False, spooled={}, codecs=codecs)
     again = Shard1(tmp_path)
     with pytest.raises(Refusal, match=r"has shard 1 of 2 of another run 'demo' \(id one; the first server's is two\)"):
         again.follow(id="two")
