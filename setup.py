@@ -46,6 +46,9 @@ TE = ["transformer-engine[pytorch]>=2.0"]
 # The writer of Megatron's own default, --async-strategy nvrx; Megatron 0.19 refuses earlier ones.
 ASYNC = ["nvidia-resiliency-ext>=0.6"]
 
+# Muon and its family; an entry of the same name with version 999 stands in another index.
+MUON = ["emerging-optimizers==0.3.0"]
+
 DOCS = [
     "sphinx>=8",
     "myst-parser>=4",
@@ -65,7 +68,7 @@ TESTS = [
     "trustme>=1.2",  # certificates for the sync service's tests
 ]
 
-DEV = [*TESTS, *PLOTS, *DATA, *SPES, *DOCS, "build>=1.2"]
+DEV = [*TESTS, *PLOTS, *DATA, *SPES, *MUON, *DOCS, "build>=1.2"]
 
 
 def read_version() -> str:
@@ -112,6 +115,7 @@ setup(
         "hot-switch": HOT_SWITCH,
         "te": TE,
         "async": ASYNC,
+        "muon": MUON,
         "plots": PLOTS,
         "data": DATA,
         "docs": DOCS,

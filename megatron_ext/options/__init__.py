@@ -7,6 +7,7 @@ row: rows are in the files named after areas of Megatron, and a verdict is made 
 """
 
 from megatron_ext.options.asked import asks_to_switch
+from megatron_ext.options.optimizer_package import missing_optimizers
 from megatron_ext.options.row import Row
 from megatron_ext.options.table import ROWS, refusals, refused_rows, shared_by_peers
 from megatron_ext.options.unknown import UnknownOption, unknown_options, unknown_problems
@@ -19,6 +20,7 @@ __all__ = [
     "Row",
     "UnknownOption",
     "asks_to_switch",
+    "missing_optimizers",
     "refusals",
     "refused_rows",
     "shared_by_peers",

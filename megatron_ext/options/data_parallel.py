@@ -172,7 +172,9 @@ DATA_PARALLEL = (
     ),
     row(
         "--use-distributed-optimizer without --overlap-param-gather",
-        lambda args: bool(args.use_distributed_optimizer and not args.overlap_param_gather),
+        lambda args: bool(
+            (args.use_distributed_optimizer or args.optimizer == "dist_muon") and not args.overlap_param_gather
+        ),
         cpu=_PLAIN_GATHER,
         local_sgd=_PLAIN_GATHER.but(
             "--local-sgd-sync-in-forward",

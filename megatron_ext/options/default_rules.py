@@ -62,6 +62,9 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
             "--apply-wd-to-qk-layernorm",
             "--clip-grad",
             "--adam-*",
+            "--muon-*",
+            "--lion-*",
+            "--no-use-layer-wise-param-layout",
             "--sgd-momentum",
             "--fp16",
             "--bf16",
@@ -79,9 +82,6 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
     DefaultRule(
         reason="it is read only with an option that is refused",
         patterns=(
-            "--muon-*",
-            "--lion-*",
-            "--no-use-layer-wise-param-layout",
             "--optimizer-offload-fraction",
             "--use-torch-optimizer-for-cpu-offload",
             "--overlap-cpu-optimizer-d2h-h2d",

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     BACKENDS,
@@ -17,13 +19,35 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_THERE,
     WORKERS,
 )
+from megatron_ext.options.optimizer_package import FAMILY
 from megatron_ext.options.row import is_set, row, says
 from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["OPTIMIZERS"]
 
 _NO_VALUES = refused("the fp32 values that a round moves are not where Megatron's Adam and SGD keep them")
-_EMERGING = says("optimizer", "muon", "dist_muon", "adaptive_muon", "soap", "lion")
+_MUON = f"{WORKERS}test_muon.py::"
+_MUON_ROUNDS = tested(f"{_MUON}test_a_resume_in_mid_interval_keeps_the_bits_and_rounds_leave_workers_equal")
+_MUON_APART = tested(f"{_MUON}test_a_worker_that_never_meets_another_is_a_stock_job")
+_MUON_PEERS = tested(f"{PEERS}test_muon.py::test_peers_end_equal_and_a_killed_one_resumes_with_the_same_bits")
+_MUON_HOT = refused("it has not been tested with several strategies", "use adam or sgd")
+_NO_LAYERS_IN_FP32 = refused(
+    "Megatron's layer-wise optimizer, which it takes then, cannot train in fp32", "add --bf16, or drop the latter"
+)
+_NO_STATE_OF_SOAP = refused(
+    "Megatron cannot write its state, whose tensors have other shapes than the weights", "use another, or drop --save"
+)
+_NO_STEP = refused(
+    "it lacks in Megatron a scale that emerging-optimizers reads in every step", "use muon, or another optimizer"
+)
+_family = says("optimizer", *FAMILY)
+
+
+def _layer_wise_without_bf16(args: Any) -> bool:
+    is_layer_wise = args.use_distributed_optimizer or args.optimizer == "dist_muon"
+    return bool(_family(args) and is_layer_wise and not args.bf16)
+
+
 
 OPTIMIZERS = (
     row(
@@ -37,14 +61,36 @@ OPTIMIZERS = (
         sync_service=AS_ANY_JOB,
     ),
     row(
-        "--optimizer muon, dist_muon, adaptive_muon, soap or lion (layer-wise optimizers)",
-        _EMERGING,
-        cpu=refused("the package with these optimizers has not been tested on CPU", "use adam or sgd"),
-        local_sgd=refused(
-            "the outer step knows the parameter shards of Megatron's Adam and SGD alone", "use adam or sgd"
-        ),
-        hot_switch=refused("it has not been tested with several strategies", "use adam or sgd"),
-        sync_service=refused("a round knows the parameter shards of Megatron's Adam and SGD alone", "use adam or sgd"),
+        "--optimizer muon, dist_muon, lion or soap (package emerging-optimizers)",
+        says("optimizer", "muon", "dist_muon", "lion", "soap"),
+        cpu=_MUON_APART,
+        local_sgd=_MUON_ROUNDS,
+        hot_switch=_MUON_HOT,
+        sync_service=_MUON_PEERS,
+    ),
+    row(
+        "--optimizer adaptive_muon",
+        says("optimizer", "adaptive_muon"),
+        cpu=_NO_STEP,
+        local_sgd=_NO_STEP,
+        hot_switch=_MUON_HOT,
+        sync_service=_NO_STEP,
+    ),
+    row(
+        "--optimizer muon and its family with --use-distributed-optimizer, or dist_muon, without --bf16",
+        _layer_wise_without_bf16,
+        cpu=_NO_LAYERS_IN_FP32,
+        local_sgd=_NO_LAYERS_IN_FP32,
+        hot_switch=_MUON_HOT,
+        sync_service=_NO_LAYERS_IN_FP32,
+    ),
+    row(
+        "--optimizer soap with --save",
+        lambda args: bool(args.optimizer == "soap" and args.save and not args.no_save_optim),
+        cpu=_NO_STATE_OF_SOAP,
+        local_sgd=_NO_STATE_OF_SOAP,
+        hot_switch=_MUON_HOT,
+        sync_service=_NO_STATE_OF_SOAP,
     ),
     row(
         "--use-precision-aware-optimizer",

@@ -41,6 +41,10 @@ class DpShard:
     parameters it shares memory with the parameter. None when the rank owns nothing, and when the inner
     optimizer keeps the fp32 values itself (precision-aware optimizer)."""
 
+    is_alone: bool
+    """Whether no other data parallel rank updates these elements: the distributed optimizer cuts parameters into
+    shards, and the layer-wise one gives whole parameters to ranks."""
+
     @property
     def numel(self) -> int:
         """Number of owned elements."""
@@ -63,29 +67,57 @@ def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
             the view or in two optimizers.
     """
     shards: dict[int, DpShard] = {}
+    layer_wise = layer_wise_optimizers(optimizer)
+    alone = {id(member) for part in layer_wise for member in optimizer_members(part)}
     for index, member in enumerate(optimizer_members(optimizer)):
+        is_alone = isinstance(member, DistributedOptimizer) or id(member) in alone
         for parameter, start, stop, main in _owned(member):
-            try:
-                entry = view.by_parameter(parameter)
-            except KeyError:
-                raise ParamsError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that "
-                    f"is not in the parameter view"
-                ) from None
+            entry = _entry_of(view, parameter)
             if id(parameter) in shards:
                 raise ParamsError(f"{entry.tensor.name} is in two optimizers")
-            shards[id(parameter)] = DpShard(entry=entry, member=index, start=start, stop=stop, main=main)
+            shards[id(parameter)] = DpShard(
+                entry=entry, member=index, start=start, stop=stop, main=main, is_alone=is_alone
+            )
+    for parameter in (parameter for part in layer_wise for parameter in _dealt_out(part)):
+        if id(parameter) not in shards:  # another rank's
+            shards[id(parameter)] = DpShard(
+                entry=_entry_of(view, parameter), member=0, start=0, stop=0, main=None, is_alone=True
+            )
     return tuple(shards[id(entry.parameter)] for entry in view.entries if id(entry.parameter) in shards)
 
 
 def optimizer_members(optimizer: Any) -> Iterator[Any]:
     """Yield the optimizers that a (perhaps chained) ``MegatronOptimizer`` consists of, without the empty ones."""
-    # A layer-wise optimizer is a ChainedOptimizer too, but gives whole parameters to ranks by its own rule.
-    if isinstance(optimizer, ChainedOptimizer) and not isinstance(optimizer, LayerWiseDistributedOptimizer):
+    if isinstance(optimizer, ChainedOptimizer):
         for member in optimizer.chained_optimizers:
             yield from optimizer_members(member)
     elif not getattr(optimizer, "is_stub_optimizer", False):
         yield optimizer
+
+
+def layer_wise_optimizers(optimizer: Any) -> list[Any]:
+    """Return the parts of a (perhaps chained) ``MegatronOptimizer`` that give whole parameters to ranks."""
+    if isinstance(optimizer, LayerWiseDistributedOptimizer):
+        return [optimizer]
+    if isinstance(optimizer, ChainedOptimizer):
+        return [part for member in optimizer.chained_optimizers for part in layer_wise_optimizers(member)]
+    return []
+
+
+def _entry_of(view: ParameterView, parameter: torch.Tensor) -> LocalParameter:
+    try:
+        return view.by_parameter(parameter)
+    except KeyError:
+        raise ParamsError(
+            f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the parameter view"
+        ) from None
+
+
+def _dealt_out(layer_wise: Any) -> Iterator[torch.Tensor]:
+    """Yield the parameters that a layer-wise optimizer has given to the ranks of a group, this one's among them."""
+    for lists in (layer_wise.dp_cp_params_list, getattr(layer_wise, "expt_dp_params_list", None)):
+        for parameters in lists or ():  # none where a rank is alone in its group
+            yield from parameters
 
 
 def _owned(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.Tensor | None]]:

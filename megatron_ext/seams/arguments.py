@@ -23,7 +23,7 @@ from megatron_ext import async_save
 from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
-from megatron_ext.options import UnknownOption, unknown_options, unknown_problems
+from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
 
 __all__ = ["add_config_group", "patches", "say", "with_arguments"]
@@ -171,9 +171,8 @@ def _wrap_validate(
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         hooks.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
-        missing = async_save.missing_writer(args)
-        if missing is not None:
-            problems.append(missing)
+        missing = (async_save.missing_writer(args), missing_optimizers(args))
+        problems += [problem for problem in missing if problem is not None]
         if problems:
             raise combine(problems, "arguments")
         enabled = hooks.enable(args)

@@ -20,6 +20,7 @@ from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStar
 from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero
+from megatron_ext.seams.optimizer_format import refuse_other_optimizer
 
 __all__ = ["load_patches", "patches", "repairs"]
 
@@ -205,6 +206,8 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 common_only=bool(given["rank0"]),
                 release=bool(result[2]),
             )
+            if read.common_only:
+                refuse_other_optimizer(read)
             hooks.fire(read)
             hooks.load_state(read)
         return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.patching import Patch
+from megatron_ext.seams.process_groups import current_groups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
 from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["forget_synchronous_warmup", "install_synchronous_warmup", "patches", "reduced_gradients"]
+
+_LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 
 _one_norm: Callable[[Any], Any] | None = None
 """Makes the norm that a worker has worked out that of all of them."""
@@ -29,8 +33,25 @@ def patches() -> list[Patch]:
             target="megatron.core.optimizer.clip_grads:get_grad_norm_fp32",
             wrap=_wrap_norm,
             parameters=("grads_for_norm", "norm_type", "grad_stats_parallel_group"),
-            reason="clip the same gradients alike on all workers in warm-up, though each adds up their norm by itself",
-        )
+            reason="clip the same gradients alike on all workers in warm-up, though each adds up their norm by itself, "
+            "and add up those of a layer-wise optimizer, for which Megatron takes all ranks, inside the worker",
+        ),
+        Patch(
+            name="gradients/zeros",
+            target="megatron.core.optimizer.clip_grads:count_zeros_fp32",
+            wrap=_wrap_zeros,
+            parameters=("parameters", "grad_stats_parallel_group"),
+            reason="Megatron counts a layer-wise optimizer's zeros over all ranks, so over all workers",
+        ),
+        Patch(
+            name="gradients/norm-groups",
+            target=f"{_LAYER_WISE}.has_grad_norm_group",
+            wrap=_wrap_has_group,
+            parameters=("self", "grad_norm_group"),
+            missing_from="<0.19",
+            rebind=False,
+            reason="Megatron asks all ranks, so all workers, which gradients a layer-wise optimizer clips apart",
+        ),
     ]
 
 
@@ -88,12 +109,49 @@ def _of_first_worker(groups: WorkerGroups, in_warmup: Callable[[], bool], norm: 
 
 
 def _wrap_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    inside = _inside_the_worker(original)
+
     @functools.wraps(original)
     def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
-        norm = original(*args, **kwargs)
+        norm = inside(*args, **kwargs)
         return norm if _one_norm is None else _one_norm(norm)
 
     return get_grad_norm_fp32
+
+
+def _wrap_zeros(original: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.wraps(original)(_inside_the_worker(original))
+
+
+def _inside_the_worker(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes the worker's ranks where `original` would take all of the job's."""
+    signature = inspect.signature(original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bound.arguments["grad_stats_parallel_group"] is None:
+            bound.arguments["grad_stats_parallel_group"] = current_groups().inside
+        return original(*bound.args, **bound.kwargs)
+
+    return call
+
+
+def _wrap_has_group(original: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(original)
+    def has_grad_norm_group(self: Any, grad_norm_group: str) -> bool:
+        from megatron.core.optimizer.optimizer import _get_param_grad_norm_group
+
+        known: dict[str, bool] = self.__dict__.setdefault("_norm_groups_of_worker", {})
+        if grad_norm_group not in known:
+            own = any(_get_param_grad_norm_group(parameter) == grad_norm_group for parameter in self.get_parameters())
+            groups = current_groups()
+            flag = torch.tensor(int(own), device=collective_device(groups.inside))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=groups.inside)
+            known[grad_norm_group] = bool(flag)
+        return known[grad_norm_group]
+
+    return has_grad_norm_group
 
 
 def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:

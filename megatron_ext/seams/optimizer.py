@@ -2,7 +2,8 @@
 """Seam: the authoritative fp32 values inside Megatron's optimizers, and refreshing the model from them.
 
 Which tensor is authoritative depends on the optimizer: the model's own parameter (fp32), its fp32 copy (bf16 and
-fp16), or this rank's shard of that copy (distributed optimizer). Nothing here is a patch.
+fp16), this rank's shard of that copy (distributed optimizer), or the copies of the parameters that are this rank's
+(layer-wise optimizer). Nothing here is a patch.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ class Value:
     member: int
     """Index of its optimizer in `InnerValues.members`."""
 
+    is_alone: bool
+    """Whether no other data-parallel rank of the job updates these elements, see `DpShard.is_alone`."""
+
 
 class InnerValues:
     """The values of one rank, in an order that is the same on all ranks with the same shard."""
@@ -52,25 +56,30 @@ class InnerValues:
                 parameter that the view does not know.
         """
         # Imported here because it imports Megatron, whose import the command line tools can do without.
-        from megatron_ext.params.optimizer_shards import dp_shards, optimizer_members
+        from megatron_ext.params.optimizer_shards import dp_shards, layer_wise_optimizers, optimizer_members
 
         self.view = view
         self.members = list(optimizer_members(optimizer))
+        self._layer_wise = layer_wise_optimizers(optimizer)
         self.values = []
         for shard in dp_shards(optimizer, view):
             if shard.main is not None:
                 whole = not is_distributed(self.members[shard.member])
                 tensor = shard.main.view(shard.entry.parameter.shape) if whole else shard.main
-                self.values.append(Value(tensor=tensor, entry=shard.entry, start=shard.start, member=shard.member))
+                self.values.append(
+                    Value(
+                        tensor=tensor,
+                        entry=shard.entry,
+                        start=shard.start,
+                        member=shard.member,
+                        is_alone=shard.is_alone,
+                    )
+                )
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The authoritative tensors."""
         return [value.tensor for value in self.values]
-
-    def is_shard(self, value: Value) -> bool:
-        """Return whether the distributed optimizer has cut this value from those of other ranks."""
-        return is_distributed(self.members[value.member])
 
     def reset_non_finite_moments(self) -> None:
         """Set the non-finite elements of the optimizers' states to zero."""
@@ -82,21 +91,20 @@ class InnerValues:
         """Bring the model's parameters up to date after the values were changed.
 
         Args:
-            now: gather the distributed optimizer's shards at once. Otherwise, with overlapped gathering, the
-                next forward pass does it, as after any optimizer step.
+            now: gather what ranks update alone at once. Otherwise, with overlapped gathering, the next forward pass
+                does it, as after any optimizer step.
         """
         for member in self.members:
             if hasattr(member, "_copy_main_params_to_model_params"):
                 member._copy_main_params_to_model_params()
-            if not is_distributed(member):
-                continue
-            if not member.ddp_config.overlap_param_gather and not now:
-                member.start_param_sync_for_bucket_group_subset()
-                continue
-            for chunk in member.model_chunks:
-                # Megatron puts the hooks of the forward pass in place after the first step that was not skipped.
-                if now or not chunk.remove_forward_pre_hook_handles:
-                    chunk.start_param_sync(force_sync=True)
+        for part in self._layer_wise:
+            if not part.overlap_param_gather and not part.use_buffer_param_sync:
+                part.allgather_params()
+            else:
+                _gather(part, overlapped=part.overlap_param_gather, now=now)
+        for member in self.members:
+            if is_distributed(member):
+                _gather(member, overlapped=member.ddp_config.overlap_param_gather, now=now)
 
     @torch.no_grad()
     def refresh_units(self, units: Collection[str]) -> None:
@@ -110,6 +118,17 @@ class InnerValues:
                 flat = value.entry.parameter.detach().view(-1)[value.start : value.start + value.tensor.numel()]
                 if flat.data_ptr() != value.tensor.data_ptr():  # a parameter in fp32 is its own value
                     flat.copy_(value.tensor.view(-1))
+
+
+def _gather(part: Any, *, overlapped: bool, now: bool) -> None:
+    """Bring the parameters together that the ranks of one of Megatron's optimizers have updated, see `refresh`."""
+    if not overlapped and not now:
+        part.start_param_sync_for_bucket_group_subset()
+        return
+    for chunk in part.model_chunks:
+        # Megatron puts the hooks of the forward pass in place after the first step that was not skipped.
+        if now or not chunk.remove_forward_pre_hook_handles:
+            chunk.start_param_sync(force_sync=True)
 
 
 def fill_empty_states(optimizer: Any) -> bool:

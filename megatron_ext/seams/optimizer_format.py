@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this run's layout can read the optimizer state of a checkpoint."""
+"""Whether this run's optimizer, in its layout, can read the optimizer state of a checkpoint."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import LoadContext
+from megatron_ext.hooks import CheckpointRead, LoadContext
 
-__all__ = ["refuse_bound_format", "refuse_states_by_place", "reshardable_problems"]
+__all__ = ["refuse_bound_format", "refuse_other_optimizer", "refuse_states_by_place", "reshardable_problems"]
 
 _BOUND_TO = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
@@ -44,6 +44,36 @@ def reshardable_problems(args: Any) -> list[str]:
         f"--dist-ckpt-optim-fully-reshardable: Megatron {__version__} writes Adam's moments alone in that format, and "
         "outer rounds have other tensors to save; drop it, or use Megatron 0.19 or newer"
     ]
+
+
+def refuse_other_optimizer(context: CheckpointRead) -> None:
+    """Refuse the state of an optimizer of another kind.
+
+    Args:
+        context: of the read; the common state is enough.
+
+    Raises:
+        UserError: naming both kinds and the way out. Megatron itself would name a tensor that is not there.
+    """
+    saved, args = context.state.get("args"), context.args
+    if saved is None or context.release or args.no_load_optim or args.finetune or saved.no_save_optim:
+        return
+    before, now = _kind_of(saved), _kind_of(args)
+    if before != now:
+        raise UserError(
+            f"--load {context.directory}: saved with {before}, this run has {now}, which cannot take its state. Give "
+            "what it was saved with, or take the weights alone with --no-load-optim"
+        )
+
+
+def _kind_of(args: Any) -> str:
+    """Return what decides which tensors an optimizer's state has, as options, of arguments that Megatron validated."""
+    kind = f"--optimizer {args.optimizer}"
+    if args.optimizer in ("muon", "adaptive_muon"):
+        kind += f" --muon-scalar-optimizer {getattr(args, 'muon_scalar_optimizer', 'adam')}"
+    if getattr(args, "use_layer_wise_distributed_optimizer", False):
+        kind += " --use-distributed-optimizer"
+    return kind
 
 
 def refuse_bound_format(context: LoadContext) -> None:

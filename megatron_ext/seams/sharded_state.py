@@ -231,16 +231,25 @@ def _of_member(
 
 
 def _in_model_space(
-    values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int, model_state: dict[str, Any]
-) -> dict[str, dict[int, Any]]:
+    values: InnerValues,
+    tensors: dict[str, list[torch.Tensor]],
+    index: int,
+    model_state: dict[str, Any],
+) -> Any:
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
 
     by_parameter = {id(item.data): item for item in _sharded(model_state)}
     entry: dict[str, dict[int, Any]] = {name: {} for name in tensors}
     for name, tensor, position in _of_member(values, tensors, index):
         parameter = values.values[position].entry.parameter
-        entry[name][position] = make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, prefix=name)
-    return entry
+        item = make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, prefix=name)
+        if values.values[position].is_alone:
+            # As Megatron does: of the model there is a copy on every data-parallel rank, of this there is one.
+            item.replica_id = (*item.replica_id[:2], 0)
+        entry[name][position] = item
+    # A rank to which the layer-wise optimizer has given nothing: what is empty would lose its place in the list.
+    return entry if all(entry.values()) else LocalNonpersistentObject(entry)
 
 
 def _view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int) -> Any:

@@ -146,6 +146,8 @@ DOUBTFUL = [
     "--optimizer muon",
     "--optimizer dist_muon",
     "--optimizer lion",
+    "--optimizer adaptive_muon",
+    "--optimizer soap --save folder",
     "--use-precision-aware-optimizer",
     "--optimizer-cpu-offload",
     "--optimizer-cuda-graph",

@@ -17,6 +17,7 @@ from megatron_ext.backends.cpu import (
     megatron_gaps,
     rng,
     torch_adam,
+    uneven_gather,
 )
 from megatron_ext.patching import Patch, PatchRegistry
 
@@ -36,6 +37,7 @@ def patches() -> list[Patch]:
         *cuda_calls.patches(),
         *rng.patches(),
         *gloo_workers.patches(),
+        *uneven_gather.patches(),
         *megatron_gaps.patches(),
     ]
     if torch_adam.needed():

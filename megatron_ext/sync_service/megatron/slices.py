@@ -56,7 +56,7 @@ class Slices:
         self.parts: list[Part] = []
         self._views: dict[str, torch.Tensor] = {}
         for value in values.values:
-            self._add(catalog, value.entry, value.tensor, value.start, values.is_shard(value))
+            self._add(catalog, value.entry, value.tensor, value.start, value.is_alone)
         for entry in ExpertBiases(values.view).entries:
             self._add(catalog, entry, entry.parameter, 0, False)
         trained = set(self._views)
