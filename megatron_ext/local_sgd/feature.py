@@ -118,13 +118,19 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         return argument_problems(args, self.name)
 
     def adjust_arguments(self, args: Any) -> list[str]:
-        """Switch off what would make workers wait for each other at every step, and say what was chosen."""
+        """Switch off what workers that train apart have no use for, and say what was chosen."""
         lines = notices(args)
         if args.rerun_mode != "disabled":
             lines.append(
                 f"local SGD: --rerun-mode {args.rerun_mode} becomes 'disabled': workers do not repeat steps together"
             )
             args.rerun_mode = "disabled"
+        if args.ckpt_assume_constant_structure:
+            lines.append(
+                "local SGD: --ckpt-assume-constant-structure has no effect: what a checkpoint holds changes from "
+                "warm-up to rounds and within an interval, so that every save is planned from scratch"
+            )
+            args.ckpt_assume_constant_structure = False
         return lines
 
     def required_patches(self) -> Sequence[Patch]:

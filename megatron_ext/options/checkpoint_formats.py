@@ -132,7 +132,7 @@ CHECKPOINT_FORMATS = (
     row(
         "--ckpt-assume-constant-structure",
         cpu=RESUME,
-        local_sgd=refused("what a checkpoint holds changes from warm-up to rounds and within an interval"),
+        local_sgd=tested(f"{WORKERS}test_checkpoint.py::test_a_structure_that_is_to_be_constant_may_change"),
         hot_switch=HOT_BOOKKEEPING,
         sync_service=AS_ANY_JOB,
     ),

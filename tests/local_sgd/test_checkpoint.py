@@ -303,6 +303,15 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     assert "Traceback" not in errors
 
 
+def test_a_structure_that_is_to_be_constant_may_change(tmp_path):
+    options = {**SCHEDULE, "train_iters": 6, "ckpt_assume_constant_structure": True}
+    whole = local_run("single", "bf16", workers=2, save=str(tmp_path), save_interval=1, **options)
+    assert "--ckpt-assume-constant-structure has no effect" in whole[0].stdout
+    for iteration in APART_AND_SYNCED:  # the first save was made in warm-up
+        resumed = local_run("single", "bf16", workers=2, load=str(tmp_path), ckpt_step=iteration, **options)
+        assert same_state(resumed, whole), f"resumed at {iteration}"
+
+
 def test_another_layout_without_a_reshardable_format_is_refused_up_front(saved):
     exits = run_failing_pretrain(
         arguments("tp2", "bf16-distopt", workers=2, load=str(saved), ckpt_step=5, **SCHEDULE), 4

@@ -182,7 +182,6 @@ DOUBTFUL = [
     "--save-tokens-per-expert-interval 3",
     "--save-wgrads-interval 3",
     "--save-dgrads-interval 3",
-    "--ckpt-assume-constant-structure",
     "--load-main-params-from-ckpt",
     "--non-persistent-ckpt-type global",
     "--non-persistent-ckpt-type local",
