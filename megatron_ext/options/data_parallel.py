@@ -131,7 +131,7 @@ DATA_PARALLEL = (
     row(
         "--check-weight-hash-across-dp-replicas-interval",
         cpu=SAME,
-        local_sgd=refused("between two rounds the workers' weights differ by design"),
+        local_sgd=ROUNDS,
         hot_switch=_IN_BF16,
         sync_service=AS_ANY_JOB,
     ),

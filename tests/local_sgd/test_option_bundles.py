@@ -23,11 +23,13 @@ GROWING = {
     "lr_decay_samples": 48,
 }
 START = {"data_parallel_random_init": True, **GROWING}
+HASHES = {"check_weight_hash_across_dp_replicas_interval": 1}
 
 BUNDLES = {
     "--use-tp-pp-dp-mapping": ("pp2", 1, MAPPING),
     "--use-tp-pp-dp-mapping, two replicas to a worker": ("pp2", 2, {**MAPPING, "global_batch_size": 8}),
     "--data-parallel-random-init --step-batch-size-schedule": ("dp2", 2, START),
+    "--check-weight-hash-across-dp-replicas-interval": ("dp2", 2, HASHES),
 }
 """Layout, data-parallel size of a worker, options. Each worker's ranks are neighbours in all of them."""
 
@@ -49,6 +51,8 @@ def test_rounds_and_a_resume_with_the_option(tmp_path, bundle):
     if "step_batch_size_schedule" in extra:
         batches = re.findall(r"global batch size: +(\d+) \|", whole[-1].stdout)
         assert batches == ["8", "8", "16", "16"]
+    if extra is HASHES:  # also in steps after which the workers differ
+        assert [f"hashes match after {step} iterations" in whole[0].stdout for step in range(1, 5)] == [True] * 4
     resumed = run_pretrain(
         arguments(layout, PRECISION, workers=2, load=str(tmp_path), ckpt_step=RESUMED, **options), size
     )

@@ -124,7 +124,6 @@ DOUBTFUL = [
     "--fake-process-group",
     "--freeze-all-layers",
     "--data-parallel-random-init",
-    "--check-weight-hash-across-dp-replicas-interval 1",
     "--rampup-batch-size 4 4 8",
     "--step-batch-size-schedule 0:4",
     "--decrease-batch-size-if-needed",
