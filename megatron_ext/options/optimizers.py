@@ -67,6 +67,7 @@ OPTIMIZERS = (
         local_sgd=_MUON_ROUNDS,
         hot_switch=_MUON_HOT,
         sync_service=_MUON_PEERS,
+        spes=tested(f"{EXPERTS}test_muon.py::test_a_peer_trains_its_own_experts_and_rounds_bring_the_others"),
     ),
     row(
         "--optimizer adaptive_muon",
