@@ -46,6 +46,10 @@ class WorldReady(Event):
     args: Any
     """Megatron's argument namespace."""
 
+    waits: list[float] = field(default_factory=list)
+    """Seconds that workers may have to wait for each other where none is late: their groups allow for the longest, in
+    addition to `--distributed-timeout-minutes`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupsBuilt(Event):

@@ -154,6 +154,10 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def on_world_ready(self, event: WorldReady) -> None:
         """Refuse ranks with other options than the others', which would cut other groups or wait forever."""
         self._measures = require_same_options(event.args)
+        config = LocalSGDConfig.from_args(event.args)
+        if config.use_async:
+            # Who has made its share of a run's steps waits for those whose interval lasts.
+            event.waits.append(config.local_sgd_sync_time)
 
     @on(GroupsBuilt)
     def on_groups_built(self, event: GroupsBuilt) -> None:

@@ -245,7 +245,8 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         args_of_run = get_args()
-        hooks.fire(WorldReady(args=args_of_run))
+        ready = WorldReady(args=args_of_run)
+        hooks.fire(ready)
         workers = hooks.worker_count(args_of_run)
         result = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
@@ -254,7 +255,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         _groups = _build(
             workers,
             gloo=bool(given["create_gloo_process_groups"]),
-            timeout=timedelta(minutes=given["distributed_timeout_minutes"]),
+            timeout=timedelta(minutes=given["distributed_timeout_minutes"], seconds=max(ready.waits, default=0.0)),
         )
         hooks.fire(GroupsBuilt(groups=_groups))
         return result

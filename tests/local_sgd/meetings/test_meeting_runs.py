@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from tests.local_sgd.runs import arguments, local_run, model_digests, same_state, worker_slices
 from tests.support.pretrain import as_worker, run_pretrain
@@ -52,6 +53,19 @@ def test_workers_make_their_own_steps_and_are_equal_after_the_round(tmp_path):
     assert re.search(r"iteration +1/.*consumed samples: +6 \|.*inner steps: 3 \(1 to 2 by worker\)", lines(ranks)[0])
     assert re.search(r"iteration +4/.*consumed samples: +24 \|.*outer round: 4 \|", lines(ranks)[3])
     assert [json.loads(line) for line in record.read_text().splitlines()] == STEPS
+
+
+def patience_of_workers(model, optimizer, args):
+    """Probe: for how many seconds a worker waits for the others."""
+    from megatron_ext.seams.process_groups import current_groups
+
+    return current_groups().across._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_a_worker_may_wait_for_the_others_as_long_as_an_interval_lasts(tmp_path):
+    options = by_time(tmp_path, local_sgd_sync_time=5000, distributed_timeout_minutes=2)
+    ranks = run_pretrain(arguments("single", "fp32", workers=2, **options), 2, probe=patience_of_workers)
+    assert [rank.probe for rank in ranks] == [5120, 5120]
 
 
 def test_a_worker_trains_on_its_own_slices_at_its_own_pace_and_logs_the_mean_of_its_steps(tmp_path):
