@@ -48,7 +48,6 @@ def _layer_wise_without_bf16(args: Any) -> bool:
     return bool(_family(args) and is_layer_wise and not args.bf16)
 
 
-
 OPTIMIZERS = (
     row(
         "--optimizer sgd",
