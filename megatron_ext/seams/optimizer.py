@@ -81,6 +81,10 @@ class InnerValues:
         """The authoritative tensors."""
         return [value.tensor for value in self.values]
 
+    def is_shard(self, value: Value) -> bool:
+        """Return whether this rank alone updates a value, where other data-parallel ranks have others."""
+        return value.is_alone
+
     def reset_non_finite_moments(self) -> None:
         """Set the non-finite elements of the optimizers' states to zero."""
         for member in self.members:

@@ -45,9 +45,21 @@ def _import_quietly() -> None:
     logging.disable(logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        _import_optimizers()
         for name in MODULES:
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
+
+
+def _import_optimizers() -> None:
+    """Leave the root logger to Megatron's loop, which sends messages to standard output.
+
+    absl, with which emerging-optimizers comes, would send them to standard error when Megatron imports it.
+    """
+    placeholder = logging.NullHandler()
+    logging.root.addHandler(placeholder)
+    importlib.import_module("megatron.core.optimizer")
+    logging.root.removeHandler(placeholder)
 
 
 def _remember_docstrings() -> None:

@@ -54,7 +54,7 @@ def test_a_server_on_this_machine_is_reached_without_the_proxy(make_service: Cal
     service = make_service(peers=1)
     service.start()
     connection = Connection(ConnectionConfig(server=service.address, patience_seconds=20.0))
-    assert "peers" in connection.call("Status", pb2.StatusRequest()).json
+    assert connection.call("Status", pb2.StatusRequest()).runs
     connection.close()
     assert not asked
 
@@ -105,7 +105,7 @@ def test_a_connection_on_which_nothing_has_ever_come_is_given_up_at_once(make_se
     with Link(int(service.address.rpartition(":")[2]), up=True, limit=0, then="silence", failing=1) as relay:
         # A second try on the same one would be the last.
         connection = Connection(ConnectionConfig(server=relay.address, patience_seconds=1.0))
-        assert "peers" in connection.call("Status", pb2.StatusRequest(), seconds=2.0).json
+        assert connection.call("Status", pb2.StatusRequest(), seconds=2.0).runs
         connection.close()
 
 
@@ -141,6 +141,6 @@ def test_a_call_whose_connection_another_thread_closes_continues_or_is_given_up(
         closings: list[int] = []
         return request
 
-    assert "peers" in connection.call("Status", closing(connection.close)).json
+    assert connection.call("Status", closing(connection.close)).runs
     with pytest.raises(UserError, match="the call was given up, because this job ends"):
         connection.call("Status", closing(connection.abandon))

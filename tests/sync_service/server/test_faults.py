@@ -21,6 +21,7 @@ from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import Box
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
+from megatron_ext.sync_service.protocol.status_reply import read_status
 from megatron_ext.sync_service.values.failpoints import FAILPOINTS
 from tests.support.waiting import until
 from tests.sync_service.service import Service
@@ -407,7 +408,7 @@ def status_of(service: Service) -> list[dict[str, Any]]:
     connection = Connection(ConnectionConfig(server=service.address, patience_seconds=20))
     reply = connection.call("Status", pb2.StatusRequest())
     connection.close()
-    return json.loads(reply.json)["runs"]
+    return read_status(reply)["runs"]
 
 
 def test_an_outage_is_told_once_however_many_streams_meet_it(
