@@ -12,6 +12,9 @@ ITERATIONS = 42
 INTERVAL = 40
 """Longer than anything told in the first steps may take."""
 
+LIMIT = 6000
+"""Minutes, more than a session of tests lasts: a rank's time begins where its process' server imported Megatron."""
+
 ROUNDS = {"train_iters": ITERATIONS, "local_sgd_sync_interval": INTERVAL, "log_interval": 100}
 
 
@@ -43,11 +46,11 @@ def terminate_rank_one():
     at_its_second_step(lambda training: os.kill(os.getpid(), signal.SIGTERM))
 
 
-def let_an_hour_pass_on_rank_one():
-    """Make rank 1 believe that the run started an hour ago."""
+def let_time_pass_on_rank_one():
+    """Make rank 1 believe that the run started long ago."""
 
     def start_earlier(training):
-        training._TRAIN_START_TIME -= 3600
+        training._TRAIN_START_TIME -= 2 * 60 * LIMIT
 
     at_its_second_step(start_earlier)
 
@@ -58,7 +61,7 @@ def let_an_hour_pass_on_rank_one():
         pytest.param("single", "fp32", terminate_rank_one, {}, id="signal"),
         # The writers' checkpoint is whole before the processes end.
         pytest.param("dp2", "bf16-distopt", terminate_rank_one, ASYNC, id="signal, saving beside the run"),
-        pytest.param("single", "fp32", let_an_hour_pass_on_rank_one, {"exit_duration_in_mins": 30}, id="time limit"),
+        pytest.param("single", "fp32", let_time_pass_on_rank_one, {"exit_duration_in_mins": LIMIT}, id="time limit"),
     ],
 )
 def test_one_rank_that_is_told_to_end_ends_all_workers_between_rounds_and_a_resume_keeps_the_bits(
@@ -91,10 +94,10 @@ def test_a_run_that_is_told_to_end_right_before_a_round_ends_at_the_round(tmp_pa
 
 
 def test_a_time_limit_ends_a_run_that_evaluates_after_every_step(tmp_path):
-    options = {"train_iters": 9, "local_sgd_sync_interval": 8, "exit_duration_in_mins": 30}
+    options = {"train_iters": 9, "local_sgd_sync_interval": 8, "exit_duration_in_mins": LIMIT}
     saving = {"save": str(tmp_path), "save_interval": 100, "eval_interval": 1, "eval_iters": 1}
     run = arguments("single", "fp32", workers=2, **saving, **options)
-    ranks = run_pretrain(run, 2, before=let_an_hour_pass_on_rank_one)
+    ranks = run_pretrain(run, 2, before=let_time_pass_on_rank_one)
     # Evaluations keep the workers together.
     assert [len(rank.record.steps) for rank in ranks] == [3, 3]
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "3"
