@@ -1,34 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experts in layers of multi-token prediction are owned as those of all other layers are."""
 
-from tests.spes.test_feature import RUN, SPES, expert_of, values_and_memory, watch_steps
-from tests.support.waiting import until
-from tests.sync_service.jobs import has_joined, model_of, same_bits, start_job
-from tests.sync_service.service import Service, Zygote
+from tests.spes.owning_peers import trained_by_owners
+from tests.spes.test_feature import expert_of
+from tests.sync_service.service import Zygote
 
 MTP = {
     "mtp_num_layers": 1,
     "position_embedding_type": "rope",
     "no_rope_fusion": True,
     "untie_embeddings_and_output_weights": True,
-    "spes_expert_assignment": "contiguous",
 }
-OWNED = {"a": {0, 1}, "b": {2, 3}}
 
 
 def test_a_peer_trains_its_own_experts_there_and_rounds_bring_the_others(zygote: Zygote, tmp_path):
-    service = Service(zygote, tmp_path, {"demo": RUN})
-    service.start()
-    options = {"before": watch_steps, "probe": values_and_memory, **SPES, **MTP}
-    kind = ("single", "fp32", 1)
-    first = start_job(service, "a", kind, sync_service_index=0, **options)
-    until(lambda: has_joined(service), "the first peer, which publishes the start")
-    second = start_job(service, "b", kind, sync_service_index=1, **options)
-    jobs = {"a": first.result(), "b": second.result()}
-    service.stop()
-    for name, (rank,) in jobs.items():
-        for changed, graded in rank.probe[3]:
-            for tensors in (changed, graded):
-                predicting = {expert_of(tensor) for tensor in tensors if tensor.startswith("mtp.")}
-                assert predicting == {None, *OWNED[name]}
-    assert same_bits(*map(model_of, jobs.values()))
+    for owned, tensors in trained_by_owners(zygote, tmp_path, **MTP):
+        predicting = {expert_of(tensor) for tensor in tensors if tensor.startswith("mtp.")}
+        assert predicting == {None, *owned}
