@@ -7,10 +7,16 @@ GUARD = {"skip_anomaly": True, "ewma_warmup_steps": 2, "pseudo_gradnorm_reduce":
 
 
 def model():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
+    """Return the same small model each time, also to threads that build theirs at once: it draws from its own generator."""
+    module = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
     )
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            bound = (parameter.shape[1] if parameter.dim() == 2 else parameter.shape[0]) ** -0.5
+            parameter.uniform_(-bound, bound, generator=generator)
+    return module
 
 
 def batch(step, number):
