@@ -11,7 +11,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from megatron_ext.errors import UserError
@@ -25,12 +25,14 @@ _WAY_OUT = "repair or uninstall that package"
 
 def entries(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group in the order of their names, wherever Python finds packages now."""
-    return _entries(group, tuple(sys.path))
+    found = _all_entries(tuple(sys.path)).select(group=group)
+    return tuple(sorted(found, key=lambda entry: (entry.name, entry.value)))
 
 
-@functools.lru_cache(maxsize=64)
-def _entries(group: str, path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    return tuple(sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)))
+@functools.lru_cache(maxsize=8)
+def _all_entries(path: tuple[str, ...]) -> EntryPoints:
+    """Return all entry points that packages on this path have: reading the files of all packages takes 40 ms."""
+    return entry_points()
 
 
 def origin_of(entry: EntryPoint) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -23,6 +24,8 @@ class DefaultRule:
     """Titles of groups of Megatron's parser, of which it holds for all options that no pattern matches."""
 
 
+# Megatron makes its parser of 700 options up to three times in one start.
+@functools.cache
 def rule_of(flag: str, group: str) -> DefaultRule | None:
     """Return the rule that holds for an option without a row, None where there is none.
 

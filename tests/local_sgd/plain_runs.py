@@ -7,7 +7,7 @@ GUARD = {"skip_anomaly": True, "ewma_warmup_steps": 2, "pseudo_gradnorm_reduce":
 
 
 def model():
-    """Return the same small model each time, also to threads that build theirs at once: it draws from its own generator."""
+    """Return the same small model each time, also to threads that build theirs at once."""
     module = torch.nn.Sequential(
         torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)
     )

@@ -13,6 +13,7 @@ import warnings
 
 import torch
 
+from megatron_ext.options.unknown import unknown_options
 from tests.support.parsers import full_parser
 
 MODULES = (
@@ -79,7 +80,8 @@ def _remember_docstrings() -> None:
         return dict(known[config_class])
 
     ArgumentGroupFactory._get_field_docstrings = remembered
-    full_parser()
+    # What the package remembers of Megatron's options and of the installed packages, all ranks have in common.
+    unknown_options(full_parser())
 
 
 def _shrink_mock_data() -> None:

@@ -16,6 +16,7 @@ from megatron_ext.hot_switch.data.corpora import training_corpora
 from megatron_ext.hot_switch.data.sequences import SequenceOrder
 from tests.hot_switch.runs import hot_run, losses
 from tests.support.corpus import make, unhurried, write_json_lines
+from tests.support.every_run import one_of_each
 
 CORPORA = [np.array(lengths) for lengths in ([5] * 30, [40, 2, 1, 90], [17, 3, 200, 9, 9])]
 
@@ -112,7 +113,9 @@ def corpora(tmp_path):
     return prefixes
 
 
-@pytest.mark.parametrize("way", ["data_path", "data_args_path", "train_data_path", "per_split_data_args_path"])
+@pytest.mark.parametrize(
+    "way", one_of_each(["data_path", "data_args_path", "train_data_path", "per_split_data_args_path"], {0, 3})
+)
 def test_a_run_on_a_blend_does_not_depend_on_the_strategies(corpora, tmp_path, way):
     blend = ["0.3", corpora[0], "0.7", corpora[1]]
     (tmp_path / "words").write_text(" ".join(blend))

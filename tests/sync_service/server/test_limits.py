@@ -24,6 +24,7 @@ from megatron_ext.sync_service.rounds.config import _LIMITS, RunConfig
 from megatron_ext.sync_service.rounds.room import bytes_of_round
 from megatron_ext.sync_service.server.config import run_config
 from megatron_ext.sync_service.values.contribution import Contribution
+from tests.support.every_run import one_of_each
 from tests.sync_service.service import REPOSITORY, Service
 from tests.sync_service.small_frames import SIDE, catalog_of, dots, pieces
 from tests.sync_service.toy_peer import start_values, trained
@@ -98,7 +99,7 @@ def test_what_the_disk_has_no_room_for_is_refused_with_both_numbers(make_service
         assert client.register() == 0
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("codec", one_of_each(["fp32", "bf16", "int8"], {2}))
 @pytest.mark.parametrize("run", [{}, {"outer_optimizer": "sgd"}, {"rounds": "asynchronous"}], ids=str)
 def test_the_room_of_a_round_is_what_it_takes(make_service: MakeService, run: dict[str, Any], codec: str):
     run = {"peers": 1, **run}
