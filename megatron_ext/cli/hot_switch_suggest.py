@@ -85,7 +85,21 @@ def add_suggest(actions: Any) -> None:
         help="over what a GPU computes it, as --hot-switch-attention says: each document of a packed row alone "
         "(default), or the whole row",
     )
-    machine.add_argument("--times", type=Path, metavar="FILE", help="measured times, see below")
+    machine.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        default="none",
+        help="what every strategy computes again in the backward pass: nothing (default), attention's scores, or whole "
+        "layers; it saves memory and takes time",
+    )
+    machine.add_argument(
+        "--margin",
+        type=float,
+        default=0.1,
+        metavar="FRACTION",
+        help="error of the times: switching that is predicted to gain less is not suggested (default %(default)g)",
+    )
+    machine.add_argument("--times", type=Path, metavar="FILE", help="measured times, see below; without recomputation")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     parser.set_defaults(func=run_suggest)
 
@@ -118,8 +132,10 @@ def run_suggest(options: argparse.Namespace) -> int:
         # Megatron's attention over rows is unfused.
         unfused_attention=options.attention == "rows",
         active_experts=options.moe_router_topk,
+        recompute=options.recompute,
     )
-    lengths = typical_batch(read_lengths(options.lengths), sequences=options.global_batch_size, context=options.context)
+    documents = read_lengths(options.lengths)
+    lengths = typical_batch(documents, sequences=options.global_batch_size, context=options.context)
     suggester = Suggester(
         StepTimes(times=times, attention=options.attention),
         gpus=options.gpus,
@@ -128,16 +144,31 @@ def run_suggest(options: argparse.Namespace) -> int:
     )
     bounds = options.bounds or [options.context >> halved for halved in range(1, 5)]
     static, best = suggester.static(), suggester.best(bounds)
+    # A document has one position fewer than tokens: the last one predicts nothing.
+    cut = int((documents > options.context + 1).sum())
     if options.json:
         content = {
             "static": [_as_object(one) for one in static],
             "suggestion": _as_object(best),
             "predicted_speedup": static[0].seconds / best.seconds,
+            "worth_switching": _is_worth_it(options, static, best),
+            "documents": len(documents),
+            "documents_beyond_context": cut,
         }
         print(json.dumps(content, indent=2))
         return 0
+    if cut:
+        print(
+            f"{cut} of {len(documents)} documents are longer than --context {options.context}, the longest has "
+            f"{documents.max()} tokens: each becomes several sequences\n"
+        )
     _print_report(options, static, best, measured=len(times.measured), unused=suggester.unused)
     return 0
+
+
+def _is_worth_it(options: argparse.Namespace, static: list[Suggestion], best: Suggestion) -> bool:
+    """Return whether a list is predicted to gain more than the times may be wrong."""
+    return bool(static[0].seconds / best.seconds > 1 + options.margin)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -154,6 +185,8 @@ def _check(options: argparse.Namespace) -> None:
         if not 1e-6 <= getattr(options, name) < math.inf:
             given = getattr(options, name)
             raise UserError(f"--{name.replace('_', '-')} is {given:g}; it must be a finite number above 0")
+    if not 0 <= options.margin < math.inf:
+        raise UserError(f"--margin is {options.margin:g}; it must be a finite number, 0 or above")
     if options.gpus > _MOST_GPUS:
         raise UserError(f"--gpus is {options.gpus}; lists are compared for up to {_MOST_GPUS}")
     if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
@@ -242,7 +275,8 @@ def _print_report(
         (strategy,) = suggestion.strategies.strategies
         print(f"  {strategy.label:>10}  {suggestion.seconds:9.3f} s  {suggestion.memory[0] / _GIB:6.1f} GiB")
     listed = best.strategies
-    print("\nsuggested, in the order of a step:" if len(listed.strategies) > 1 else "\nno list is quicker than:")
+    several = len(listed.strategies) > 1
+    print("\nquickest list, in the order of a step:" if several else "\nno list is quicker than:")
     order = [*range(1, len(listed.strategies)), 0]
     total = sum(best.positions)
     for number in order:
@@ -256,6 +290,12 @@ def _print_report(
         f"  together {best.seconds:.3f} s, {best.switching:.3f} of them switching at least: predicted to be "
         f"{static[0].seconds / best.seconds:.2f} times as fast as the best single strategy"
     )
+    if several and not _is_worth_it(options, static, best):
+        print(
+            f"\nnot worth switching: the gain is within the error of the times (--margin {options.margin:g}; with "
+            "measured --times a smaller one may do). The best single strategy:"
+        )
+        best = static[0]
     print(f"\n{_flags(options, best)}")
 
 
@@ -268,6 +308,10 @@ def _flags(options: argparse.Namespace, best: Suggestion) -> str:
     flags += ["--hot-switch-bucket-sizes", *map(str, _bounds(best))]
     if any(strategy.sequence_parallel for strategy in listed.strategies):
         flags.append("--sequence-parallel")
+    if options.recompute != "none":
+        flags += ["--recompute-granularity", options.recompute]
+    if options.recompute == "full":
+        flags += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
     if options.gpus_per_node != HotSwitchConfig().hot_switch_gpus_per_node:
         flags += ["--hot-switch-gpus-per-node", str(options.gpus_per_node)]
     if options.attention != HotSwitchConfig().hot_switch_attention:

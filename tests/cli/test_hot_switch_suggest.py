@@ -16,7 +16,7 @@ def command(tmp_path: Path) -> list[str]:
     (tmp_path / "lengths").write_text("\n".join(map(str, lengths)))
     text = "hot-switch suggest --model llama-3b --num-layers 8 --gpus 8 --context 8192 --global-batch-size 68 "
     return [
-        *shlex.split(text + "--memory-gib 2.3 --tflops 100 --bounds 2048 1024 --lengths"),
+        *shlex.split(text + "--memory-gib 2.3 --tflops 100 --margin 0.01 --bounds 2048 1024 --lengths"),
         str(tmp_path / "lengths"),
     ]
 
@@ -41,6 +41,46 @@ def test_what_is_not_default_is_among_the_flags(
     flags = capsys.readouterr().out.splitlines()[-1]
     assert flags.startswith("--hot-switch-strategies ")
     assert flags.endswith(" --hot-switch-gpus-per-node 4 --hot-switch-attention rows")
+
+
+def test_switching_is_not_suggested_for_a_gain_within_the_error_of_the_times(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["worth_switching"]
+    (best, *_), gain = content["static"], content["predicted_speedup"] - 1
+    assert main([*command, "--margin", str(1.01 * gain)]) == 0
+    said, _, flags = capsys.readouterr().out.splitlines()[-3:]
+    assert said.startswith("not worth switching: the gain is within the error of the times")
+    assert shlex.split(flags)[:2] == ["--hot-switch-strategies", *best["strategies"]]
+    assert main([*command, "--margin", str(0.99 * gain)]) == 0
+    assert "not worth switching" not in capsys.readouterr().out
+
+
+def test_documents_that_are_longer_than_the_context_are_named(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lengths").write_text("\n".join(map(str, [101] * 66 + [8193, 8194, 90000])))
+    assert main([*command, "--json"]) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert (content["documents"], content["documents_beyond_context"]) == (69, 2)
+    assert main(command) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("2 of 69 documents are longer than --context 8192, the longest has 90000 tokens")
+
+
+def test_what_does_not_fit_may_with_recomputation_whose_flags_are_printed(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = [*command, "--memory-gib", "1.5"]
+    assert main(small) == 2
+    assert "use more GPUs, a shorter context, or --recompute full" in capsys.readouterr().err
+    assert main([*small, "--recompute", "full"]) == 0
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    assert flags in capsys.readouterr().out.splitlines()[-1]
+    assert main([*small, "--recompute", "full", "--memory-gib", "0.1"]) == 2
+    assert "--recompute" not in capsys.readouterr().err
 
 
 def test_the_json_object_compares_the_suggestion_with_every_single_strategy(
@@ -88,6 +128,7 @@ def test_measured_times_of_nothing_that_is_possible_are_refused(
     [
         (["--tflops", "0"], "--tflops is 0; it must be a finite number above 0"),
         (["--tflops", "inf"], "--tflops is inf; it must be a finite number above 0"),
+        (["--margin", "-1"], "--margin is -1; it must be a finite number, 0 or above"),
         (["--bounds", "9000"], "--bounds has 9000; it must be above 0 and below --context 8192"),
         (["--gpus", "100000000"], "--gpus is 100000000; lists are compared for up to 16384"),
         (["--num-experts", "-2"], "num_moe_experts must be at least 1, or None, got -2"),

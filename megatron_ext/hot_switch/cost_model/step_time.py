@@ -32,8 +32,14 @@ _OF_ACTIVATIONS = 34
 """Bytes that one position of one layer keeps for the backward pass, by the hidden size, over all TP ranks (Korthikanti
 et al., arXiv 2205.05198, equation 4 with flash attention: no s^2 term)."""
 
+_OF_INPUTS = 2
+"""The same where a layer is computed again in the backward pass: its input in bf16 (ibid., table 2)."""
+
 _OF_SCORES = 2
 """Bytes of an attention score."""
+
+_AGAIN = 4 / 3
+"""Operations of a row whose forward pass is made twice, by those of one whose is made once."""
 
 _GUEST_BYTES = 6
 """Of a guest's parameter: bf16, and an fp32 gradient."""
@@ -101,7 +107,7 @@ class ModelledTimes:
     """The GPUs."""
 
     measured: Mapping[tuple[int, int], Coefficients] = field(default_factory=dict)
-    """By (TP, PP)."""
+    """By (TP, PP), of rows of which nothing is computed again."""
 
     unfused_attention: bool = False
     """Whether attention makes whole score matrices, also what is masked, and keeps its weights for the backward
@@ -110,10 +116,17 @@ class ModelledTimes:
     active_experts: int = 1
     """Routed experts that a position meets in a layer (`--moe-router-topk`)."""
 
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again: attention's scores, or whole layers (`--recompute-granularity`)."""
+
     def of(self, strategy: Strategy) -> Coefficients:
-        """Return the coefficients of a strategy."""
-        found = self.measured.get((strategy.tp, strategy.pp))
-        return found if found is not None else self._modelled(strategy)
+        """Return the coefficients of a strategy, with what is computed again."""
+        once = self.measured.get((strategy.tp, strategy.pp)) or self._modelled(strategy)
+        return Coefficients(
+            squared=once.squared * (1 if self.recompute == "none" else _AGAIN),
+            linear=once.linear * (_AGAIN if self.recompute == "full" else 1),
+            constant=once.constant * (_AGAIN if self.recompute == "full" else 1),
+        )
 
     def _modelled(self, strategy: Strategy) -> Coefficients:
         shape, machine = self.shape, self.machine
@@ -208,15 +221,18 @@ class StepTimes:
 
     def _activations(self, stage: Stage, tp: int, positions: int) -> float:
         """Return the bytes that the rows in a stage take until their backward passes, on one of TP ranks."""
-        shape = self.times.shape
+        shape, recompute = self.times.shape, self.times.recompute
         layers = stage.layers * stage.waiting
-        per_position = layers * _OF_ACTIVATIONS * shape.hidden_size / tp
+        # Layers that are computed again keep their inputs, and the one whose turn it is has all of its activations.
+        whole = 1 if recompute == "full" else layers
+        per_position = (whole * _OF_ACTIVATIONS + (layers - whole) * _OF_INPUTS) * shape.hidden_size / tp
         if stage.has_output:
             per_position += shape.padded_vocab_size / tp * 8  # logits in bf16, and in fp32 with their gradient in turn
         scores = 0.0
         if self.times.unfused_attention:
-            # The softmax of every layer, and the scores that one layer makes it from.
-            scores = (layers + 1) * shape.num_attention_heads / tp * _OF_SCORES * positions**2
+            # The softmax of every layer that keeps it, and the scores that one layer makes it from.
+            kept = layers if recompute == "none" else 1
+            scores = (kept + 1) * shape.num_attention_heads / tp * _OF_SCORES * positions**2
         return positions * per_position + scores
 
 

@@ -140,8 +140,8 @@ class Suggester:
                 )
             raise UserError(
                 f"sequences of {self.context} positions need {least / 2**30:.1f} GiB per GPU at least, and there are "
-                f"{available / 2**30:.1f}: use more GPUs, a shorter context, or recompute "
-                "activations (then give --memory-gib what that saves on top)"
+                f"{available / 2**30:.1f}: use more GPUs, a shorter context"
+                + ("" if self.times.times.recompute == "full" else ", or --recompute full")
             )
         return sorted(found, key=lambda suggestion: suggestion.seconds)
 

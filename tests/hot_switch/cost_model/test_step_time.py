@@ -87,6 +87,23 @@ def test_unfused_attention_keeps_its_weights_in_every_layer() -> None:
     assert unfused - fused == pytest.approx(33 * 8 * 512 * 2**20)
 
 
+def test_layers_that_are_computed_again_keep_their_input_and_take_a_third_longer() -> None:
+    chosen = strategy(2, 4, 1)
+    once, again = StepTimes(times=TIMES), StepTimes(times=replace(TIMES, recompute="full"))
+    saved = once.memory(chosen, 1000, chosen) - again.memory(chosen, 1000, chosen)
+    assert saved == pytest.approx(1000 * 31 * (34 - 2) * 4096 / 4)
+    before, after = once.times.of(chosen), again.times.of(chosen)
+    assert after.seconds(5e6, 3000) == pytest.approx(4 / 3 * before.seconds(5e6, 3000))
+
+
+def test_scores_that_are_computed_again_are_kept_in_one_layer() -> None:
+    chosen = strategy(2, 4, 1)
+    kept, again = StepTimes(times=UNFUSED), StepTimes(times=replace(UNFUSED, recompute="selective"))
+    saved = kept.memory(chosen, 16384, chosen) - again.memory(chosen, 16384, chosen)
+    assert saved == pytest.approx(31 * 8 * 512 * 2**20)
+    assert again.times.of(chosen) == replace(kept.times.of(chosen), squared=4 / 3 * kept.times.of(chosen).squared)
+
+
 def test_memory_is_parameters_of_home_and_guest_and_the_activations_of_all_layers() -> None:
     times = StepTimes(times=TIMES)
     home, guest = strategy(2, 4, 1), strategy(4, 2, 1)
