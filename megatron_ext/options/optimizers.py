@@ -30,13 +30,14 @@ _MUON = f"{WORKERS}test_muon.py::"
 _MUON_ROUNDS = tested(f"{_MUON}test_a_resume_in_mid_interval_keeps_the_bits_and_rounds_leave_workers_equal")
 _MUON_APART = tested(f"{_MUON}test_a_worker_that_never_meets_another_is_a_stock_job")
 _MUON_PEERS = tested(f"{PEERS}test_muon.py::test_peers_end_equal_and_a_killed_one_resumes_with_the_same_bits")
-_MUON_HOT = refused("it has not been tested with several strategies", "use adam or sgd")
+_MUON_HOT = tested(f"{STRATEGIES}test_muon.py::test_hot_equals_static")
 _NO_LAYERS_IN_FP32 = refused(
     "Megatron's layer-wise optimizer, which it takes then, cannot train in fp32", "add --bf16, or drop the latter"
 )
 _NO_STATE_OF_SOAP = refused(
     "Megatron cannot write its state, whose tensors have other shapes than the weights", "use another, or drop --save"
 )
+_NOT_IN_FP16 = refused("Megatron has no loss scaling for it", "use --bf16, or another optimizer")
 _NO_STEP = refused(
     "it lacks in Megatron a scale that emerging-optimizers reads in every step", "use muon, or another optimizer"
 )
@@ -73,7 +74,7 @@ OPTIMIZERS = (
         says("optimizer", "adaptive_muon"),
         cpu=_NO_STEP,
         local_sgd=_NO_STEP,
-        hot_switch=_MUON_HOT,
+        hot_switch=_NO_STEP,
         sync_service=_NO_STEP,
     ),
     row(
@@ -81,15 +82,23 @@ OPTIMIZERS = (
         _layer_wise_without_bf16,
         cpu=_NO_LAYERS_IN_FP32,
         local_sgd=_NO_LAYERS_IN_FP32,
-        hot_switch=_MUON_HOT,
+        hot_switch=_NO_LAYERS_IN_FP32,
         sync_service=_NO_LAYERS_IN_FP32,
+    ),
+    row(
+        "--optimizer muon and its family with --fp16",
+        lambda args: bool(_family(args) and args.fp16),
+        cpu=_NOT_IN_FP16,
+        local_sgd=_NOT_IN_FP16,
+        hot_switch=_NOT_IN_FP16,
+        sync_service=_NOT_IN_FP16,
     ),
     row(
         "--optimizer soap with --save",
         lambda args: bool(args.optimizer == "soap" and args.save and not args.no_save_optim),
         cpu=_NO_STATE_OF_SOAP,
         local_sgd=_NO_STATE_OF_SOAP,
-        hot_switch=_MUON_HOT,
+        hot_switch=_NO_STATE_OF_SOAP,
         sync_service=_NO_STATE_OF_SOAP,
     ),
     row(

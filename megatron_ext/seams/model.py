@@ -37,9 +37,12 @@ def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
     def build_distributed_models(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(self, *args, **kwargs).arguments)
         del given["self"]
+        again = {**given}
+        # What is built again has no optimizer, for whose layer-wise kind Megatron 0.20 would scatter its gradients.
+        again.pop("use_layer_wise_distributed_optimizer", None)
 
         def build_again(config: Any, **changes: Any) -> list[Any]:
-            chunks: list[Any] = original(type(self)(config), **{**given, **changes})
+            chunks: list[Any] = original(type(self)(config), **{**again, **changes})
             return chunks
 
         model = original(self, *args, **kwargs)

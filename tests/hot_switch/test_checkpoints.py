@@ -29,6 +29,8 @@ def saved(tmp_path, run, **options):
         pytest.param(HOT, {"use_distributed_optimizer": True}, id="one replica"),
         pytest.param(REPLICAS, {"use_distributed_optimizer": True}, id="two replicas, which draw differently"),
         pytest.param(HOT, {"optimizer": "sgd", "lr": 0.1}, id="SGD"),
+        pytest.param(HOT, {"optimizer": "muon", "muon_tp_mode": "duplicated"}, id="Muon"),
+        pytest.param(REPLICAS, {"optimizer": "muon", "use_distributed_optimizer": True}, id="Muon, layer-wise"),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot, options):
@@ -70,11 +72,18 @@ def test_a_run_resumes_with_other_guests_or_none(tmp_path, first, then):
     assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
 
 
-def test_another_home_resumes_from_a_reshardable_checkpoint(tmp_path):
-    options = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        pytest.param({}, TOLERANCE, id="Adam"),
+        pytest.param({"optimizer": "muon", "muon_tp_mode": "duplicated", "bf16": True}, 3e-3, id="Muon, layer-wise"),
+    ],
+)
+def test_another_home_resumes_from_a_reshardable_checkpoint(tmp_path, options, tolerance):
+    options |= {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
     through = saved(tmp_path, HOT, **options)
     resumed = hot_run(["2,1,1", "1,2,1"], [32, 8, 0], train_iters=4, load=os.fspath(tmp_path), **options)
-    assert losses(resumed) == pytest.approx(losses(through)[2:], abs=TOLERANCE)
+    assert losses(resumed) == pytest.approx(losses(through)[2:], abs=tolerance)
 
 
 def test_a_vocabulary_of_other_rows_is_refused_with_the_padding_that_fits(tmp_path):

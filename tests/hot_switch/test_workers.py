@@ -68,8 +68,9 @@ def _read_share(worker):
     [
         {},
         {"local_sgd_warmup_steps": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+        {"optimizer": "muon", "muon_fp32_matmul_prec": "high"},
     ],
-    ids=["from the start", "after a synchronous warm-up"],
+    ids=["from the start", "after a synchronous warm-up", "Muon"],
 )
 def test_strategies_change_no_round(options):
     assert_equal_except_for_rounding(run_workers(*HOT, **options), run_workers(*STATIC, **options))

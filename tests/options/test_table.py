@@ -146,6 +146,7 @@ DOUBTFUL = [
     "--optimizer dist_muon",
     "--optimizer lion",
     "--optimizer adaptive_muon",
+    "--optimizer lion --fp16",
     "--optimizer soap --save folder",
     "--use-precision-aware-optimizer",
     "--optimizer-cpu-offload",
