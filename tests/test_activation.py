@@ -45,6 +45,8 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
         "repairs/fp32-shards",
         "repairs/sgd-state",
         "repairs/empty-states",
+        "repairs/fsdp2-parameters",
+        "repairs/fsdp2-steps",
         "repairs/writers-queue",
     }
 

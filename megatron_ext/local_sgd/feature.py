@@ -171,6 +171,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
         self._last_iteration = context.args.train_iters
+        self._model = context.model
         self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
         if dist.get_rank() == 0:
             path = round_log_path(context.args)
@@ -185,7 +186,6 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         if config.sync_in_forward:
             self._arrivals = Arrivals(engine, self._require_values())
             forward.wait_before_use(context.model, self._arrivals.require)
-            self._model = context.model
         if config.sync_in_forward or engine.streaming.in_background or engine.streaming.eager:
             # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
             # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
@@ -410,6 +410,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         if self._own is not None:
             self._put(self._own)
             self._own = None
+        forward.gather_afresh(self._model)
 
     # The log.
 

@@ -61,7 +61,7 @@ CHECKPOINT_FORMATS = (
             sync_service=_PEERS_FORMAT,
         )
         for name, reason in (
-            ("torch_dcp", "it is for --use-torch-fsdp2"),
+            ("torch_dcp", "it is for --use-torch-fsdp2, and Megatron 0.19 cannot read what it writes in it"),
             ("fsdp_dtensor", "it is for --use-megatron-fsdp"),
             ("zarr", "Megatron 0.19 does not have it any more"),
         )

@@ -16,6 +16,7 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
+    WORKERS,
 )
 from megatron_ext.options.row import row, says
 from megatron_ext.options.verdict import accepted, clash, refused, tested
@@ -148,17 +149,21 @@ DATA_PARALLEL = (
     ),
     row(
         "--init-model-with-meta-device",
-        cpu=refused("without FSDP Megatron leaves the weights without values"),
+        cpu=refused("without --use-megatron-fsdp, which needs a GPU, Megatron leaves the weights without values"),
         local_sgd=UNTRIED,
         hot_switch=UNTRIED_HOT,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--use-torch-fsdp2",
-        cpu=refused("Megatron builds its device mesh for CUDA", "use --use-distributed-optimizer"),
-        local_sgd=refused(
-            "it shards the parameters over all data-parallel ranks, so no worker would have a whole model",
-            "use --use-distributed-optimizer",
+        cpu=tested(f"{BACKENDS}test_cpu_fsdp2.py::test_parameters_sharded_by_fsdp2_train_as_whole_ones_do"),
+        local_sgd=tested(f"{WORKERS}test_fsdp2.py::test_workers_that_shard_their_weights_do_what_whole_ones_do").but(
+            "--local-sgd-sync-in-forward",
+            clash(
+                "--local-sgd-sync-in-forward is not combined with --use-torch-fsdp2, which gathers the parameters of a "
+                "layer before the hooks that wait for them",
+                "drop one of them",
+            ),
         ),
         hot_switch=refused("guests take whole parameters from home", "use --use-distributed-optimizer"),
         sync_service=NO_PEER_FSDP,

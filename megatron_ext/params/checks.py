@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.params.boxes import Piece, cut
+from megatron_ext.params.fsdp_shards import first_row, is_sharded, local_part, number_of_shards, pieces_of_rows
 from megatron_ext.params.parameter_names import checkpoint_key, local_layer, prediction_layer
 from megatron_ext.params.placement import Placement
 from megatron_ext.params.tensors import ParamsError
@@ -60,6 +61,8 @@ def check_chunk(
         and (chunk.config.moe_layer_freq == 1)
     )
     for entry in entries:
+        if not _is_described(entry):
+            continue
         if entry.name_local not in state:
             raise ParamsError(f"{entry.tensor.name}: {entry.name_local} is missing in sharded_state_dict")
         layer, prediction = local_layer(entry.name_local), prediction_layer(entry.name_local)
@@ -117,11 +120,33 @@ def _first_layer(entry: LocalParameter) -> int:
 
 
 def _stored_pieces(entry: LocalParameter) -> tuple[Piece, ...]:
-    """The slice's pieces, but one per block: a gated fc1 on a single rank is one piece here, two there."""
+    """The slice's pieces, but one per block: a gated fc1 on a single rank is one piece here, two there.
+
+    Of a parameter that FSDP2 has cut, what lies in this rank's rows.
+    """
     tensor = entry.tensor
-    if tensor.split is None or len(entry.slice.pieces) == len(tensor.split.blocks):
-        return entry.slice.pieces
-    return cut(tensor.name, tensor.shape, tensor.split, 0, 1).pieces
+    pieces = entry.slice.pieces
+    if tensor.split is not None and len(pieces) != len(tensor.split.blocks):
+        pieces = cut(tensor.name, tensor.shape, tensor.split, 0, 1).pieces
+    if not is_sharded(entry.parameter):
+        return pieces
+    start = first_row(entry.parameter)
+    return pieces_of_rows(pieces, start, start + local_part(entry.parameter).shape[0])
+
+
+def _is_described(entry: LocalParameter) -> bool:
+    """Return whether Megatron can say where the rows lie that FSDP2 gives a rank: with equal parts of each block."""
+    rows, parts = entry.parameter.shape[:1].numel(), number_of_shards(entry.parameter)
+    return parts == 1 or (rows % parts == 0 and all(block % (rows // parts) == 0 for block in _blocks_of_rows(entry)))
+
+
+def _blocks_of_rows(entry: LocalParameter) -> list[int]:
+    """Return how many rows of a rank's tensor-parallel part belong to each block of the tensor."""
+    split = entry.tensor.split
+    if split is None or split.axis != 0:
+        return []
+    whole, held = entry.tensor.shape[0], entry.slice.local_shape[0]
+    return [block * held // whole for block in split.blocks]
 
 
 def _shards_of(state: Any) -> list[CheckedShard]:

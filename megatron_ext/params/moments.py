@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from megatron_ext.params.fsdp_shards import local_part
+
 __all__ = ["reset_non_finite_moments"]
 
 
@@ -14,4 +16,4 @@ def reset_non_finite_moments(optimizer: torch.optim.Optimizer) -> None:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
-                value.nan_to_num_(0.0, 0.0, 0.0)
+                local_part(value).nan_to_num_(0.0, 0.0, 0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
 )
 
+from megatron_ext.params.fsdp_shards import first_row, is_sharded, local_part
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter, ParameterView
 
@@ -42,8 +44,8 @@ class DpShard:
     optimizer keeps the fp32 values itself (precision-aware optimizer)."""
 
     is_alone: bool
-    """Whether no other data parallel rank updates these elements: the distributed optimizer cuts parameters into
-    shards, and the layer-wise one gives whole parameters to ranks."""
+    """Whether no other data parallel rank updates these elements: the distributed optimizer and FSDP2 cut parameters
+    into shards, and the layer-wise one gives whole parameters to ranks."""
 
     @property
     def numel(self) -> int:
@@ -76,7 +78,12 @@ def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
             if id(parameter) in shards:
                 raise ParamsError(f"{entry.tensor.name} is in two optimizers")
             shards[id(parameter)] = DpShard(
-                entry=entry, member=index, start=start, stop=stop, main=main, is_alone=is_alone
+                entry=entry,
+                member=index,
+                start=start,
+                stop=stop,
+                main=main,
+                is_alone=is_alone or is_sharded(parameter),
             )
     for parameter in (parameter for part in layer_wise for parameter in _dealt_out(part)):
         if id(parameter) not in shards:  # another rank's
@@ -127,19 +134,26 @@ def _owned(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.Tenso
     elif isinstance(optimizer, Float16OptimizerWithFloat16Params):
         for group, mains in zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True):
             for parameter, main in zip(group, mains, strict=True):
-                yield parameter, 0, parameter.numel(), main.detach().view(-1)
+                yield _held(parameter, main)
         for group in optimizer.fp32_from_fp32_groups:
             for parameter in group:
-                yield parameter, 0, parameter.numel(), parameter.detach().view(-1)
+                yield _held(parameter, parameter)
     elif isinstance(optimizer, FP32Optimizer):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
-                yield parameter, 0, parameter.numel(), parameter.detach().view(-1)
+                yield _held(parameter, parameter)
     else:
         raise ParamsError(
             f"the parameter view does not know which elements a {type(optimizer).__name__} "
             f"updates; use the distributed optimizer or a plain one"
         )
+
+
+def _held(parameter: torch.Tensor, main: torch.Tensor) -> tuple[torch.Tensor, int, int, torch.Tensor]:
+    """Return what `_owned` yields for a parameter of which this rank updates all that it holds."""
+    values = local_part(main).detach().view(-1)
+    start = first_row(parameter) * math.prod(parameter.shape[1:])
+    return parameter, start, start + values.numel(), values
 
 
 def _owned_by_distributed(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.Tensor | None]]:

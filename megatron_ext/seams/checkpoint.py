@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStart, hooks
+from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
-from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero
+from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
 from megatron_ext.seams.optimizer_format import refuse_other_optimizer
 
 __all__ = ["load_patches", "patches", "repairs"]
@@ -56,6 +57,21 @@ def repairs() -> list[Patch]:
             parameters=("optimizer",),
             reason="Megatron 0.19 leaves the state of optimizers without a step yet out of what it writes, and cannot "
             "read that",
+        ),
+        Patch(
+            name="repairs/fsdp2-parameters",
+            target="megatron.core.dist_checkpointing.optimizer:get_optim_param_to_id_map",
+            wrap=_wrap_parameter_map,
+            parameters=("optim_params_iter",),
+            reason="Megatron 0.19 knows the parameters of FSDP2 by the identity of their local tensors, and asks for "
+            "these in a way that makes new ones, so that no checkpoint can be written",
+        ),
+        Patch(
+            name="repairs/fsdp2-steps",
+            target=f"{_MODULE}:load_checkpoint",
+            wrap=_wrap_load_in_place,
+            parameters=("optimizer", "skip_load_to_model_and_opt"),
+            reason="with FSDP2 Megatron 0.19 reads the optimizer's tensors in place and forgets its number of steps",
         ),
     ]
 
@@ -168,6 +184,35 @@ def _wrap_empty_states(original: Callable[..., Any]) -> Callable[..., Any]:
         return state
 
     return generate_state_dict
+
+
+def _wrap_parameter_map(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_optim_param_to_id_map(optim_params_iter: Iterable[torch.Tensor]) -> Any:
+        return original(local_part(parameter) for parameter in optim_params_iter)
+
+    return get_optim_param_to_id_map
+
+
+def _wrap_load_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        optimizer = given["optimizer"]
+        if not given["skip_load_to_model_and_opt"] or optimizer is None:
+            return original(*args, **kwargs)
+        given["skip_load_to_model_and_opt"] = False  # loading a model under FSDP2 does nothing
+        optimizer.load_state_dict = functools.partial(take_steps, optimizer)
+        try:
+            return original(*bound.args, **bound.kwargs)
+        finally:
+            del optimizer.load_state_dict
+
+    return load_checkpoint
 
 
 def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["wait_before_use", "will_wait"]
+__all__ = ["gather_afresh", "wait_before_use", "will_wait"]
 
 Await = Callable[[Iterable[torch.Tensor]], None]
 """Return once these parameters may be used: on this rank, or gathered from the ranks that share them."""
@@ -46,6 +46,20 @@ def will_wait(model: Sequence[Any]) -> bool:
         model: as there.
     """
     return all(chunk.remove_forward_pre_hook_handles or not chunk.ddp_config.overlap_param_gather for chunk in model)
+
+
+def gather_afresh(model: Sequence[Any]) -> None:
+    """Let the next forward pass gather what FSDP2 has kept whole since one without a backward pass.
+
+    Args:
+        model: the chunks, wrapped or not.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for chunk in model:
+        for module in chunk.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _wait_before_gathering(bucket_group: Any, await_parameters: Await) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
 from megatron_ext.seams.process_groups import current_groups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
@@ -157,11 +158,16 @@ def _wrap_has_group(original: Callable[..., bool]) -> Callable[..., bool]:
 def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:
     """Yield the 1-D gradient slices that this rank's optimizer reads, one per bucket, after the inner reduction.
 
-    With the distributed optimizer that is this rank's shard of each bucket, else the whole bucket.
+    With the distributed optimizer that is this rank's shard of each bucket, else the whole bucket; with FSDP2, which
+    has no buckets, this rank's rows of each gradient.
     """
+    from megatron.core.distributed import TorchFullyShardedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
 
     for chunk in model:
+        if isinstance(chunk, TorchFullyShardedDataParallel):
+            yield from _gradients_of_rows(chunk)
+            continue
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             for bucket in buffer.buckets:
                 gradient = bucket.grad_data.view(-1)
@@ -169,6 +175,14 @@ def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:
                     group = buffer.data_parallel_group
                     gradient = shard_buffer(gradient, group.size())[group.rank()]
                 yield gradient
+
+
+def _gradients_of_rows(chunk: Any) -> Iterator[torch.Tensor]:
+    for parameter in chunk.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:  # of what this worker's batch did not use, and another's may have
+                parameter.grad = torch.zeros_like(parameter)
+            yield local_part(parameter.grad).view(-1)
 
 
 @torch.no_grad()

@@ -3,11 +3,12 @@
 
 Which tensor is authoritative depends on the optimizer: the model's own parameter (fp32), its fp32 copy (bf16 and
 fp16), this rank's shard of that copy (distributed optimizer), or the copies of the parameters that are this rank's
-(layer-wise optimizer). Nothing here is a patch.
+(layer-wise optimizer). With torch's FSDP2 it is this rank's rows of the first two. Nothing here is a patch.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,18 @@ from typing import Any
 import torch
 
 from megatron_ext.params import LocalParameter, ParameterView
+from megatron_ext.params.fsdp_shards import is_sharded, local_part
 from megatron_ext.params.moments import reset_non_finite_moments
 
-__all__ = ["InnerValues", "Value", "fill_empty_states", "fill_momentum", "is_distributed", "name_step_zero"]
+__all__ = [
+    "InnerValues",
+    "Value",
+    "fill_empty_states",
+    "fill_momentum",
+    "is_distributed",
+    "name_step_zero",
+    "take_steps",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +35,8 @@ class Value:
     """One authoritative tensor of this rank."""
 
     tensor: torch.Tensor
-    """fp32; 1-D for a shard of the distributed optimizer, else in the shape of the parameter. Detached, and
-    sharing memory with what the inner optimizer updates."""
+    """fp32; 1-D for a shard of the distributed optimizer, else in the shape of the parameter, of which FSDP2 gives
+    this rank some rows. Detached, and sharing memory with what the inner optimizer updates."""
 
     entry: LocalParameter
     """The model parameter that it stands for, and its place in the model."""
@@ -65,7 +75,7 @@ class InnerValues:
         for shard in dp_shards(optimizer, view):
             if shard.main is not None:
                 whole = not is_distributed(self.members[shard.member])
-                tensor = shard.main.view(shard.entry.parameter.shape) if whole else shard.main
+                tensor = shard.main.view(local_part(shard.entry.parameter).shape) if whole else shard.main
                 self.values.append(
                     Value(
                         tensor=tensor,
@@ -119,7 +129,9 @@ class InnerValues:
         """
         for value in self.values:
             if value.entry.unit in units:
-                flat = value.entry.parameter.detach().view(-1)[value.start : value.start + value.tensor.numel()]
+                flat = local_part(value.entry.parameter).detach().view(-1)
+                if not is_sharded(value.entry.parameter):
+                    flat = flat[value.start : value.start + value.tensor.numel()]
                 if flat.data_ptr() != value.tensor.data_ptr():  # a parameter in fp32 is its own value
                     flat.copy_(value.tensor.view(-1))
 
@@ -187,11 +199,36 @@ def name_step_zero(state: Any) -> None:
     Args:
         state: of the `MegatronOptimizer`, with its tensors sharded.
     """
-    members = state.values() if isinstance(state, dict) and all(isinstance(key, int) for key in state) else [state]
-    for member in members:
-        inner = member.get("optimizer", member)
+    for inner in _inner_states(state):
         if isinstance(inner.get("state"), dict):
             inner["state"].setdefault("common_step", torch.tensor(0.0))
+
+
+@torch.no_grad()
+def take_steps(optimizer: Any, state: Any) -> None:
+    """Let an optimizer continue with the steps counted in a state of which its tensors have been read in place.
+
+    Args:
+        optimizer: the `MegatronOptimizer` of this rank.
+        state: its state dict as it was read.
+    """
+    from megatron_ext.params.optimizer_shards import optimizer_members
+
+    for member, inner in zip(optimizer_members(optimizer), _inner_states(state), strict=True):
+        step = inner["state"].get("common_step")
+        for own in member.optimizer.state.values():
+            if step is not None:
+                own["step"] = copy.deepcopy(step)
+        for group, saved in zip(member.optimizer.param_groups, inner["param_groups"], strict=True):
+            if "step" in saved:  # where the fused ones of Apex and Transformer Engine count
+                group["step"] = copy.deepcopy(saved["step"])
+
+
+def _inner_states(state: Any) -> list[Any]:
+    """Return the state of every torch optimizer in that of a (perhaps chained) `MegatronOptimizer`."""
+    is_chain = isinstance(state, dict) and all(isinstance(key, int) for key in state)
+    members = [state[key] for key in sorted(state)] if is_chain else [state]
+    return [member.get("optimizer", member) for member in members]
 
 
 def is_distributed(member: Any) -> bool:

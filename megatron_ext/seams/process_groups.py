@@ -38,6 +38,7 @@ __all__ = [
 # model together". Every other reader means "the ranks among which the data is split" and keeps the full groups.
 WORKER_VIEW_MODULES = (
     ("megatron.core.distributed.finalize_model_grads", "parallel_state"),
+    ("megatron.core.distributed.torch_fully_sharded_data_parallel", "parallel_state"),
     ("megatron.core.models.common.language_module.language_module", "parallel_state"),
     ("megatron.core.optimizer.optimizer", "parallel_state"),
     ("megatron.core.pipeline_parallel.schedules", "parallel_state"),

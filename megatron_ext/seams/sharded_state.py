@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.seams.optimizer import InnerValues, is_distributed
 
 __all__ = [
@@ -243,7 +244,7 @@ def _in_model_space(
     entry: dict[str, dict[int, Any]] = {name: {} for name in tensors}
     for name, tensor, position in _of_member(values, tensors, index):
         parameter = values.values[position].entry.parameter
-        item = make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, prefix=name)
+        item = make_sharded_optimizer_tensor(by_parameter[id(local_part(parameter))], tensor, prefix=name)
         if values.values[position].is_alone:
             # As Megatron does: of the model there is a copy on every data-parallel rank, of this there is one.
             item.replica_id = (*item.replica_id[:2], 0)

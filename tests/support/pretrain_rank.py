@@ -163,9 +163,11 @@ def optimizer_digests(optimizer: Any) -> list[list[str]]:
 
 
 def digest(tensor: Any) -> str:
-    """Return the MD5 of a tensor's shape, dtype and bytes."""
+    """Return the MD5 of the shape, dtype and bytes of a tensor, or of this rank's part of a DTensor."""
     import torch
+    from torch.distributed.tensor import DTensor
 
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     content = flat.view(torch.uint8).numpy().tobytes()
     return hashlib.md5(f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + content).hexdigest()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.backends.cpu.device_placement import TORCH_VERSIONS, names_cuda
 from megatron_ext.patching import Patch
 from megatron_ext.seams import latent_attention, norms
 
@@ -77,6 +78,14 @@ def _move_from_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_move_tensor_to_cpu
 
 
+def _mesh_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original(group, "cpu" if names_cuda(device_type) else device_type, *args, **kwargs)
+
+    return from_group
+
+
 def _queue_without_script(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
@@ -120,6 +129,15 @@ _PATCHES = (
         wrap=_move_from_cpu,
         reason="Split sizes of the all-to-all are turned into numpy arrays only when they come from a GPU.",
         parameters=("tensor", "as_numpy", "record_stream"),
+    ),
+    Patch(
+        name="cpu/device-mesh",
+        target="torch.distributed.device_mesh:DeviceMesh.from_group",
+        wrap=_mesh_on_cpu,
+        reason="Megatron shards with torch's FSDP2 (--use-torch-fsdp2) over a mesh of CUDA devices.",
+        parameters=("group", "device_type"),
+        versions=TORCH_VERSIONS,
+        distribution="torch",
     ),
     Patch(
         name="cpu/checkpoint-queue",

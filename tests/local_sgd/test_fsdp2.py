@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are shard groups of torch's FSDP2 (--use-torch-fsdp2): EDiT's form, a shard group times a sync group."""
+
+import pytest
+
+from megatron_ext.local_sgd.reporting.round_log import read_rounds
+from tests.local_sgd.runs import arguments, local_run, model_digests, same_state, worker_slices
+from tests.support.presets import Options
+from tests.support.pretrain import as_worker, run_pretrain
+from tests.transport.meter import crossing_calls, install_meter
+
+UNTIED: Options = {"untie_embeddings_and_output_weights": True}
+FSDP2: Options = {**UNTIED, "use_torch_fsdp2": True}
+GATED: Options = {**FSDP2, "swiglu": True, "disable_bias_linear": True}
+GUARDED: Options = {
+    "local_sgd_skip_anomaly": True,
+    "local_sgd_ewma_warmup_steps": 2,
+    "local_sgd_pseudo_gradnorm_reduce": True,
+    "local_sgd_clip_pseudo_grad": 0.05,
+}
+MOE: Options = {
+    "num_experts": 4,
+    "moe_router_topk": 2,
+    "moe_aux_loss_coeff": 1e-2,
+    "moe_router_load_balancing_type": "aux_loss",
+    "disable_bias_linear": True,
+}
+
+
+def whole_weights(model, optimizer, args):
+    """Probe: every parameter as a whole, whoever holds its rows."""
+    from torch.distributed.tensor import DTensor
+
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().float().clone()
+        for chunk in model
+        for name, value in chunk.named_parameters()
+    }
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param({}, id="default"),
+        pytest.param({"local_sgd_warmup_steps": 2, **GUARDED}, id="warmup-penalty"),
+        pytest.param({"outer_optimizer": "none", **MOE}, id="experts", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_that_shard_their_weights_do_what_whole_ones_do(tmp_path, extra):
+    runs, logs = [], []
+    for kind in (UNTIED, FSDP2):
+        log = tmp_path / f"{len(runs)}.jsonl"
+        # Adam would make as large a step of the rounding of a gradient that is zero.
+        options = {"optimizer": "sgd", "lr": 0.1, "local_sgd_sync_interval": 2, "local_sgd_round_log": str(log)}
+        options |= {**kind, **extra}
+        runs.append(run_pretrain(arguments("dp2", "fp32", workers=2, **options), 4, probe=whole_weights))
+        logs.append(list(read_rounds(log)))
+    whole, sharded = runs
+    first, other = (model_digests(part) for part in worker_slices(sharded, "dp2", 2))
+    assert first == other
+    assert sharded[0].parameters != sharded[1].parameters  # each rank has rows of its own
+    assert sharded[-1].losses == pytest.approx(whole[-1].losses, rel=1e-5)
+    for name, expected in whole[0].probe.items():
+        assert sharded[0].probe[name] == pytest.approx(expected, rel=1e-3, abs=1e-5), name
+    for sharded_round, whole_round in zip(*reversed(logs), strict=True):
+        assert sharded_round["worker_norms"] == pytest.approx(whole_round["worker_norms"], rel=1e-3)
+        assert sharded_round["pseudo_gradient_norm"] == pytest.approx(whole_round["pseudo_gradient_norm"], rel=1e-3)
+
+
+def test_workers_without_sync_equal_separate_jobs_with_fsdp2_by_digest():
+    options = {**FSDP2, "bf16": True}
+    together = local_run("dp2", "fp32", workers=2, local_sgd_sync_interval=1000, **options)
+    for worker, ranks in enumerate(worker_slices(together, "dp2", 2)):
+        alone = run_pretrain(
+            arguments("dp2", "fp32", workers=None, **options), 2, patch="backend-only", before=as_worker(worker, 2)
+        )
+        assert model_digests(ranks) == model_digests(alone)
+        assert [rank.grad_norms for rank in ranks] == [rank.grad_norms for rank in alone]
+        assert [rank.losses for rank in ranks] == [rank.losses for rank in alone]
+
+
+def test_steps_without_a_round_cross_workers_zero_times_with_fsdp2():
+    run = arguments("dp2", "fp32", workers=2, train_iters=8, local_sgd_sync_interval=4, log_interval=100, **FSDP2)
+    for rank in run_pretrain(run, 4, before=install_meter, probe=crossing_calls):
+        assert [index for index, calls in enumerate(rank.probe) if calls and index > 0] == [3, 7], rank.probe
+
+
+# Iteration 1 lies in warm-up, 4 in the middle of an interval, 5 at a sync point with outer momentum. What is evaluated
+# after every step is the anchor, in parameters that FSDP2 keeps whole after a forward pass.
+RESUMED: Options = {
+    "train_iters": 8,
+    "local_sgd_warmup_steps": 2,
+    "local_sgd_sync_interval": 3,
+    "eval_iters": 1,
+    "eval_interval": 1,
+    "torch_fsdp2_no_reshard_after_forward": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("points", "extra"),
+    [
+        pytest.param((1, 4, 5), {**GATED, "bf16": True}, id="bf16-swiglu"),
+        pytest.param((4, 5), {**FSDP2, **GUARDED}, id="fp32-penalty"),
+        pytest.param(
+            (4,), {**FSDP2, "optimizer": "sgd", "local_sgd_codec": "int4"}, id="sgd-codec", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_resume_with_fsdp2_follows_the_uninterrupted_run_bit_for_bit(tmp_path, points, extra):
+    options = {**RESUMED, **extra}
+    whole = local_run("dp2", "fp32", workers=2, save=str(tmp_path), save_interval=1, **options)
+    for iteration in points:
+        resumed = local_run("dp2", "fp32", workers=2, load=str(tmp_path), ckpt_step=iteration, **options)
+        assert same_state(resumed, whole), f"resumed at {iteration}"
+        assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
