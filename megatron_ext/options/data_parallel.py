@@ -10,6 +10,7 @@ from megatron_ext.options.common_verdicts import (
     HOT_SAME,
     HOT_STATIC,
     NO_PEER_FSDP,
+    PEERS,
     ROUNDS,
     SAME,
     STRATEGIES,
@@ -166,7 +167,12 @@ DATA_PARALLEL = (
             ),
         ),
         hot_switch=refused("guests take whole parameters from home", "use --use-distributed-optimizer"),
-        sync_service=NO_PEER_FSDP,
+        sync_service=tested(
+            f"{PEERS}test_layouts.py::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
+        ),
+        spes=refused(
+            "experts that other peers train are taken whole, and it cuts them", "use --use-distributed-optimizer"
+        ),
     ),
     row(
         "--use-megatron-fsdp",

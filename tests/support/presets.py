@@ -83,6 +83,7 @@ PRECISIONS: Mapping[str, Options] = MappingProxyType(
         "fp32": {},
         "bf16": {"bf16": True},
         "fp32-distopt": {"use_distributed_optimizer": True},
+        "fp32-fsdp2": {"use_torch_fsdp2": True, "untie_embeddings_and_output_weights": True},
         "bf16-distopt": {"bf16": True, "use_distributed_optimizer": True},
         "bf16-distopt-overlap": {
             "bf16": True,

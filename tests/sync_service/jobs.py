@@ -95,6 +95,7 @@ def values_held(model, optimizer, args):
     import torch
 
     from megatron_ext.params import ParameterView, global_views
+    from megatron_ext.params.fsdp_shards import is_sharded, local_part
     from megatron_ext.seams.optimizer import InnerValues
     from megatron_ext.sync_service.megatron.slices import Slices, catalog_of
 
@@ -102,7 +103,9 @@ def values_held(model, optimizer, args):
     found = []
     for value in values.values:
         stop = value.start + value.tensor.numel()
-        parameter = value.entry.parameter.detach().flatten()[value.start : stop]
+        parameter = local_part(value.entry.parameter).detach().flatten()
+        if not is_sharded(value.entry.parameter):
+            parameter = parameter[value.start : stop]
         assert torch.equal(parameter, value.tensor.flatten().to(parameter.dtype)), value.entry.tensor.name
         for start, view in global_views(value.entry.slice, value.tensor, value.start, stop):
             content = view.detach().cpu().contiguous().numpy().tobytes()

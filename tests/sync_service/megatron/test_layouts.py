@@ -14,7 +14,14 @@ from tests.sync_service.service import Service
 MakeService = Callable[..., Service]
 SGD = {"outer_optimizer": "sgd", "outer_optimizer_lr": 0.7, "outer_optimizer_momentum": 0.9}
 ALONE: Kind = ("single", "fp32", 1)
-CUT: list[Kind] = [ALONE, ("tp2-sp", "fp32", 2), ("pp2", "fp32", 2), ("moe-ep2", "fp32", 2), ("dp2", "fp32-distopt", 2)]
+CUT: list[Kind] = [
+    ALONE,
+    ("tp2-sp", "fp32", 2),
+    ("pp2", "fp32", 2),
+    ("moe-ep2", "fp32", 2),
+    ("dp2", "fp32-distopt", 2),
+    ("dp2", "fp32-fsdp2", 2),
+]
 MODEL = {
     **MOE,
     "moe_aux_loss_coeff": 0.0,
@@ -31,7 +38,7 @@ def trained(make_service: MakeService, kinds: list[Kind], extra: Options) -> dic
     service = make_service({"demo": {"peers": len(kinds), **SGD}})
     service.start()
     jobs = []
-    for index, (name, kind) in enumerate(zip("abcde"[: len(kinds)], kinds, strict=True)):
+    for index, (name, kind) in enumerate(zip("abcdef"[: len(kinds)], kinds, strict=True)):
         jobs.append(start_job(service, name, kind, sync_service_index=index, **MODEL, **extra))
         if index == 0:  # initial weights depend on the layout
             until(lambda: has_joined(service), "the first peer")
