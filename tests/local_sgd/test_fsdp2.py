@@ -114,3 +114,18 @@ def test_a_resume_with_fsdp2_follows_the_uninterrupted_run_bit_for_bit(tmp_path,
         resumed = local_run("dp2", "fp32", workers=2, load=str(tmp_path), ckpt_step=iteration, **options)
         assert same_state(resumed, whole), f"resumed at {iteration}"
         assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
+
+
+def test_fragments_meet_also_where_ranks_cannot_divide_the_rows():
+    odd = {"vocab_size": 130, "hidden_size": 36, "ffn_hidden_size": 75}
+    fragments = {"local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1, "local_sgd_sync_interval": 2}
+    ranks = local_run("dp2", "fp32", workers=2, train_iters=4, **FSDP2, **odd, **fragments)
+    first, other = (model_digests(part) for part in worker_slices(ranks, "dp2", 2))
+    assert first == other
+
+
+def test_evaluating_the_anchor_in_parameters_that_fsdp2_keeps_whole_changes_no_bit():
+    options = {**RESUMED, **FSDP2, "train_iters": 5}
+    evaluated = local_run("dp2", "fp32", workers=2, **options)
+    unseen = local_run("dp2", "fp32", workers=2, **{**options, "eval_interval": 1000})
+    assert [rank.losses for rank in evaluated] == [rank.losses for rank in unseen]
