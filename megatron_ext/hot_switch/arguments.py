@@ -184,6 +184,12 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
     if not args.calculate_per_token_loss:
         args.calculate_per_token_loss = True
         lines.append("hot switching: --calculate-per-token-loss is set: all tokens of a step count alike")
+    if args.ddp_average_in_collective:
+        args.ddp_average_in_collective = False
+        lines.append(
+            "hot switching: --ddp-average-in-collective is dropped: gradients are sums, divided by the tokens of all "
+            "strategies"
+        )
     if args.fp16 and not args.accumulate_allreduce_grads_in_fp32:
         args.accumulate_allreduce_grads_in_fp32 = True
         lines.append("hot switching: --accumulate-allreduce-grads-in-fp32 is set: guests' gradients are added in fp32")

@@ -99,7 +99,7 @@ DATA_PARALLEL = (
         "--ddp-average-in-collective",
         cpu=SAME,
         local_sgd=APART,
-        hot_switch=refused("Megatron does not combine it with --calculate-per-token-loss, which hot switching sets"),
+        hot_switch=HOT_SAME,
         sync_service=AS_ANY_JOB,
     ),
     row(

@@ -245,6 +245,7 @@ def test_options_that_change_no_result():
         overlap_param_gather=True,
         ddp_num_buckets=3,
         ddp_pad_buckets_for_high_nccl_busbw=True,
+        ddp_average_in_collective=True,
         no_align_grad_reduce=True,
         no_align_param_gather=True,
         disable_gloo_process_groups=True,
@@ -254,3 +255,4 @@ def test_options_that_change_no_result():
     assert losses(plain) == losses(with_options)
     assert [rank.parameters for rank in plain] == [rank.parameters for rank in with_options]
     assert len(set(losses(plain))) == 4
+    assert says(with_options, "--ddp-average-in-collective is dropped")
