@@ -218,8 +218,9 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
     args.sequence_parallel = home.sequence_parallel
     args.micro_batch_size = home.micro_batch_size
     args.num_virtual_stages_per_pipeline_rank = home.vpp if home.vpp > 1 else None
-    args.pipeline_model_parallel_layout = home.stages_text
-    if home.stages_text is not None:
+    stages_text = home.stages_text(args.mtp_num_layers or 0)
+    args.pipeline_model_parallel_layout = stages_text
+    if stages_text is not None:
         args.num_virtual_stages_per_pipeline_rank = None  # the text says it
     args.microbatch_group_size_per_vp_stage = home.micro_batch_group
     args.decoder_first_pipeline_num_layers = home.first_stage_layers
@@ -237,7 +238,7 @@ def _take_from_file(args: Any, home: Strategy) -> list[str]:
             for which, count in (("first", home.first_stage_layers), ("last", home.last_stage_layers))
             if count is not None
         )
-        + ("" if home.stages_text is None else f"--pipeline-model-parallel-layout '{home.stages_text}', ")
+        + ("" if stages_text is None else f"--pipeline-model-parallel-layout '{stages_text}', ")
         + f"expert parallel size {home.ep}, recompute {home.recompute}"
     ]
 
@@ -406,6 +407,8 @@ def _shape_of(args: Any) -> GptShape | None:
             num_moe_experts=args.num_experts,
             moe_ffn_hidden_size=args.moe_ffn_hidden_size,
             moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
+            mtp_num_layers=args.mtp_num_layers or 0,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )
     except ParamsError:
         return None

@@ -28,6 +28,7 @@ from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.data.batches import BatchReader
 from megatron_ext.hot_switch.data.training_documents import open_documents
 from megatron_ext.hot_switch.model_config import refused_config
+from megatron_ext.hot_switch.runtime import prediction_losses
 from megatron_ext.hot_switch.runtime.loading import order_changes, refuse_other_vocabulary
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 from megatron_ext.params import Layout
@@ -100,6 +101,7 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
             *checkpoint.load_patches(),
             *router.padding_patches(),
             *router.document_patches(),
+            *prediction_losses.patches(),
             *norms.patches(),
             *attention.patches(),
             *latent_attention.patches(),

@@ -164,7 +164,7 @@ OPTIMIZERS = (
             f"{WORKERS}test_multi_token_prediction.py"
             "::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
         ),
-        hot_switch=refused("Megatron weighs and logs the losses of its layers by the micro-batches of one layout"),
+        hot_switch=tested(f"{STRATEGIES}test_multi_token_prediction.py::test_hot_equals_static"),
         sync_service=tested(
             f"{PEERS}test_layouts.py"
             "::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"

@@ -70,7 +70,8 @@ def documents_of_rows(routers: Sequence[Any], documents: Sequence[tuple[Any, int
     """Let losses by sequence be those of documents in here.
 
     A router computes its losses once for each micro-batch, in order: in the forward pass, or, where that is computed
-    again in the backward pass, there alone, because in the forward pass autograd is off then.
+    again in the backward pass, there alone, because in the forward pass autograd is off then. One in a layer for
+    multi-token prediction that is repeated (`--mtp-use-repeated-layer`) computes them for each token that it predicts.
 
     Args:
         routers: Megatron's `TopKRouter`s with a loss by sequence.
@@ -81,7 +82,8 @@ def documents_of_rows(routers: Sequence[Any], documents: Sequence[tuple[Any, int
         RuntimeError: a router has not computed its loss by sequence for each of them.
     """
     for router in routers:
-        setattr(router, _DOCUMENTS, list(reversed(documents)))
+        times = router.config.mtp_num_layers if router.config.mtp_use_repeated_layer and router.is_mtp_layer else 1
+        setattr(router, _DOCUMENTS, [each for each in reversed(documents) for _ in range(times)])
     try:
         yield
         left = max((len(getattr(router, _DOCUMENTS)) for router in routers), default=0)

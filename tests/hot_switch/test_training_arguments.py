@@ -46,6 +46,7 @@ NOT_WITH_IT = {
     "fine_grained_activation_offloading": True,
     "use_te_activation_func": True,
 }
+PREDICTION = {"mtp_num_layers": 1, "position_embedding_type": "rope"}
 CASES = {
     "ranks and lengths": (
         arguments(["1,2,1", "2,2,1"], [16, 8, 0]),
@@ -127,6 +128,20 @@ CASES = {
     "a list of other layers": (
         arguments(["1,1,2", "2,1,1"], [32, 8, 0], pipeline_model_parallel_layout="Ettt|L"),
         ["strategy 1,1,2 layers3-0: stage_layers adds up to 3, but the model has 2 layers"],
+    ),
+    "layers for multi-token prediction in a stage before the last": (
+        arguments(
+            ["1,1,2", "2,1,1"],
+            [32, 8, 0],
+            **PREDICTION,
+            untie_embeddings_and_output_weights=True,
+            pipeline_model_parallel_layout="Ettm|L",
+        ),
+        ["strategy 1,1,2: layers for multi-token prediction (m) are moved between strategies in the last stage only"],
+    ),
+    "tied embeddings of multi-token prediction": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], **PREDICTION),
+        ["strategy 1,1,2: layout: multi-token prediction over several stages is not laid out with tied embeddings"],
     ),
     "chunks that do not divide": (
         arguments(["1,1,2", "2,1,1"], [32, 8, 0], num_layers_per_virtual_pipeline_stage=3),

@@ -33,7 +33,8 @@ class ExpertCounts:
         self._group = group
         self.active = bool(home.config.moe_router_enable_expert_bias)
         shape = home.view.shape
-        self._sums = torch.zeros(shape.num_layers, shape.num_moe_experts or 0, device=home.device)
+        layers = shape.num_layers + shape.mtp_num_layers
+        self._sums = torch.zeros(layers, shape.num_moe_experts or 0, device=home.device)
 
     def start(self) -> None:
         """Forget the last step."""
@@ -44,7 +45,7 @@ class ExpertCounts:
         """Take what a guest's routers have counted on this rank in their turn."""
         for router in _counting_routers(guest):
             if guest.counts_positions:
-                self._sums[router.layer_number - 1] += router.local_tokens_per_expert
+                self._sums[_place(router)] += router.local_tokens_per_expert
             router.local_tokens_per_expert.zero_()
 
     @torch.no_grad()
@@ -56,7 +57,12 @@ class ExpertCounts:
         for router in _counting_routers(self._home):
             # Where tensor-parallel ranks route the same positions, all of them count, for home and here.
             if self._home.counts_positions or not self._home.strategy.sequence_parallel:
-                router.local_tokens_per_expert += self._sums[router.layer_number - 1]
+                router.local_tokens_per_expert += self._sums[_place(router)]
+
+
+def _place(router: Any) -> int:
+    """Return the number of a router's layer; layers for multi-token prediction follow those of the decoder."""
+    return int(router.layer_number - 1 + (router.config.num_layers if router.is_mtp_layer else 0))
 
 
 def _counting_routers(model: PlacedModel) -> Iterator[Any]:

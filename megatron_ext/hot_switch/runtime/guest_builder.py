@@ -70,8 +70,9 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     transformer.virtual_pipeline_model_parallel_size = strategy.vpp if strategy.vpp > 1 else None
     transformer.num_layers_in_first_pipeline_stage = strategy.first_stage_layers
     transformer.num_layers_in_last_pipeline_stage = strategy.last_stage_layers
+    text = strategy.stages_text(transformer.mtp_num_layers or 0)
     transformer.pipeline_model_parallel_layout = (
-        None if strategy.stages_text is None else PipelineParallelLayerLayout(strategy.stages_text, strategy.pp)
+        None if text is None else PipelineParallelLayerLayout(text, strategy.pp)
     )
     transformer.account_for_embedding_in_pipeline_split = transformer.account_for_loss_in_pipeline_split = False
     transformer.microbatch_group_size_per_vp_stage = strategy.micro_batch_group or strategy.pp

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.hot_switch.runtime.loss_checks import require_names
+from megatron_ext.hot_switch.runtime.prediction_losses import PredictionReport
 from megatron_ext.hot_switch.runtime.router_losses import RouterReport
 
 __all__ = ["GuestLosses"]
@@ -18,17 +19,17 @@ __all__ = ["GuestLosses"]
 class GuestLosses:
     """Adds up over micro-batches, guests and ranks. One small all-reduce per step."""
 
-    def __init__(self, device: torch.device, group: Any, routers: RouterReport) -> None:
+    def __init__(self, device: torch.device, group: Any, *reports: RouterReport | PredictionReport) -> None:
         """Start with nothing.
 
         Args:
             device: of the losses.
             group: process group of the ranks to add up over.
-            routers: what the guests' routers report; its `sums` are added up along.
+            reports: of other losses of the guests; their `sums` are added up along.
         """
         self._device = device
         self._group = group
-        self._routers = routers
+        self._reports = reports
         self._names: tuple[str, ...] | None = None
         self.start()
 
@@ -65,12 +66,14 @@ class GuestLosses:
             require_names(self._mine, self._names)
         nothing = torch.zeros(2, dtype=torch.float64, device=self._device)
         pairs = [self._mine.get(name, nothing) for name in self._names]
-        routers = self._routers.sums
-        together = torch.cat([self._tokens.view(1), *pairs, routers.flatten()])
+        others = [report.sums for report in self._reports]
+        together = torch.cat([self._tokens.view(1), *pairs, *(sums.flatten() for sums in others)])
         dist.all_reduce(together, group=self._group)
         self._tokens = together[0]
         self._mine = dict(zip(self._names, together[1 : 1 + 2 * len(pairs)].view(-1, 2), strict=True))
-        routers.copy_(together[1 + 2 * len(pairs) :].view_as(routers))
+        found = torch.split(together[1 + 2 * len(pairs) :], [sums.numel() for sums in others])
+        for sums, values in zip(others, found, strict=True):
+            sums.copy_(values.view_as(sums))
 
     @property
     def tokens(self) -> torch.Tensor:

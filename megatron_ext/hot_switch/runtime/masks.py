@@ -19,6 +19,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.data.row_parts import own_positions
 from megatron_ext.hot_switch.data.rows import PackedBatch, document_lengths, document_mask
 from megatron_ext.hot_switch.runtime.document_attention import attend_by_document
+from megatron_ext.hot_switch.runtime.prediction_losses import RowDocuments, tell_documents
 from megatron_ext.hot_switch.runtime.router_losses import reported_losses
 from megatron_ext.seams.router import documents_of_rows
 
@@ -72,6 +73,7 @@ class DocumentMasks:
                 yield
         finally:
             self._batches = None
+            tell_documents(None)
         if any(passes != len(batches) for passes in self._passes):
             raise UserError(
                 f"hot switching: the forward step ran {self._passes} forward passes of this rank's model chunks for "
@@ -81,6 +83,8 @@ class DocumentMasks:
     def _give(
         self, chunk: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        from megatron.core import parallel_state
+
         if self._batches is None:
             return None
         number = self._passes[chunk]
@@ -88,6 +92,9 @@ class DocumentMasks:
         if number >= len(self._batches):
             return None
         segments = self._batches[number].segments
+        if getattr(module, "mtp_process", False):
+            group = parallel_state.get_context_parallel_group()
+            tell_documents(RowDocuments(segments, self._device, group))
         if self._by_document:
             # Lengths stay where they can be read without waiting for the device.
             mask = document_lengths(segments)

@@ -161,6 +161,14 @@ class PlacedModel:
             "tensor_parallel_num_weight_shards": strategy.tp,
             "expert_tensor_parallel_num_weight_shards": strategy.expert_tp,
             "sequence_parallel": strategy.sequence_parallel,
+            # A user's function may ask what the layers of its stage are.
+            "num_layers_per_virtual_pipeline_stage": None,
+            "num_virtual_stages_per_pipeline_rank": strategy.vpp if strategy.vpp > 1 else None,
+            "decoder_first_pipeline_num_layers": strategy.first_stage_layers,
+            "decoder_last_pipeline_num_layers": strategy.last_stage_layers,
+            "account_for_embedding_in_pipeline_split": False,
+            "account_for_loss_in_pipeline_split": False,
+            "pipeline_model_parallel_layout": strategy.stages_text(self.config.mtp_num_layers or 0),
             "micro_batch_size": strategy.micro_batch_size,
             "seq_length": row_length,
             # The masks of documents are given to the model itself.

@@ -51,7 +51,7 @@ class RouterReport:
             device: of the values.
         """
         self.names = reported_losses(config)
-        self.layers = int(config.num_layers)
+        self.layers = int(config.num_layers + (config.mtp_num_layers or 0))
         self._device = device
         self.start()
 

@@ -26,6 +26,7 @@ from megatron_ext.hot_switch.runtime.guest import Guest, held_tensors
 from megatron_ext.hot_switch.runtime.loss_checks import LossChecks
 from megatron_ext.hot_switch.runtime.losses import GuestLosses
 from megatron_ext.hot_switch.runtime.placed_model import PlacedModel
+from megatron_ext.hot_switch.runtime.prediction_losses import PredictionReport
 from megatron_ext.hot_switch.runtime.router_losses import RouterReport
 from megatron_ext.hot_switch.transfer.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.transfer.switch_log import SwitchLog
@@ -86,7 +87,8 @@ class SwitchingStep:
         self._reader = reader
         self._routers = RouterReport(home.config, home.device)
         self._worker = worker
-        self._losses = GuestLosses(home.device, worker.group, self._routers)
+        self._predictions = PredictionReport(home.config, home.device)
+        self._losses = GuestLosses(home.device, worker.group, self._routers, self._predictions)
         self._checks = LossChecks()
         self._counts = ExpertCounts(home, worker.group)
         self._guests_ran = False
@@ -121,6 +123,8 @@ class SwitchingStep:
             inner(model, num_tokens, pg_collection=pg_collection, **kwargs)
             if self._guests_ran:
                 self._add_guests_gradients(num_tokens)
+            sharing = self._home.strategy.dp * self._home.strategy.cp
+            self._predictions.finish(num_tokens, sharing, adds=self._home.adds_for_all)
 
         config.finalize_model_grads_func = finalize
 
@@ -162,6 +166,7 @@ class SwitchingStep:
         """Let every guest with data train, and collect gradients, tokens and losses."""
         self.switches.start()
         self._routers.start()
+        self._predictions.start()
         self._guests_ran = any(part is not None for part in batch.parts[1:])
         if not self._guests_ran:
             return
@@ -189,7 +194,8 @@ class SwitchingStep:
             micro_batches = self._reader.read(batch, number, guest.replica)
             turn = guest.training(part.row_length, micro_batches, self._home.config, seed + _APART * number)
             reading = self._reading(guest, micro_batches)
-            with turn, metrics_apart() as of_routers, reading as iterators:
+            predicting = self._predictions.apart(counts=guest.reports)
+            with turn, metrics_apart() as of_routers, predicting, reading as iterators:
                 losses = _forward_backward(guest, forward_step, part.row_length, iterators, part.count)
             if not follows:
                 self.switches.prolong(guest.seconds_of_arrival)

@@ -112,4 +112,6 @@ def _layers_of_text(text: str) -> tuple[int, ...]:
         chunks = PipelineParallelLayerLayout.parse_str_to_list(text)
     except AssertionError as error:
         raise ParamsError(str(error)) from None
+    if any(kind.name == "mtp" for chunk in chunks[:-1] for kind in chunk):
+        raise ParamsError("layers for multi-token prediction (m) are moved between strategies in the last stage only")
     return tuple(sum(kind.name == "decoder" for kind in chunk) for chunk in chunks)

@@ -93,12 +93,15 @@ class Strategy:
         rest = count % group
         return count + self.pp - rest if 0 < rest < self.pp else count
 
-    @property
-    def stages_text(self) -> str | None:
-        """`stage_layers` as Megatron's `--pipeline-model-parallel-layout` has them, such as `Ett|tt|ttL`."""
+    def stages_text(self, prediction_layers: int = 0) -> str | None:
+        """Return `stage_layers` as Megatron's `--pipeline-model-parallel-layout` has them, such as `Ett|tt|ttL`.
+
+        Args:
+            prediction_layers: those of multi-token prediction, which the last chunk has.
+        """
         if self.stage_layers is None:
             return None
-        return "E" + "|".join("t" * count for count in self.stage_layers) + "L"
+        return "E" + "|".join("t" * count for count in self.stage_layers) + "m" * prediction_layers + "L"
 
     @property
     def label(self) -> str:

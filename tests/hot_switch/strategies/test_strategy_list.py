@@ -69,7 +69,8 @@ def test_listed_stages_reach_the_layout_and_megatron() -> None:
     strategy = Strategy(dp=1, tp=1, pp=2, vpp=2, stage_layers=(0, 15, 16, 1))
     assert strategy.layout(32).layers_per_chunk == (0, 15, 16, 1)
     assert strategy.label == "1,1,2 vpp2 layers0-15-16-1"
-    assert Strategy(dp=1, tp=1, pp=2, stage_layers=(2, 0)).stages_text == "Ett|L"
+    assert Strategy(dp=1, tp=1, pp=2, stage_layers=(2, 0)).stages_text() == "Ett|L"
+    assert Strategy(dp=1, tp=1, pp=2, stage_layers=(1, 1)).stages_text(2) == "Et|tmmL"
     assert check_strategies([strategy], shape=LLAMA).home is strategy
 
 
