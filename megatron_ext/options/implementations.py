@@ -134,7 +134,9 @@ IMPLEMENTATIONS = (
         "--defer-embedding-wgrad-compute",
         cpu=needs_gpu("it needs the fused gradient accumulation, a CUDA kernel"),
         local_sgd=OPEN,
-        hot_switch=ON_GPU_ALONE_HOT,
+        hot_switch=tested(
+            f"{STRATEGIES}test_transformer_engine.py::test_products_that_add_their_gradients_themselves_change_nothing"
+        ),
         sync_service=AS_ANY_JOB,
         in_config=("transformer.defer_embedding_wgrad_compute",),
     ),

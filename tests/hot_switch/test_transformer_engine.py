@@ -43,6 +43,13 @@ strategies:
   - {dp: 1, tp: 2, pp: 2, vpp: 2}
   - {dp: 4, tp: 1, pp: 1, micro_batch_size: 2, recompute: full}
 """
+DEFERRED = """
+bucket_sizes: [32, 16, 8, 0]
+strategies:
+  - {dp: 1, tp: 2, pp: 2}
+  - {dp: 4, tp: 1, pp: 1}
+  - {dp: 1, tp: 2, pp: 2, vpp: 2, sequence_parallel: true}
+"""
 EXPERTS = {**GROUPED, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": 0.1}
 
 
@@ -140,6 +147,13 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
             marks=pytest.mark.slow,
         ),
         pytest.param(EXPERTS_APART, "4,1,1", {"expert_model_parallel_size": 2}, EXPERTS, id="grouped experts"),
+        pytest.param(
+            DEFERRED,
+            "1,2,2",
+            {},
+            {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2, "num_layers": 4, "train_iters": 6},
+            id="the output layer's after the others",
+        ),
     ],
 )
 def test_products_that_add_their_gradients_themselves_change_nothing(tmp_path, strategies, home, layout, options):

@@ -87,6 +87,9 @@ def _adapt(transformer: Any, strategy: Strategy) -> None:
     # Megatron waits for all of the device after every exchange of pipeline stages, and so for parameters that are still
     # in flight, because of an error in a torch that is older than any that Megatron 0.19 runs with.
     transformer.batch_p2p_sync = False
+    if strategy.pp == 1:
+        # Only a pipeline's schedule computes what was deferred.
+        transformer.defer_embedding_wgrad_compute = False
     transformer.recompute_granularity = None if strategy.recompute == "none" else strategy.recompute
     if strategy.recompute == "full":
         transformer.recompute_method = transformer.recompute_method or "uniform"

@@ -143,8 +143,19 @@ class PlacedModel:
             stack.enter_context(self.state.installed())
             stack.enter_context(with_arguments(**self._arguments(row_length)))
             stack.enter_context(self._masks.of(batches))
+            stack.enter_context(self._deferring(len(batches)))
             seed_device(seed)
             yield
+
+    @contextmanager
+    def _deferring(self, micro_batches: int) -> Iterator[None]:
+        """Have no gradient deferred of a single micro-batch, with which Megatron fails."""
+        defers = self.config.defer_embedding_wgrad_compute
+        self.config.defer_embedding_wgrad_compute = defers and micro_batches > 1
+        try:
+            yield
+        finally:
+            self.config.defer_embedding_wgrad_compute = defers
 
     def _arguments(self, row_length: int) -> Mapping[str, Any]:
         strategy = self.strategy
@@ -169,6 +180,7 @@ class PlacedModel:
             "account_for_embedding_in_pipeline_split": False,
             "account_for_loss_in_pipeline_split": False,
             "pipeline_model_parallel_layout": strategy.stages_text(self.config.mtp_num_layers or 0),
+            "defer_embedding_wgrad_compute": self.config.defer_embedding_wgrad_compute,
             "micro_batch_size": strategy.micro_batch_size,
             "seq_length": row_length,
             # The masks of documents are given to the model itself.
