@@ -43,6 +43,7 @@ def test_without_flags_losses_and_weights_are_those_of_stock_megatron(layout, pr
         "wheel/compile-helpers",
         "wheel/helpers-missing",
         "repairs/fp32-shards",
+        "repairs/fp32-gathered-shards",
         "repairs/sgd-state",
         "repairs/empty-states",
         "repairs/fsdp2-parameters",

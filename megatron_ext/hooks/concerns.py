@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -24,12 +25,40 @@ __all__ = [
     "CutsWorkers",
     "KeepsWeights",
     "LoadContext",
+    "RankFiles",
     "RepeatsSteps",
     "ReplacesSchedule",
     "SaveContext",
     "SavesState",
     "WeighsExperts",
 ]
+
+
+@dataclass(kw_only=True)
+class RankFiles:
+    """Where a rank's files of a checkpoint are in Megatron's legacy format (`--ckpt-format torch`)."""
+
+    base: Path
+    """The iteration's directory."""
+
+    own: str
+    """The folder of the rank's tensor, pipeline and expert indices, such as `mp_rank_00`."""
+
+    part: str = ""
+    """The folder between the two that a worker has for itself; empty where Megatron looks. A feature may change it."""
+
+    leaves_head: bool = False
+    """Whether this rank also writes a file without weights and states where Megatron looks, which says what the
+    checkpoint is. A feature may change it."""
+
+    def path(self, name: str, part: str | None = None) -> Path:
+        """Return where a file is.
+
+        Args:
+            name: of the file.
+            part: of a worker, as `part`; by default this rank's.
+        """
+        return self.base / (self.part if part is None else part) / self.own / name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +86,13 @@ class SaveContext:
     loading: bool
     """Whether this is the request of a read."""
 
+    files: RankFiles | None = None
+    """Where this rank's files are, in Megatron's legacy format; None where all ranks write one checkpoint together.
+
+    With files, `state` is empty, and all ranks are asked, whether they write a state dict or not: what is put into
+    `state` is added to what this rank writes or reads, and must be plain values; tensors go to files of their own.
+    """
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadContext:
@@ -76,6 +112,9 @@ class LoadContext:
 
     release: bool = False
     """Whether it is a release, of which Megatron loads the weights alone."""
+
+    is_legacy: bool = False
+    """Whether it is in Megatron's legacy format, in which `state` is what one rank wrote."""
 
 
 @runtime_checkable

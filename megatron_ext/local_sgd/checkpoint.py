@@ -11,6 +11,7 @@ pairs of workers) always stands under its prefix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +40,21 @@ from megatron_ext.seams.sharded_state import (
 )
 from megatron_ext.worker_groups import WorkerGroups
 
-__all__ = ["LoadPlan", "assemble", "plan_load", "refuse_without_workers", "request", "restore"]
+__all__ = [
+    "SUMMARY",
+    "LoadPlan",
+    "assemble",
+    "fresh_like",
+    "plan_load",
+    "refuse_without_workers",
+    "request",
+    "restore",
+    "shapes_of",
+    "summary_of",
+]
 
 _FORMAT = 5
-_SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
+SUMMARY, _OUTER, _COMMON = "local_sgd", "local_sgd_outer", "local_sgd_common"
 _OWN = "local_sgd_own"
 # No slash: where Megatron checks a checkpoint strictly, it splits the keys of objects at one.
 _OUTER_PREFIX = "local_sgd.outer."
@@ -139,20 +151,7 @@ def assemble(
     own = engine.worker_state()
     if own:
         state[_OWN] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}own.")
-    state[_SUMMARY] = {
-        "format": _FORMAT,
-        "workers": groups.num_workers,
-        "interval": engine.config.local_sgd_sync_interval,
-        "synced": engine.synced,
-        "drifts": engine.drifts,
-        "method": method_of(engine.config, engine.outer, engine.gta, engine.streaming),
-        "tuning": tuning_of(engine.config, engine.outer),
-        "tensors": list(tensors),
-        "own": list(own),
-        "parameters": _shapes(values.view),
-        "by_time": by_time,
-        **engine.scalar_state(),
-    }
+    state[SUMMARY] = summary_of(groups, engine, values, tensors, own, by_time)
     for key in model:
         if not engine.synced:
             prefix_keys(state[key], prefix)
@@ -168,13 +167,47 @@ def assemble(
         state[_COMMON] = ShardedObject(f"{prefix}common", plain, (1,), (0,), replica_id=groups.inside.rank())
 
 
+def summary_of(
+    groups: WorkerGroups,
+    engine: LocalSGD,
+    values: InnerValues,
+    tensors: Iterable[str],
+    own: Iterable[str],
+    by_time: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what local SGD writes about itself, the same on all ranks; after `tensor_state` of the engine.
+
+    Args:
+        groups: of this run.
+        engine: what is saved.
+        values: of the inner optimizer.
+        tensors: names in the engine's `tensor_state`.
+        own: names in its `worker_state`.
+        by_time: state of the meetings, where workers meet by time.
+    """
+    return {
+        "format": _FORMAT,
+        "workers": groups.num_workers,
+        "interval": engine.config.local_sgd_sync_interval,
+        "synced": engine.synced,
+        "drifts": engine.drifts,
+        "method": method_of(engine.config, engine.outer, engine.gta, engine.streaming),
+        "tuning": tuning_of(engine.config, engine.outer),
+        "tensors": list(tensors),
+        "own": list(own),
+        "parameters": shapes_of(values.view),
+        "by_time": by_time,
+        **engine.scalar_state(),
+    }
+
+
 def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
     """Decide from a checkpoint's common state what this worker will read.
 
     Raises:
         UserError: the checkpoint cannot be loaded by this run, with the way out.
     """
-    summary = context.state.get(_SUMMARY)
+    summary = context.state.get(SUMMARY)
     plan = LoadPlan(directory=context.directory, summary=summary, worker=worker, workers=workers)
     if summary is None:
         return plan
@@ -237,7 +270,7 @@ def refuse_without_workers(context: LoadContext) -> None:
     Raises:
         UserError: with the way out.
     """
-    summary = context.state.get(_SUMMARY)
+    summary = context.state.get(SUMMARY)
     if summary is None or summary["synced"]:
         return
     into = plural(summary["steps_since_sync"], "step")
@@ -280,20 +313,13 @@ def request(
     model = {key: state[key] for key in state if is_model_key(key)}
     plan.metadata = context.metadata
     if plan.summary is not None and values is not None:
-        refuse_other_model(plan.summary["parameters"], _shapes(values.view), f"--load {plan.directory}")
+        refuse_other_model(plan.summary["parameters"], shapes_of(values.view), f"--load {plan.directory}")
     if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
-        at = torch.device("cpu") if engine.config.cpu_offload else None
-        plan.outer = {
-            name: [torch.empty_like(value, requires_grad=False, device=at) for value in engine.values]
-            for name in plan.summary["tensors"]
-        }
+        plan.outer = fresh_like(engine, plan.summary["tensors"], offloaded=engine.config.cpu_offload)
         state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
         mark_as_copy(state[_OUTER], worker)
     if plan.summary is not None and plan.summary["own"] and engine is not None and values is not None:
-        plan.own = {
-            name: [torch.empty_like(value, requires_grad=False) for value in engine.values]
-            for name in plan.summary["own"]
-        }
+        plan.own = fresh_like(engine, plan.summary["own"])
         where = f"{_worker_prefix(plan.source)}own."
         state[_OWN] = beside_optimizer(values, plan.own, model, context.metadata, True, where)
         mark_as_copy(state[_OWN], plan.copy)
@@ -318,7 +344,7 @@ def restore(
 ) -> bool:
     """Take local SGD's state out of what was read, in place; return whether an outer state was restored."""
     state = context.state
-    summary = state.pop(_SUMMARY, None)
+    summary = state.pop(SUMMARY, None)
     outer = state.pop(_OUTER, None)
     own = state.pop(_OWN, None)
     common = state.pop(_COMMON, None)
@@ -337,7 +363,15 @@ def restore(
     return True
 
 
-def _shapes(view: ParameterView) -> dict[str, list[int]]:
+def fresh_like(engine: LocalSGD, names: Iterable[str], offloaded: bool = False) -> dict[str, list[torch.Tensor]]:
+    """Return tensors by name, like the engine's values, into which a state is read; in host memory if `offloaded`."""
+    at = torch.device("cpu") if offloaded else None
+    return {
+        name: [torch.empty_like(value, requires_grad=False, device=at) for value in engine.values] for name in names
+    }
+
+
+def shapes_of(view: ParameterView) -> dict[str, list[int]]:
     """Return the global shape of every parameter of the model by global name, without the vocabulary's rows.
 
     How far a vocabulary is padded depends on the layout.

@@ -36,6 +36,7 @@ from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
 from megatron_ext.local_sgd.learning_rate import catch_up, may_skip_steps
+from megatron_ext.local_sgd.legacy_files import assemble_files, request_files
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.meetings.counts import data_places
 from megatron_ext.local_sgd.meetings.loop import MeetingLoop
@@ -440,13 +441,21 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         if not context.loading:
             engine = self._require_engine()
             by_time = None if self._meetings is None else self._meetings.state()
-            checkpoint.assemble(context, self._require_groups(), engine, self._require_values(), by_time)
+            groups, values = self._require_groups(), self._require_values()
+            if context.files is None:
+                checkpoint.assemble(context, groups, engine, values, by_time)
+            else:
+                assemble_files(context, context.files, groups, engine, values, by_time)
             # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
             self._account(engine.collect(), self._iteration)
         elif self._plan is not None:
             if context.optimizer is not None:
                 self._build_engine(context.args, context.model, context.optimizer)
-            checkpoint.request(context, self._plan, self._require_groups(), self._engine, self._values)
+            groups = self._require_groups()
+            if context.files is None:
+                checkpoint.request(context, self._plan, groups, self._engine, self._values)
+            else:
+                request_files(context, context.files, self._plan, groups, self._engine, self._values)
 
     def check_load(self, context: LoadContext) -> None:
         """Refuse a checkpoint whose workers differ when this run has no workers."""

@@ -8,10 +8,12 @@ from megatron_ext.options.common_verdicts import (
     ASYNC_SAVE,
     BOOKKEEPING,
     CONTINUES,
+    EXPERTS,
     EXPERTS_ASYNC_SAVE,
     HOT_ASYNC_SAVE,
     HOT_BOOKKEEPING,
     HOT_RESUME,
+    PEERS,
     PEERS_ASYNC_SAVE,
     RESUME,
     STRATEGIES,
@@ -21,7 +23,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
     WORKERS_BOOKKEEPING,
 )
-from megatron_ext.options.row import differs, row, says
+from megatron_ext.options.row import Asked, differs, row, says
 from megatron_ext.options.verdict import accepted, refused, tested
 
 __all__ = ["CHECKPOINT_FORMATS"]
@@ -29,8 +31,14 @@ __all__ = ["CHECKPOINT_FORMATS"]
 _RAISE_UNEXPECTED = "use raise_unexpected, which checks that nothing is missing"
 _RETURNS = refused("Megatron's own load takes what it returns besides for the state", "use log_all")
 _BY_FORMAT = accepted("each format has a row of its own")
-_PEERS_FORMAT = accepted("the row on formats other than torch_dist has the say")
+_PEERS_FORMAT = accepted("the row on formats other than torch_dist and torch has the say")
 _TORCH_DIST = "use --ckpt-format torch_dist, the default"
+_IN_THE_RUN = refused("Megatron writes this format in the run itself, as a file per rank", _TORCH_DIST)
+
+
+def _in_legacy_format(name: str) -> Asked:
+    return lambda args: args.ckpt_format == "torch" and bool(getattr(args, name))
+
 
 CHECKPOINT_FORMATS = (
     row(
@@ -45,11 +53,24 @@ CHECKPOINT_FORMATS = (
         "--ckpt-format torch",
         says("ckpt_format", "torch"),
         cpu=RESUME,
-        local_sgd=refused("the state of the workers has no place in it", _TORCH_DIST),
+        local_sgd=tested(f"{WORKERS}test_legacy_format.py::test_a_resume_follows_the_uninterrupted_run_bit_for_bit"),
         hot_switch=refused(
             "it has not been tested with several strategies", "use --ckpt-format torch_dist, the default"
         ),
-        sync_service=_PEERS_FORMAT,
+        sync_service=tested(f"{PEERS}test_legacy_format.py::test_a_killed_peer_resumes_with_the_same_bits"),
+        spes=tested(f"{EXPERTS}test_legacy_format.py::test_a_killed_peer_resumes_with_the_same_bits"),
+    ),
+    *(
+        row(
+            f"--ckpt-format torch with {flag}",
+            _in_legacy_format(name),
+            flags=("--ckpt-format", flag),
+            cpu=_IN_THE_RUN,
+            local_sgd=_IN_THE_RUN,
+            hot_switch=_IN_THE_RUN,
+            sync_service=_IN_THE_RUN,
+        )
+        for name, flag in (("async_save", "--async-save"), ("non_persistent_ckpt_type", "--non-persistent-ckpt-type"))
     ),
     *(
         row(
@@ -67,8 +88,8 @@ CHECKPOINT_FORMATS = (
         )
     ),
     row(
-        "--ckpt-format other than torch_dist",
-        differs("ckpt_format", "torch_dist"),
+        "--ckpt-format other than torch_dist and torch",
+        differs("ckpt_format", "torch_dist", "torch"),
         cpu=_BY_FORMAT,
         local_sgd=_BY_FORMAT,
         hot_switch=_BY_FORMAT,

@@ -233,16 +233,27 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             if exit_request.code or (given["args"].exit_on_missing_checkpoint and not tracker.exists()):
                 raise
             # Megatron ends here with status 0, which a launcher takes for success.
+            if given["args"].ckpt_step or _names_a_checkpoint(tracker):
+                raise UserError(
+                    f"--load {given['load_dir']}: a file of the checkpoint cannot be read, of which Megatron says more "
+                    "above; load an earlier one with --ckpt-step"
+                ) from None
             raise UserError(
                 f"--load {given['load_dir']}: latest_checkpointed_iteration.txt there holds neither a number nor "
                 "'release'; write the iteration to load into it, or name it with --ckpt-step"
             ) from None
         state = result[0]
-        if state is not None and given["rank0"]:
+        # Of the legacy format the first rank's file is not always read by itself.
+        if state is not None and (given["rank0"] or given["args"].ckpt_format == "torch"):
             hooks.check_load(LoadContext(args=given["args"], directory=result[1], state=state, common_only=True))
         return result
 
     return load_base_checkpoint
+
+
+def _names_a_checkpoint(tracker: Path) -> bool:
+    text = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
+    return text == "release" or text.isdecimal()
 
 
 def _wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam: reading and writing Megatron's distributed checkpoints.
+"""Seam: reading and writing Megatron's checkpoints; what is particular to the legacy format is in `legacy_format`.
 
 The two functions patched here are looked up by `save_checkpoint` and `load_checkpoint` when they run, and
 everything that Megatron's formats can do (sharding, resharding, parallel writing) stays Megatron's.
@@ -17,6 +17,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStart, hooks
+from megatron_ext.legacy_format import legacy_seam
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
 from megatron_ext.seams.damage import damaged_file
@@ -33,14 +34,19 @@ _OWN_PREFIXES = ("local_sgd.", "sync_service.")
 def repairs() -> list[Patch]:
     """Return the patches of this seam that let Megatron read what it wrote, and do nothing else."""
     return [
-        Patch(
-            name="repairs/fp32-shards",
-            target="megatron.core.optimizer.distrib_optimizer:"
-            "DistributedOptimizer.load_parameter_state_from_dp_reshardable",
-            wrap=_wrap_load_shards,
-            parameters=("state_dict",),
-            rebind=False,
-            reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
+        *(
+            Patch(
+                name=f"repairs/{name}",
+                target=f"megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.{method}",
+                wrap=_wrap_load_shards,
+                parameters=("state_dict",),
+                rebind=False,
+                reason="Megatron 0.19 reads fp32 parameters into views that require gradients, which torch refuses",
+            )
+            for name, method in (
+                ("fp32-shards", "load_parameter_state_from_dp_reshardable"),
+                ("fp32-gathered-shards", "load_parameter_state_from_dp_zero"),
+            )
         ),
         Patch(
             name="repairs/sgd-state",
@@ -118,6 +124,7 @@ def patches() -> list[Patch]:
             ),
             reason="let features place every worker's state and their own in the checkpoint",
         ),
+        *legacy_seam.patches(),
         *load_patches(),
     ]
 
@@ -130,6 +137,9 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
+        if given["args"].ckpt_format == legacy_seam.LEGACY:
+            result: dict[str, Any] = original(*args, **kwargs)
+            return result
         optimizer_options = given["optim_sd_kwargs"] or {}
         loading = bool(optimizer_options.get("is_loading", False))
         if not loading:
@@ -250,6 +260,7 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 state=state,
                 common_only=bool(given["rank0"]),
                 release=bool(result[2]),
+                is_legacy=result[3].name == "LEGACY",
             )
             if read.common_only:
                 refuse_other_optimizer(read)
@@ -291,7 +302,9 @@ def _damaged(directory: str | None, args: Any) -> str | None:
     if directory is None or directory != args.load:
         return None
     folder = _folder(Path(directory), args)
-    return damaged_file(folder) if folder is not None and folder.is_dir() else None
+    # The files of the legacy format say nothing of each other.
+    is_known = folder is not None and folder.is_dir() and not any(folder.glob("mp_rank_*"))
+    return damaged_file(folder) if folder is not None and is_known else None
 
 
 def _folder(directory: Path, args: Any) -> Path | None:

@@ -91,6 +91,11 @@ class InnerValues:
         """The authoritative tensors."""
         return [value.tensor for value in self.values]
 
+    @property
+    def is_layer_wise(self) -> bool:
+        """Whether an optimizer gives whole parameters to ranks."""
+        return bool(self._layer_wise)
+
     def is_shard(self, value: Value) -> bool:
         """Return whether this rank alone updates a value, where other data-parallel ranks have others."""
         return value.is_alone

@@ -29,7 +29,7 @@ them."""
 
 
 def reshardable_problems(args: Any) -> list[str]:
-    """Return why tensors of ours cannot be written beside a distributed optimizer's in its reshardable format.
+    """Return why tensors of ours cannot be written beside a distributed optimizer's in the format that is asked for.
 
     Args:
         args: Megatron's arguments as parsed.
@@ -37,12 +37,17 @@ def reshardable_problems(args: Any) -> list[str]:
     from megatron.core import __version__
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    asked = args.use_distributed_optimizer and args.dist_ckpt_optim_fully_reshardable
-    if not asked or hasattr(DistributedOptimizer, "optimizer_state_keys"):
+    if not args.use_distributed_optimizer or hasattr(DistributedOptimizer, "optimizer_state_keys"):
         return []
+    asked = {
+        "--dist-ckpt-optim-fully-reshardable": args.dist_ckpt_optim_fully_reshardable,
+        "--ckpt-format torch": args.ckpt_format == "torch",
+    }
     return [
-        f"--dist-ckpt-optim-fully-reshardable: Megatron {__version__} writes Adam's moments alone in that format, and "
+        f"{option}: Megatron {__version__} writes Adam's moments alone in that format, and "
         "outer rounds have other tensors to save; drop it, or use Megatron 0.19 or newer"
+        for option, is_asked in asked.items()
+        if is_asked
     ]
 
 
@@ -117,12 +122,13 @@ def refuse_states_by_place(context: LoadContext) -> None:
     Raises:
         UserError: naming the ways out.
     """
-    form = _form_of(context)
+    form = "--ckpt-format torch" if context.is_legacy else _form_of(context)
     if form not in (None, "fully_reshardable"):
+        more = " and without --ckpt-format torch" if context.is_legacy else ""
         raise UserError(
             f"--load {context.directory}: its optimizer trained all experts, this peer trains some, and its state's "
             f"form ({form}) does not tell them apart. Let the job that saves it do so with "
-            "--dist-ckpt-optim-fully-reshardable, or take the weights alone with --no-load-optim"
+            f"--dist-ckpt-optim-fully-reshardable{more}, or take the weights alone with --no-load-optim"
         )
 
 

@@ -114,10 +114,10 @@ def patches() -> list[Patch]:
         Patch(
             name="groups/view/training.checkpointing",
             target="megatron.training.checkpointing:mpu",
-            wrap=_wrap_where_not_given,
+            wrap=WorkerParallelState,
             rebind=False,
-            reason="a worker's checkpoints are those of any job, also where Megatron (0.18) does not give their code "
-            "the model's groups",
+            reason="a worker's checkpoints are those of any job, also where Megatron does not give their code the "
+            "model's groups (0.18, and the layer-wise optimizer's files)",
         )
     )
     build = Patch(
@@ -229,14 +229,6 @@ class WorkerParallelState:
         return None
 
 
-def _wrap_where_not_given(full: Any) -> Any:
-    """Return the view of a worker unless `save_checkpoint` can be given the groups of the model, as then it is."""
-    from megatron.training import checkpointing
-
-    given = "dp_group" in inspect.signature(checkpointing.save_checkpoint).parameters
-    return full if given else WorkerParallelState(full)
-
-
 def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
@@ -291,6 +283,8 @@ def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
         }
         if found.get("intra_dist_opt_group") is not None:
             inside["intra_dist_opt_group"] = groups.inside
+        twins = {"intra_dp_cp_group_gloo": groups.dp_cp_gloo, "intra_expt_dp_group_gloo": groups.expert_dp_gloo}
+        inside |= {name: twin for name, twin in twins.items() if found.get(name) is not None}
         return {**found, **inside}
 
     return setup_process_groups

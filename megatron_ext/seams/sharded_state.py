@@ -20,6 +20,7 @@ from megatron_ext.seams.optimizer import InnerValues, is_distributed
 __all__ = [
     "ask_for_some_experts",
     "beside_optimizer",
+    "beside_view",
     "is_model_key",
     "load_beside_optimizer",
     "mark_as_copy",
@@ -119,7 +120,7 @@ def beside_optimizer(
     entries: list[Any] = []
     for index, member in enumerate(values.members):
         if is_distributed(member):
-            view = _view(member, values, tensors, index)
+            view = beside_view(member, values, tensors, index)
             kind = metadata.get("distrib_optim_sharding_type", "dp_reshardable")
             entry = getattr(view, f"sharded_param_state_{kind}")(model_state, loading, metadata)
             if kind == "dp_reshardable":
@@ -140,7 +141,7 @@ def load_beside_optimizer(
     for index, member in enumerate(values.members):
         if is_distributed(member):
             kind = metadata.get("distrib_optim_sharding_type", "dp_reshardable")
-            view = _view(member, values, tensors, index)
+            view = beside_view(member, values, tensors, index)
             getattr(view, f"load_parameter_state_from_{kind}")(loaded[index])
         else:
             for name, tensor, position in _of_member(values, tensors, index):
@@ -253,8 +254,15 @@ def _in_model_space(
     return entry if all(entry.values()) else LocalNonpersistentObject(entry)
 
 
-def _view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int) -> Any:
-    """Return a DistributedOptimizer with the member's shards whose parameters and states are `tensors`."""
+def beside_view(member: Any, values: InnerValues, tensors: dict[str, list[torch.Tensor]], index: int) -> Any:
+    """Return a DistributedOptimizer with the shards of the `index`-th member whose parameters and states are `tensors`.
+
+    Args:
+        member: a `DistributedOptimizer`, the `index`-th of the values' members.
+        values: the inner values; `tensors` are in their order and shapes.
+        tensors: lists by name, such as anchor and momentum.
+        index: of the member.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     class BesideView(DistributedOptimizer):  # type: ignore[misc]  # Megatron is untyped

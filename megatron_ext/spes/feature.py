@@ -128,7 +128,8 @@ class SpesFeature(Feature, WeighsExperts, SavesState):
         has_all = len(owned) == ownership.experts
         if not context.loading:
             context.state[_STATE] = {"trained": list(owned)}
-        if context.optimizer is not None and not has_all:
+        # In the legacy format an optimizer's state is of what it trains, by place.
+        if context.optimizer is not None and not has_all and context.files is None:
             adapt = ask_for_some_experts if context.loading and self._takes_of_all else unstack_experts
             # Entries next to the optimizer's state have its form: that of workers inside the peer.
             for key, entry in context.state.items():

@@ -164,6 +164,8 @@ DOUBTFUL = [
     "--moe-router-load-balancing-type quantile_balancing",
     "--perform-rl-step",
     "--ckpt-format torch",
+    "--ckpt-format torch --async-save",
+    "--ckpt-format torch --non-persistent-ckpt-type global",
     "--ckpt-format torch_dcp",
     "--ckpt-format fsdp_dtensor",
     "--ckpt-convert-format torch",

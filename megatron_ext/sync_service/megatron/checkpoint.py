@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import LoadContext, SaveContext
+from megatron_ext.hooks import LoadContext, RankFiles, SaveContext
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 from megatron_ext.sync_service.peer.parts import Part
@@ -106,14 +107,27 @@ def assemble(context: SaveContext, place: Place) -> None:
         "codec": config.sync_service_codec,
         "residuals_of": _layout(context.args) if is_lossy else None,
     }
-    if is_lossy:
+    if is_lossy and context.files is not None:
+        torch.save(place.residuals, _file_of_this_rank(context.files))
+    elif is_lossy:
         context.state[_RESIDUALS] = _of_this_rank(place.residuals)
 
 
 def request(context: SaveContext, state: dict[str, Any] | None) -> None:
     """Ask for this rank's residuals, where the checkpoint that `state` is of has some."""
-    if state is not None and state["residuals_of"] is not None and context.optimizer is not None:
+    if state is None or state["residuals_of"] is None or context.optimizer is None:
+        return
+    if context.files is None:
         context.state[_RESIDUALS] = _of_this_rank(None)
+        return
+    path = _file_of_this_rank(context.files)
+    try:
+        context.state[_RESIDUALS] = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # whatever unpickling damaged bytes raises
+        raise UserError(
+            f"--load: {path}, this rank's residuals of the codec, cannot be read ({type(error).__name__}); load an "
+            "earlier checkpoint with --ckpt-step, or start with --no-load-optim"
+        ) from error
 
 
 def parts_of_samples(context: LoadContext) -> int | None:
@@ -243,6 +257,11 @@ def _of_this_rank(residuals: dict[str, torch.Tensor] | None) -> Any:
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     return ShardedObject(_RESIDUALS, residuals, (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _file_of_this_rank(files: RankFiles) -> Path:
+    files.base.mkdir(parents=True, exist_ok=True)
+    return files.base / f"sync_service_residuals_{dist.get_rank():05d}.pt"
 
 
 def _layout(args: Any) -> str:
