@@ -6,7 +6,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["WorkerGroups"]
+__all__ = ["InstanceGroups", "WorkerGroups"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InstanceGroups:
+    """The groups of this rank's optimizer instance (`--num-distributed-optimizer-instances`) inside its worker.
+
+    An instance has all of the optimizer's state, sharded over its ranks. With one instance it is the worker.
+    """
+
+    dp_cp: Any
+    """Data and context parallel inside the instance."""
+
+    expert_dp: Any
+    """Expert data parallel inside the instance."""
+
+    whole: Any
+    """All ranks of the instance."""
+
+    across: Any
+    """The ranks of the worker that hold the same shard, one per instance; None with one instance."""
+
+    dp_cp_gloo: Any
+    """Gloo twin of `dp_cp`, None when gloo groups are off."""
+
+    expert_dp_gloo: Any
+    """Gloo twin of `expert_dp`, None when gloo groups are off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,3 +74,6 @@ class WorkerGroups:
 
     expert_dp_gloo: Any
     """Gloo twin of `expert_dp`, None when gloo groups are off."""
+
+    instance: InstanceGroups
+    """This rank's optimizer instance inside the worker."""

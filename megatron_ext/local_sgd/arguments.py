@@ -244,7 +244,16 @@ def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:
             f"--local-sgd-workers {workers} leaves {args.world_size // workers} ranks per worker, which does not hold "
             f"a whole expert-parallel group (ETP*EP*PP = {expert}); use fewer workers or a smaller expert parallel size"
         ]
-    return []
+    sizes = {"data": data // workers * args.context_parallel_size}
+    if args.num_experts:
+        sizes["expert data"] = args.world_size // workers // expert
+    instances = args.num_distributed_optimizer_instances
+    return [
+        f"--num-distributed-optimizer-instances {instances} does not divide the {what}-parallel size of a worker, "
+        f"{size}; instances are parts of each worker"
+        for what, size in sizes.items()
+        if size % instances
+    ]
 
 
 def _expert_tensor_size(args: Any) -> int:

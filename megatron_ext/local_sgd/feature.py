@@ -484,7 +484,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
                         tensor=value.tensor,
                         name=value.entry.tensor.name,
                         unit=value.entry.unit,
-                        counted=value.entry.placed.counts_once(is_shard=value.is_alone),
+                        counted=value.counts_once,
                         on_two_stages=value.entry.is_on_two_stages,
                     )
                     for value in self._values.values

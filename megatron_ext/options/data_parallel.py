@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_ANY_JOB,
@@ -19,7 +21,7 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_THERE,
     WORKERS,
 )
-from megatron_ext.options.row import row, says
+from megatron_ext.options.row import Asked, differs, is_set, row, says
 from megatron_ext.options.verdict import accepted, clash, refused, tested
 
 __all__ = ["DATA_PARALLEL"]
@@ -28,6 +30,24 @@ _PLAIN_GATHER = accepted("the row on --use-distributed-optimizer has the say")
 _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_what_one_rank_computes")
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _IN_BF16 = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
+_INSTANCES = tested(f"{WORKERS}test_instances.py::test_workers_with_optimizer_instances_compute_what_one_has")
+_NO_EINOPS = refused("Megatron makes the groups of instances with it", "pip install einops")
+
+
+def _has_instances(args: Any) -> bool:
+    return bool(args.num_distributed_optimizer_instances > 1)
+
+
+def _with_instances(asked: Asked) -> Asked:
+    return lambda args: _has_instances(args) and asked(args)
+
+
+def _has_no_einops(args: Any) -> bool:
+    from megatron.core import parallel_state
+
+    cuts_workers = getattr(args, "use_local_sgd", False) and getattr(args, "local_sgd_workers", None) != 1
+    return not parallel_state.HAVE_EINOPS and not cuts_workers
+
 
 DATA_PARALLEL = (
     row(
@@ -139,14 +159,46 @@ DATA_PARALLEL = (
     ),
     row(
         "--num-distributed-optimizer-instances above 1",
-        lambda args: args.num_distributed_optimizer_instances > 1,
-        cpu=refused("Megatron's hierarchical groups need the einops package and have not been tested on gloo"),
-        local_sgd=refused(
-            "the workers take the place of the instances",
-            "drop it: the optimizer is sharded inside each worker",
-        ),
+        _has_instances,
+        cpu=_INSTANCES,
+        local_sgd=_INSTANCES,
         hot_switch=UNTRIED_HOT,
-        sync_service=UNTRIED_THERE,
+        sync_service=tested(f"{PEERS}test_instances.py::test_a_peer_with_optimizer_instances_computes_what_one_has"),
+    ),
+    *(
+        row(
+            f"--num-distributed-optimizer-instances above 1 {rest}",
+            _with_instances(asked),
+            cpu=verdict,
+            local_sgd=verdict,
+            hot_switch=verdict,
+            sync_service=verdict,
+        )
+        for rest, asked, verdict in (
+            (
+                "without --use-distributed-optimizer",
+                lambda args: not args.use_distributed_optimizer,
+                refused("Megatron cuts the distributed optimizer alone into instances", "add the latter"),
+            ),
+            (
+                "with --optimizer other than adam and sgd",
+                differs("optimizer", "adam", "sgd"),
+                refused("Megatron's layer-wise optimizer has one instance"),
+            ),
+            (
+                "with --ddp-reduce-scatter-with-fp32-accumulation",
+                is_set("ddp_reduce_scatter_with_fp32_accumulation"),
+                refused("Megatron accumulates so inside one instance alone"),
+            ),
+        )
+    ),
+    row(
+        "--num-distributed-optimizer-instances above 1 without einops",
+        _with_instances(_has_no_einops),
+        cpu=_NO_EINOPS,
+        local_sgd=accepted("the groups of workers are made without it"),
+        hot_switch=_NO_EINOPS,
+        sync_service=_NO_EINOPS,
     ),
     row(
         "--init-model-with-meta-device",

@@ -44,8 +44,11 @@ class DpShard:
     optimizer keeps the fp32 values itself (precision-aware optimizer)."""
 
     is_alone: bool
-    """Whether no other data parallel rank updates these elements: the distributed optimizer and FSDP2 cut parameters
-    into shards, and the layer-wise one gives whole parameters to ranks."""
+    """Whether no other data parallel rank of the optimizer instance updates these elements: the distributed optimizer
+    and FSDP2 cut parameters into shards, and the layer-wise one gives whole parameters to ranks."""
+
+    is_copy: bool = False
+    """Whether a rank of an earlier instance updates the same elements (`--num-distributed-optimizer-instances`)."""
 
     @property
     def numel(self) -> int:
@@ -84,6 +87,7 @@ def dp_shards(optimizer: Any, view: ParameterView) -> tuple[DpShard, ...]:
                 stop=stop,
                 main=main,
                 is_alone=is_alone or is_sharded(parameter),
+                is_copy=getattr(member, "distributed_optimizer_instance_id", 0) > 0,
             )
     for parameter in (parameter for part in layer_wise for parameter in _dealt_out(part)):
         if id(parameter) not in shards:  # another rank's

@@ -48,7 +48,15 @@ class Value:
     """Index of its optimizer in `InnerValues.members`."""
 
     is_alone: bool
-    """Whether no other data-parallel rank of the job updates these elements, see `DpShard.is_alone`."""
+    """Whether no other data-parallel rank of the optimizer instance updates these elements, see `DpShard`."""
+
+    is_copy: bool = False
+    """Whether a rank of an earlier optimizer instance updates the same elements."""
+
+    @property
+    def counts_once(self) -> bool:
+        """Whether sums over all ranks of a job have to count these elements: of equal copies, one has."""
+        return self.entry.placed.counts_once(is_shard=self.is_alone) and not self.is_copy
 
 
 class InnerValues:
@@ -83,6 +91,7 @@ class InnerValues:
                         start=shard.start,
                         member=shard.member,
                         is_alone=shard.is_alone,
+                        is_copy=shard.is_copy,
                     )
                 )
 

@@ -12,17 +12,17 @@ Further layouts (`seams.strategies`) lie inside a worker from the start: while o
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_ext.hooks import CutsWorkers, GroupsBuilt, WorldReady, hooks
 from megatron_ext.patching import Patch
-from megatron_ext.worker_groups import WorkerGroups
+from megatron_ext.worker_cuts import cut_workers
+from megatron_ext.worker_groups import InstanceGroups, WorkerGroups
 
 __all__ = [
     "WORKER_VIEW_MODULES",
@@ -166,13 +166,17 @@ class WorkerParallelState:
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
     ) -> Any:
-        """Return the worker's data-parallel group."""
+        """Return the worker's data-parallel group, or that of the optimizer instance in it."""
+        if partial_data_parallel:
+            return self._groups().instance.dp_cp
         return self._groups().dp_cp if with_context_parallel else self._groups().dp
 
     def get_data_parallel_group_gloo(
         self, with_context_parallel: bool = False, partial_data_parallel: bool = False
     ) -> Any:
-        """Return the gloo twin of the worker's data-parallel group."""
+        """Return the gloo twin of `get_data_parallel_group`."""
+        if partial_data_parallel:
+            return self._groups().instance.dp_cp_gloo
         return self._groups().dp_cp_gloo if with_context_parallel else self._groups().dp_gloo
 
     def get_data_parallel_world_size(
@@ -181,8 +185,8 @@ class WorkerParallelState:
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
     ) -> int:
-        """Return the size of the worker's data-parallel group."""
-        return int(self.get_data_parallel_group(with_context_parallel).size())
+        """Return the size of `get_data_parallel_group`."""
+        return int(self.get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel).size())
 
     def get_data_parallel_rank(
         self,
@@ -190,8 +194,8 @@ class WorkerParallelState:
         with_gtp_remat: bool = True,
         partial_data_parallel: bool = False,
     ) -> int:
-        """Return this rank's index in the worker's data-parallel group."""
-        return int(self.get_data_parallel_group(with_context_parallel).rank())
+        """Return this rank's index in `get_data_parallel_group`."""
+        return int(self.get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel).rank())
 
     def get_expert_data_parallel_group(
         self,
@@ -199,24 +203,25 @@ class WorkerParallelState:
         with_gtp_remat: bool = True,
         partial_expert_data_parallel: bool = False,
     ) -> Any:
-        """Return the worker's expert data-parallel group."""
-        return self._groups().expert_dp
+        """Return the worker's expert data-parallel group, or that of the optimizer instance in it."""
+        return self._groups().instance.expert_dp if partial_expert_data_parallel else self._groups().expert_dp
 
     def get_expert_data_parallel_group_gloo(self, partial_expert_data_parallel: bool = False) -> Any:
-        """Return the gloo twin of the worker's expert data-parallel group."""
-        return self._groups().expert_dp_gloo
+        """Return the gloo twin of `get_expert_data_parallel_group`."""
+        groups = self._groups()
+        return groups.instance.expert_dp_gloo if partial_expert_data_parallel else groups.expert_dp_gloo
 
     def get_expert_data_parallel_rank(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
-        """Return this rank's index in the worker's expert data-parallel group."""
-        return int(self._groups().expert_dp.rank())
+        """Return this rank's index in `get_expert_data_parallel_group`."""
+        return int(self.get_expert_data_parallel_group(False, with_gtp_remat, partial_expert_data_parallel).rank())
 
     def get_expert_data_parallel_world_size(
         self, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
     ) -> int:
-        """Return the size of the worker's expert data-parallel group."""
-        return int(self._groups().expert_dp.size())
+        """Return the size of `get_expert_data_parallel_group`."""
+        return int(self.get_expert_data_parallel_group(False, with_gtp_remat, partial_expert_data_parallel).size())
 
     def get_tensor_and_data_parallel_group(
         self, check_initialized: bool = True, with_context_parallel: bool = False
@@ -224,9 +229,13 @@ class WorkerParallelState:
         """Return the worker's tensor- and data-parallel group."""
         return self._groups().tp_dp_cp if with_context_parallel else self._groups().tp_dp
 
-    def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> None:
-        """Return None: inside a worker there is one optimizer instance."""
-        return None
+    def get_inter_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> Any:
+        """Return the group across the worker's optimizer instances; None with one."""
+        return self._groups().instance.across
+
+    def get_intra_distributed_optimizer_instance_group(self, check_initialized: bool = True) -> Any:
+        """Return all ranks of the optimizer instance inside the worker."""
+        return self._groups().instance.whole
 
 
 def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,15 +250,22 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         ready = WorldReady(args=args_of_run)
         hooks.fire(ready)
         workers = hooks.worker_count(args_of_run)
-        result = original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = bound.arguments
-        _groups = _build(
+        instances = int(given["num_distributed_optimizer_instances"])
+        # Instances are cut out of workers; Megatron's would be parts of the whole data-parallel dimension.
+        given["num_distributed_optimizer_instances"] = 1
+        result = original(*bound.args, **bound.kwargs)
+        _groups = cut_workers(
             workers,
+            instances,
             gloo=bool(given["create_gloo_process_groups"]),
             timeout=timedelta(minutes=given["distributed_timeout_minutes"], seconds=max(ready.waits, default=0.0)),
         )
+        # Its getter has no group to return where Megatron made one instance, and insists on one.
+        state = importlib.import_module(original.__module__)
+        state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _groups.instance.across  # type: ignore[attr-defined]
         hooks.fire(GroupsBuilt(groups=_groups))
         return result
 
@@ -276,15 +292,17 @@ def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
         inside = {
             "dp_group": groups.dp,
             "dp_cp_group": groups.dp_cp,
-            "intra_dp_cp_group": groups.dp_cp,
+            "intra_dp_cp_group": groups.instance.dp_cp,
             "expt_dp_group": groups.expert_dp,
-            "intra_expt_dp_group": groups.expert_dp,
-            "inter_dist_opt_group": None,
+            "intra_expt_dp_group": groups.instance.expert_dp,
+            "inter_dist_opt_group": groups.instance.across,
         }
-        if found.get("intra_dist_opt_group") is not None:
-            inside["intra_dist_opt_group"] = groups.inside
-        twins = {"intra_dp_cp_group_gloo": groups.dp_cp_gloo, "intra_expt_dp_group_gloo": groups.expert_dp_gloo}
-        inside |= {name: twin for name, twin in twins.items() if found.get(name) is not None}
+        where_wanted = {
+            "intra_dist_opt_group": groups.instance.whole,
+            "intra_dp_cp_group_gloo": groups.instance.dp_cp_gloo,
+            "intra_expt_dp_group_gloo": groups.instance.expert_dp_gloo,
+        }
+        inside |= {name: group for name, group in where_wanted.items() if found.get(name) is not None}
         return {**found, **inside}
 
     return setup_process_groups
@@ -292,101 +310,24 @@ def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _whole_groups(state: Any) -> WorkerGroups:
     """Return the groups while a layout is in place that lies inside the worker: its own."""
-    return replace(
-        current_groups(),
-        dp=state.get_data_parallel_group(),
-        dp_cp=state.get_data_parallel_group(with_context_parallel=True),
+    dp_cp = state.get_data_parallel_group(with_context_parallel=True)
+    instance = InstanceGroups(
+        dp_cp=dp_cp,
         expert_dp=state.get_expert_data_parallel_group(),
-        tp_dp=state.get_tensor_and_data_parallel_group(),
-        tp_dp_cp=state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-        dp_gloo=state._DATA_PARALLEL_GROUP_GLOO,
+        whole=state.get_intra_distributed_optimizer_instance_group(),
+        across=None,
         dp_cp_gloo=state._DATA_PARALLEL_GROUP_WITH_CP_GLOO,
         expert_dp_gloo=state._EXPERT_DATA_PARALLEL_GROUP_GLOO,
     )
-
-
-def _build(workers: int, gloo: bool, timeout: timedelta) -> WorkerGroups:
-    """Cut Megatron's data-parallel groups into workers; every rank makes all groups in one order."""
-    from megatron.core import parallel_state as state
-
-    full = {
-        "dp": state.get_data_parallel_group(),
-        "dp_cp": state.get_data_parallel_group(with_context_parallel=True),
-        "expert_dp": state.get_expert_data_parallel_group(),
-        "tp_dp": state.get_tensor_and_data_parallel_group(),
-        "tp_dp_cp": state.get_tensor_and_data_parallel_group(with_context_parallel=True),
-    }
-    worker = full["dp"].rank() * workers // full["dp"].size()
-    mine = (worker, {name: dist.get_process_group_ranks(group) for name, group in full.items()})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-
-    def make(lists: list[list[int]], backend: str | None = None) -> Any:
-        found = None
-        for ranks in lists:
-            group = dist.new_group(ranks, timeout=timeout, backend=backend)
-            if dist.get_rank() in ranks:
-                found = group
-        return found
-
-    inside = [
-        [rank for rank, (index, _) in enumerate(everyone) if index == number] for number in range(workers)
-    ]
-    slices = {name: _slices([members[name] for _, members in everyone], workers) for name in full}
-    twins = {name: make(slices[name], "gloo") if gloo else None for name in ("dp", "dp_cp", "expert_dp")}
-    groups = WorkerGroups(
-        num_workers=workers,
-        worker=worker,
-        across=make([list(ranks) for ranks in zip(*inside, strict=True)]),
-        inside=make(inside),
-        dp=make(slices["dp"]),
-        dp_cp=make(slices["dp_cp"]),
-        expert_dp=make(slices["expert_dp"]),
-        tp_dp=make(slices["tp_dp"]),
-        tp_dp_cp=make(slices["tp_dp_cp"]),
-        dp_gloo=twins["dp"],
-        dp_cp_gloo=twins["dp_cp"],
-        expert_dp_gloo=twins["expert_dp"],
+    return replace(
+        current_groups(),
+        instance=instance,
+        dp=state.get_data_parallel_group(),
+        dp_cp=dp_cp,
+        expert_dp=instance.expert_dp,
+        tp_dp=state.get_tensor_and_data_parallel_group(),
+        tp_dp_cp=state.get_tensor_and_data_parallel_group(with_context_parallel=True),
+        dp_gloo=state._DATA_PARALLEL_GROUP_GLOO,
+        dp_cp_gloo=instance.dp_cp_gloo,
+        expert_dp_gloo=instance.expert_dp_gloo,
     )
-    _check(groups)
-    return groups
-
-
-def _slices(lists: list[list[int]], workers: int) -> list[list[int]]:
-    """Cut every distinct list of ranks into `workers` contiguous parts of equal size.
-
-    parallel_state lists the ranks of all these groups with the data index varying slowest, so the parts are
-    slices of the data-parallel dimension; `_check` makes sure of it.
-    """
-    parts = []
-    for ranks in sorted({tuple(ranks) for ranks in lists}):
-        size = len(ranks) // workers
-        parts += [list(ranks[start : start + size]) for start in range(0, len(ranks), size)]
-    return parts
-
-
-def _check(groups: WorkerGroups) -> None:
-    """Refuse a cut that does not give whole, disjoint workers.
-
-    Raises:
-        RuntimeError: a group of this rank reaches outside its worker, or `across` reaches inside one.
-    """
-    members = set(dist.get_process_group_ranks(groups.inside))
-    for name in ("dp", "dp_cp", "expert_dp", "tp_dp", "tp_dp_cp"):
-        if not set(dist.get_process_group_ranks(getattr(groups, name))) <= members:
-            raise RuntimeError(f"worker {groups.worker}: group {name} reaches outside the worker")
-    if len(members & set(dist.get_process_group_ranks(groups.across))) != 1:
-        raise RuntimeError(f"worker {groups.worker}: the group across workers must hold one rank of each")
-    from megatron.core import parallel_state as state
-
-    for name in (
-        "tensor_model_parallel",
-        "pipeline_model_parallel",
-        "context_parallel",
-        "expert_model_parallel",
-    ):
-        group = getattr(state, f"get_{name}_group")()
-        if not set(dist.get_process_group_ranks(group)) <= members:
-            raise RuntimeError(f"worker {groups.worker} would cut a {name} group")
-    if len(members) * groups.num_workers != dist.get_world_size():
-        raise RuntimeError(f"{groups.num_workers} workers of {len(members)} ranks are not the whole world")

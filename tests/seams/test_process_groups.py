@@ -5,7 +5,8 @@ import importlib.util
 import re
 from pathlib import Path
 
-from megatron_ext.seams.process_groups import WORKER_VIEW_MODULES, _slices
+from megatron_ext.seams.process_groups import WORKER_VIEW_MODULES
+from megatron_ext.worker_cuts import _slices
 
 READS = re.compile(
     r"(?:parallel_state|mpu)\.get_(?:expert_)?(?:data_parallel|tensor_and_data_parallel)_?\w*\("

@@ -42,8 +42,8 @@ class Slices:
     parameters themselves.
 
     Primary are those of the first of several equal copies: of tensor parallel duplicates, of tied embeddings, and of
-    data parallel replicas where the optimizer is not distributed. Over all ranks of a job every element is primary
-    once.
+    data parallel replicas where the optimizer is not distributed, or has several instances. Over all ranks of a job
+    every element is primary once.
     """
 
     def __init__(self, values: InnerValues, catalog: Catalog) -> None:
@@ -56,16 +56,16 @@ class Slices:
         self.parts: list[Part] = []
         self._views: dict[str, torch.Tensor] = {}
         for value in values.values:
-            self._add(catalog, value.entry, value.tensor, value.start, value.is_alone)
+            self._add(catalog, value.entry, value.tensor, value.start, value.counts_once)
         for entry in ExpertBiases(values.view).entries:
-            self._add(catalog, entry, entry.parameter, 0, False)
+            self._add(catalog, entry, entry.parameter, 0, entry.placed.counts_once(is_shard=False))
         trained = set(self._views)
         for entry in values.view.entries:
             if not entry.parameter.requires_grad:
-                self._add(catalog, entry, entry.parameter.detach(), 0, False)
+                self._add(catalog, entry, entry.parameter.detach(), 0, entry.placed.counts_once(is_shard=False))
         self._frozen = self._views.keys() - trained
 
-    def _add(self, catalog: Catalog, entry: LocalParameter, tensor: torch.Tensor, start: int, is_shard: bool) -> None:
+    def _add(self, catalog: Catalog, entry: LocalParameter, tensor: torch.Tensor, start: int, is_primary: bool) -> None:
         """Add the boxes of a tensor that holds a parameter from its flattened element `start` on."""
         placed = entry.placed
         for at, view in global_views(placed.slice, tensor, start, start + tensor.numel()):
@@ -73,7 +73,7 @@ class Slices:
                 key=f"{placed.name}{list(at)}",
                 spec=catalog[placed.tensor.name],
                 box=Box(at, tuple(view.shape)),
-                is_primary=placed.counts_once(is_shard=is_shard),
+                is_primary=is_primary,
             )
             self.parts.append(part)
             self._views[part.key] = view
