@@ -22,19 +22,19 @@ def run(layout: str, precision: str, ranks: int, **options: object) -> list[Rank
 @pytest.mark.parametrize(
     ("layout", "precision", "extra"),
     [
-        pytest.param("single", "bf16-distopt", PENALTY, id="replicas"),
+        pytest.param("single", "fp32-distopt", PENALTY, id="replicas"),
         pytest.param(
-            "moe-ep2", "bf16-distopt-overlap", {"global_batch_size": 16}, id="experts", marks=pytest.mark.slow
+            "moe-ep2", "fp32-distopt", {"global_batch_size": 16}, id="experts", marks=pytest.mark.slow
         ),
     ],
 )
 def test_workers_with_optimizer_instances_compute_what_one_has(layout, precision, extra):
     ranks = 8 if layout == "moe-ep2" else 4
     one, two = run(layout, precision, ranks, **extra), run(layout, precision, ranks, **extra, **TWO)
-    # Gradients are summed in another order, and weights rounded to bf16.
+    # Gradients are summed in another order.
     for before, now in zip(one, two, strict=True):
-        assert now.losses == pytest.approx(before.losses, rel=1e-3)
-        assert now.grad_norms == pytest.approx(before.grad_norms, rel=2e-2)
+        assert now.losses == pytest.approx(before.losses, rel=1e-5)
+        assert now.grad_norms == pytest.approx(before.grad_norms, rel=1e-4)
     half = ranks // 2
     # The copies of a shard, in both instances and both workers, are equal.
     assert model_digests(two[:half]) == model_digests(two[half:])
