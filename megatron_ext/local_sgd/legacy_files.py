@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.errors import UserError
 from megatron_ext.hooks import RankFiles, SaveContext
+from megatron_ext.legacy_format.rank_file import read_rank_file, write_rank_file
 from megatron_ext.local_sgd.checkpoint import SUMMARY, LoadPlan, fresh_like, shapes_of, summary_of
 from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.taken_over import refuse_other_model
@@ -109,15 +109,20 @@ def _write(values: InnerValues, tensors: _Tensors, path: Path, writes: bool) -> 
         else:
             states.append({name: _by_parameter(values, listed, index) for name, listed in tensors.items()})
     if writes:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(states, path)
+        write_rank_file(states, path)
 
 
 @torch.no_grad()
 def _read(values: InnerValues, tensors: _Tensors, path: Path) -> None:
     """Read what `_write` wrote into `tensors`; a worker's ranks call it."""
     scattering = [not is_distributed(member) or member.data_parallel_group.rank() == 0 for member in values.members]
-    states: list[Any] = _load(path) if any(scattering) else [None] * len(values.members)
+    states: list[Any] = [None] * len(values.members)
+    if any(scattering):
+        states = read_rank_file(
+            path,
+            "without which this run cannot resume",
+            "the weights alone from a checkpoint of a sync point with --no-load-optim",
+        )
     for index, (member, state) in enumerate(zip(values.members, states, strict=True)):
         if is_distributed(member):
             view = beside_view(member, values, tensors, index)
@@ -134,14 +139,3 @@ def _by_parameter(values: InnerValues, listed: list[torch.Tensor], member: int) 
         for value, tensor in zip(values.values, listed, strict=True)
         if value.member == member
     }
-
-
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling damaged bytes raises
-        raise UserError(
-            f"--load: {path} cannot be read ({type(error).__name__}), which this run cannot resume without; load an "
-            "earlier checkpoint with --ckpt-step, or the weights alone from a checkpoint of a sync point with "
-            "--no-load-optim"
-        ) from error

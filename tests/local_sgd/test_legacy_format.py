@@ -142,7 +142,7 @@ def test_another_layout_or_optimizer_is_refused_by_the_name_of_its_flag(saved):
     ("victim", "said"),
     [
         ("local_sgd_worker_1/mp_rank_00/model_optim_rng.pt", "model_optim_rng.pt is missing"),
-        ("mp_rank_00/local_sgd_outer.pt", "local_sgd_outer.pt cannot be read (FileNotFoundError)"),
+        ("mp_rank_00/local_sgd_outer.pt", "without which this run cannot resume, cannot be read (FileNotFoundError)"),
     ],
 )
 def test_a_file_that_is_gone_is_named_with_the_way_out(saved, tmp_path, victim, said):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext, RankFiles, SaveContext
+from megatron_ext.legacy_format.rank_file import read_rank_file, write_rank_file
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 from megatron_ext.sync_service.peer.parts import Part
@@ -108,7 +109,7 @@ def assemble(context: SaveContext, place: Place) -> None:
         "residuals_of": _layout(context.args) if is_lossy else None,
     }
     if is_lossy and context.files is not None:
-        torch.save(place.residuals, _file_of_this_rank(context.files))
+        write_rank_file(place.residuals, _file_of_this_rank(context.files))
     elif is_lossy:
         context.state[_RESIDUALS] = _of_this_rank(place.residuals)
 
@@ -121,13 +122,7 @@ def request(context: SaveContext, state: dict[str, Any] | None) -> None:
         context.state[_RESIDUALS] = _of_this_rank(None)
         return
     path = _file_of_this_rank(context.files)
-    try:
-        context.state[_RESIDUALS] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever unpickling damaged bytes raises
-        raise UserError(
-            f"--load: {path}, this rank's residuals of the codec, cannot be read ({type(error).__name__}); load an "
-            "earlier checkpoint with --ckpt-step, or start with --no-load-optim"
-        ) from error
+    context.state[_RESIDUALS] = read_rank_file(path, "this rank's residuals of the codec", "start with --no-load-optim")
 
 
 def parts_of_samples(context: LoadContext) -> int | None:
@@ -260,7 +255,6 @@ def _of_this_rank(residuals: dict[str, torch.Tensor] | None) -> Any:
 
 
 def _file_of_this_rank(files: RankFiles) -> Path:
-    files.base.mkdir(parents=True, exist_ok=True)
     return files.base / f"sync_service_residuals_{dist.get_rank():05d}.pt"
 
 
