@@ -61,6 +61,10 @@ class Patch:
     """Version specifier of the releases that are known not to have the target, and so cannot do what needs the patch;
     in others its absence is an error. Whether a release has it is seen by looking, never by its number."""
 
+    dispensable: bool = False
+    """Whether a release that lacks the target, see `missing_from`, does nothing that the patch would change: what needs
+    it elsewhere does without it there."""
+
     rebind: bool = True
     """Whether copies made by `from module import attribute` are replaced too. Off for values such as
     numbers or modules, whose identity says nothing about where they came from."""

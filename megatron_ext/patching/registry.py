@@ -62,8 +62,7 @@ class PatchRegistry:
                 fresh.append(patch)
             elif known != patch:
                 raise PatchError(f"{patch.describe()}: another patch of that name targets {known.target}")
-        for patch in fresh:
-            gates.check(patch)
+        fresh = [patch for patch in fresh if _is_there(patch)]
         self._globals.refresh()
         for count, patch in enumerate(fresh):
             try:
@@ -175,6 +174,21 @@ class _Globals:
             for key, value in tuple(vars(module).items()):
                 if type(value) not in _NEVER_PATCHED:
                     self._places.setdefault(id(value), []).append((module, key))
+
+
+def _is_there(patch: Patch) -> bool:
+    """Pass every gate of a patch; False where the installed release does without it.
+
+    Raises:
+        PatchError: it does not fit.
+    """
+    try:
+        gates.check(patch)
+    except SeamUnavailable:
+        if not patch.dispensable:
+            raise
+        return False
+    return True
 
 
 def _revert_one(record: _Applied) -> None:

@@ -180,7 +180,7 @@ def _wrap_validate(
             f"{feature.name}: {status.problem}"
             for feature in enabled
             for status in registry.explain(feature.required_patches())
-            if status.unavailable
+            if status.unavailable and not status.patch.dispensable
         ]
         if enabled:
             problems += unknown_problems(args, unknown)

@@ -50,6 +50,7 @@ def patches() -> list[Patch]:
             wrap=_wrap_has_group,
             parameters=("self", "grad_norm_group"),
             missing_from="<0.19",
+            dispensable=True,
             rebind=False,
             reason="Megatron asks all ranks, so all workers, which gradients a layer-wise optimizer clips apart",
         ),

@@ -206,6 +206,16 @@ def test_a_target_that_a_release_is_known_to_lack_is_unavailable_in_one_line(reg
         registry.apply([patch(target=target, missing_from=">=1", reason="be tested")])
 
 
+@pytest.mark.parametrize("target", MISSING)
+def test_a_patch_that_a_release_does_without_is_left_out_there(registry, target):
+    without = patch(name="dispensable", target=target, missing_from=">=1", dispensable=True)
+    registry.apply([without, patch()])
+    assert [applied.name for applied in registry.applied] == [patch().name]
+    (status,) = registry.explain([without])
+    assert status.status == "unavailable"
+    registry.revert()
+
+
 @pytest.mark.parametrize("missing_from", ["", "<1"])
 @pytest.mark.parametrize("target", MISSING)
 def test_a_target_that_is_missing_elsewhere_is_an_error(registry, target, missing_from):

@@ -15,6 +15,8 @@ import tempfile
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.support import megatron_checkout
 from tests.versions.features import FEATURES
 from tests.versions.record import PAGE, ReleaseRecord, page, read_records, write_records
@@ -62,7 +64,9 @@ def _run(tests: tuple[str, ...], checkout: Path | None) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-o", "junit_family=xunit1", f"--junitxml={report}"]
-        subprocess.run([*command, *against, *tests], check=False)
+        done = subprocess.run([*command, *against, *tests], check=False)
+        if done.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            sys.exit(f"pytest ended with {done.returncode}: not all of these tests were run: {' '.join(tests)}")
         cases = ElementTree.parse(report).getroot().iter("testcase")
         return {f"{case.get('file')}::{case.get('name')}": _end(case) for case in cases}
 

@@ -12,7 +12,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "local SGD": (
         "tests/local_sgd/test_rounds.py::test_sgd_with_interval_one_and_no_momentum_is_synchronous_training",
         "tests/local_sgd/test_rounds.py::test_overlapped_communication_changes_no_bit",
-        f"{_RESUME}[single-fp32-2-points1-extra1]",
+        f"{_RESUME}[penalty]",
         f"{_RESUME}[inner SGD]",
     ),
     "sync service": ("tests/sync_service/megatron/test_jobs.py::test_peers_do_what_workers_inside_one_job_do",),
