@@ -97,8 +97,8 @@ class Placement:
         if shape.mtp_num_layers and len(self.chunk_layers) > 1:
             # Megatron gives the last stage an output layer that nothing uses, or positions that stay as they are.
             for wrong, what in (
-                (shape.share_embeddings_and_output_weights, "tied embeddings (give them apart)"),
-                (shape.max_sequence_length > 0, "learned positions (use rope)"),
+                (shape.share_embeddings_and_output_weights, "tied embeddings; untie them"),
+                (shape.max_sequence_length > 0, "learned positions; use --position-embedding-type rope"),
             ):
                 if wrong:
                     raise ParamsError(f"layout: multi-token prediction over several stages is not laid out with {what}")

@@ -170,6 +170,9 @@ def _agreeing(case: Mapping[str, Value]) -> dict[str, Value]:
     if "multi_latent_attention" in case:
         changed |= {"group_query_attention": None, "num_query_groups": None, **LATENT}
     if "mtp_num_layers" in case:
+        # Over several stages it is not laid out with tied embeddings, nor with learned positions.
+        changed["untie_embeddings_and_output_weights"] = True
+        changed |= {"position_embedding_type": "rope", "no_rope_fusion": True}
         changed["recompute_granularity"] = changed["recompute_method"] = changed["recompute_num_layers"] = None
     if case.get("optimizer") == "sgd":
         changed["use_distributed_optimizer"] = None
