@@ -7,9 +7,9 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["refuse_other_layout"]
+__all__ = ["MODEL_ARGUMENTS", "OPTIMIZER_ARGUMENTS", "refuse_other_layout"]
 
-_MODEL = {
+MODEL_ARGUMENTS = {
     "tensor_model_parallel_size": "--tensor-model-parallel-size",
     "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
     "virtual_pipeline_model_parallel_size": "a virtual pipeline size of",
@@ -18,12 +18,14 @@ _MODEL = {
     "expert_model_parallel_size": "--expert-model-parallel-size",
     "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
 }
-_OPTIMIZER = {
+"""What cuts a model over ranks: arguments of Megatron, and how to call them."""
+
+OPTIMIZER_ARGUMENTS = {
     "use_distributed_optimizer": "--use-distributed-optimizer",
     "bf16": "--bf16",
     "fp16": "--fp16",
 }
-"""Arguments, and how to call them."""
+"""What decides the form of the optimizer's state besides, in the same way."""
 
 
 def refuse_other_layout(state: dict[str, Any], args: Any, directory: str) -> None:
@@ -41,11 +43,11 @@ def refuse_other_layout(state: dict[str, Any], args: Any, directory: str) -> Non
     if saved is None:
         return
     wants_states = not (args.no_load_optim or args.finetune or saved.no_save_optim)
-    bound = {**_MODEL, **(_OPTIMIZER if wants_states else {})}
+    bound = {**MODEL_ARGUMENTS, **(OPTIMIZER_ARGUMENTS if wants_states else {})}
     for name, flag in bound.items():
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:
-            more = "" if name in _MODEL else ", or take the weights alone with --no-load-optim"
+            more = "" if name in MODEL_ARGUMENTS else ", or take the weights alone with --no-load-optim"
             raise UserError(
                 f"--load {directory}: saved with {flag} {before}, this run has {now}, and --ckpt-format torch has a "
                 f"file for every rank of a layout. Give what it was saved with{more}; a run that loads it without "

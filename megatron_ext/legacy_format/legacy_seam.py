@@ -15,11 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import RankFiles, SaveContext, SavesState, SaveStart, hooks
 from megatron_ext.legacy_format.legacy_layout import refuse_other_layout
+from megatron_ext.legacy_format.rank_file import write_rank_file
 from megatron_ext.patching import Patch
 
 __all__ = ["LEGACY", "patches"]
@@ -268,9 +267,7 @@ def _write(state: dict[str, Any], files: RankFiles) -> None:
     """Put a state dict where Megatron looks."""
     from megatron.training.checkpointing import get_checkpoint_name
 
-    path = files.path(Path(get_checkpoint_name("", 0)).name, part="")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    write_rank_file(state, files.path(Path(get_checkpoint_name("", 0)).name, part=""))
 
 
 def _require(files: RankFiles, directory: str) -> None:

@@ -14,7 +14,7 @@ __all__ = ["read_rank_file", "write_rank_file"]
 
 
 def write_rank_file(state: Any, path: Path) -> None:
-    """Write tensors in lists and dictionaries.
+    """Write tensors and what else Megatron writes, in lists and dictionaries.
 
     Args:
         state: what is written.

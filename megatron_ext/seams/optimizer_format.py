@@ -7,20 +7,13 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CheckpointRead, LoadContext
+from megatron_ext.legacy_format.legacy_layout import MODEL_ARGUMENTS, OPTIMIZER_ARGUMENTS
 
 __all__ = ["refuse_bound_format", "refuse_other_optimizer", "refuse_states_by_place", "reshardable_problems"]
 
 _BOUND_TO = {
-    "tensor_model_parallel_size": "--tensor-model-parallel-size",
-    "pipeline_model_parallel_size": "--pipeline-model-parallel-size",
-    "virtual_pipeline_model_parallel_size": "a virtual pipeline size of",
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "expert_model_parallel_size": "--expert-model-parallel-size",
-    "expert_tensor_parallel_size": "--expert-tensor-parallel-size",
-    "use_distributed_optimizer": "--use-distributed-optimizer",
-    "bf16": "--bf16",
-    "fp16": "--fp16",
+    **MODEL_ARGUMENTS,
+    **OPTIMIZER_ARGUMENTS,
     "ddp_bucket_size": "--ddp-bucket-size",
     "ddp_num_buckets": "--ddp-num-buckets",
 }
