@@ -49,6 +49,8 @@ ASYNC = ["nvidia-resiliency-ext>=0.6"]
 # Muon and its family; an entry of the same name with version 999 stands in another index.
 MUON = ["emerging-optimizers==0.3.0"]
 
+CONVERT = ["safetensors>=0.5"]  # Hugging Face's weights
+
 DOCS = [
     "sphinx>=8",
     "myst-parser>=4",
@@ -64,7 +66,7 @@ TESTS = [
     "mypy>=1.15",
     *HOT_SWITCH,
     "tensorboard>=2.16",  # Megatron's TensorBoard writer, which the logging tests read back
-    "safetensors>=0.5",  # reads the sync service's snapshots back
+    *CONVERT,  # reads the sync service's snapshots back, too
     "trustme>=1.2",  # certificates for the sync service's tests
 ]
 
@@ -118,6 +120,7 @@ setup(
         "muon": MUON,
         "plots": PLOTS,
         "data": DATA,
+        "convert": CONVERT,
         "docs": DOCS,
         "tests": TESTS,
         "dev": DEV,

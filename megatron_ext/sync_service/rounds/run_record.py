@@ -56,6 +56,12 @@ class RunRecord:
         return int(self.committed["round"])
 
     @property
+    def agreed(self) -> dict[str, str]:
+        """What the run's peers agreed on beside the tensors."""
+        created = self.before.get("created") or {}
+        return dict(created.get("config") or {})
+
+    @property
     def digest(self) -> str:
         """Of its values."""
         return str(self.committed["digest"])

@@ -367,6 +367,15 @@ class Snapshot:
         """Return as what a tensor or state is kept."""
         return self._extents[name].dtype
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's or state's shape."""
+        return self._extents[name].shape
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors, without those of states and the record."""
+        return tuple(name for name in self._extents if not name.startswith(RESERVED))
+
     def checked(self, name: str) -> CheckedRead:
         """Return what reads a whole tensor or state block by block."""
         return CheckedRead(self, name, self._extents[name].numel, self._sums.get(name))

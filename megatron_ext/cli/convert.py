@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext convert`: models from Hugging Face's folders to Megatron's checkpoints and back."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.data.progress import megabytes
+from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["add_parser"]
+
+_FROM_HF = """\
+Write a Hugging Face model as a torch_dist checkpoint that stock Megatron loads with --load, whatever TP,
+PP and EP the job has. Training begins at iteration 0 with a new optimizer. The flags that make the model
+are printed, and are in OUT/megatron_flags.txt, one word a line.
+
+Families: llama, qwen2, qwen3, mixtral, qwen3_moe, qwen2_moe, deepseek_v3. What of the configuration has no
+counterpart in Megatron is refused by name; --ignore says that it has no meaning for the model.
+"""
+
+_TO_HF = """\
+Write a model as a Hugging Face folder that transformers loads with from_pretrained.
+
+SOURCE is
+  - a folder given to --save, or one iteration in it: of a stock job, of a job with local SGD, or of a SPES
+    peer, in the torch_dist format, whatever TP, PP and EP it has;
+  - the folder of a sync service, DIR, or DIR/runs/RUN, or a file round-N.safetensors in it: no peer is
+    needed. A snapshot does not say how its tensors are used, so --hf-config has to.
+
+What of the model the family cannot say is refused by name. A conversion that was cut off, started again
+with the same options, resumes after the files that are whole.
+"""
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_LOG_SECONDS = 10.0
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser("convert", help="models from and to Hugging Face")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    _add_from_hf(actions)
+    _add_to_hf(actions)
+
+
+def _add_from_hf(actions: Any) -> None:
+    parser = actions.add_parser(
+        "from-hf",
+        help="Hugging Face model to checkpoint",
+        description=_FROM_HF,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and safetensors files")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the checkpoint, for --load")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the parameters (default: that of the model)")
+    parser.add_argument(
+        "--vocab-multiple",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the vocabulary with rows of zeros to a multiple of N, which TP has to divide (default: 1, none)",
+    )
+    parser.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="field of config.json, or pattern of tensors' names, to leave out; may be repeated",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.set_defaults(func=_from_hf)
+
+
+def _add_to_hf(actions: Any) -> None:
+    parser = actions.add_parser(
+        "to-hf",
+        help="checkpoint or snapshot to Hugging Face model",
+        description=_TO_HF,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint, or folder of a sync service")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the Hugging Face model")
+    parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    parser.add_argument(
+        "--weights",
+        default="model",
+        metavar="WHICH",
+        help="model (default): what stock Megatron reads; with local SGD also anchor, the parameters last "
+        "synchronised, and worker:N, those of one worker",
+    )
+    parser.add_argument(
+        "--family", metavar="NAME", help="model type of the result (default: the first that can say all)"
+    )
+    parser.add_argument(
+        "--hf-config",
+        type=Path,
+        metavar="PATH",
+        help="a model of the same architecture, or a checkpoint that was made of one: its config.json and tokenizer "
+        "are taken",
+    )
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer for the model")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: that of the source)")
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        metavar="N",
+        help="rows of the vocabulary that are kept, to leave out Megatron's padding (default: those of --hf-config, "
+        "else all)",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights, as 500MB (default: 5GB)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.set_defaults(func=_to_hf)
+
+
+def _from_hf(options: argparse.Namespace) -> int:
+    from megatron_ext.convert import from_hf
+
+    if options.vocab_multiple < 1:
+        raise UserError(f"--vocab-multiple {options.vocab_multiple}: give a whole number of at least 1")
+    made = from_hf(
+        options.model,
+        options.out,
+        dtype=_dtype(options.dtype),
+        divisor=options.vocab_multiple,
+        ignored=options.ignore,
+        overwrite=options.overwrite,
+        step=_Steps("reading"),
+    )
+    print(f"{made.folder}: a checkpoint for --load, {made.parameters:,} parameters in {_short(made.dtype)}")
+    print("Megatron's flags for the model (also in megatron_flags.txt):")
+    print("  " + shlex.join(made.flags))
+    if "--tokenizer-model" not in made.flags:
+        print(f"{options.model} has no tokenizer: give Megatron its own --tokenizer-type")
+    return 0
+
+
+def _to_hf(options: argparse.Namespace) -> int:
+    from megatron_ext.convert import ToHf, to_hf
+
+    made = to_hf(
+        ToHf(
+            source=options.source,
+            target=options.out,
+            iteration=options.iteration,
+            weights=options.weights,
+            family=options.family,
+            config=options.hf_config,
+            tokenizer=options.tokenizer,
+            dtype=_dtype(options.dtype),
+            vocab_size=options.vocab_size,
+            max_shard_bytes=_bytes_of(options.max_shard_size),
+            overwrite=options.overwrite,
+        ),
+        _Steps("writing"),
+    )
+    print(
+        f"{made.folder}: a {made.family.model_type} model, {made.tensors} tensors, {made.parameters:,} parameters in "
+        f"{_short(made.dtype)}"
+    )
+    if made.padding:
+        print(f"{made.padding} rows that pad the vocabulary were left out")
+    if not made.has_tokenizer:
+        print("no tokenizer went with it; --tokenizer DIR adds one")
+    return 0
+
+
+class _Steps:
+    """Says on standard error how much was moved: in place on a terminal, now and then elsewhere."""
+
+    def __init__(self, word: str) -> None:
+        self._word = word
+        self._bytes = self._tensors = 0
+        self._last = time.monotonic()
+
+    def __call__(self, name: str, nbytes: int) -> None:
+        self._bytes += nbytes
+        self._tensors += 1
+        now, terminal = time.monotonic(), sys.stderr.isatty()
+        if now - self._last < (0.2 if terminal else _LOG_SECONDS):
+            return
+        self._last = now
+        text = f"{self._word} {name}: {self._tensors} tensors, {megabytes(self._bytes)}"
+        print(f"\r\x1b[K{text}" if terminal else text, end="" if terminal else "\n", file=sys.stderr, flush=True)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    import torch
+
+    return None if name is None else getattr(torch, _DTYPES[name])
+
+
+def _short(dtype: torch.dtype) -> str:
+    return {f"torch.{long}": short for short, long in _DTYPES.items()}.get(str(dtype), str(dtype))
+
+
+def _bytes_of(size: str) -> int:
+    digits = size.rstrip("KMGBkmgb")
+    unit = size[len(digits) :].upper()
+    if not digits.isdecimal() or unit not in _UNITS or int(digits) == 0:
+        raise UserError(f"--max-shard-size {size}: give a number and KB, MB or GB, as 5GB")
+    return int(digits) * _UNITS[unit]

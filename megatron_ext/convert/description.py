@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which Hugging Face model a source is: from what it says of itself, and from a configuration that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.convert.families import Family, family_for, family_named, read_config, write_config
+from megatron_ext.convert.flags import settings_of
+from megatron_ext.convert.hf_reader import read_json
+from megatron_ext.convert.settings import ModelSettings
+from megatron_ext.errors import UserError
+
+__all__ = ["Description", "described_by_args", "described_by_run", "given_config"]
+
+_COMPARED = {
+    "num_attention_heads": "--num-attention-heads",
+    "layernorm_epsilon": "--norm-epsilon",
+    "rotary_base": "--rotary-base",
+    "rotary_percent": "--rotary-percent",
+    "use_rope_scaling": "--use-rope-scaling",
+    "qk_layernorm": "--qk-layernorm",
+    "moe_router_topk": "--moe-router-topk",
+    "moe_router_pre_softmax": "--moe-router-pre-softmax",
+    "moe_router_score_function": "--moe-router-score-function",
+    "position_embedding_type": "--position-embedding-type",
+    "normalization": "--normalization",
+    "swiglu": "--swiglu",
+}
+"""What peers of a run agree on that says what the model computes, by its name among the settings."""
+
+Description = tuple[Family, ModelSettings, dict[str, Any]]
+
+
+def given_config(path: Path) -> dict[str, Any]:
+    """Return the configuration in a file, in a model's folder, or in a checkpoint that was made of a model.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path.is_file():
+        return read_json(path)
+    for name in ("config.json", "hf_config.json"):
+        if (path / name).exists():
+            return read_json(path / name)
+    raise UserError(f"--hf-config {path}: no config.json and no hf_config.json is there")
+
+
+def described_by_args(
+    args: Any, family: str | None, config: Mapping[str, Any] | None, vocab_size: int | None
+) -> Description:
+    """Return what a checkpoint's arguments describe.
+
+    Args:
+        args: Megatron's arguments.
+        family: model type of the result; None for the first that can say all.
+        config: a configuration that was given; it has to describe the same model.
+        vocab_size: rows that are kept.
+
+    Raises:
+        UserError: no family, or not that one, can say all; or the configuration describes another model.
+    """
+    if config is None:
+        settings = settings_of(args, vocab_size)
+        if family is not None:
+            return family_named(family), settings, write_config(family_named(family), settings)
+        found, written = family_for(settings)
+        return found, settings, written
+    named = family_named(config.get("model_type"))
+    given = read_config(named, config)
+    settings = settings_of(args, vocab_size or given.vocab_size)
+    different = settings.differences(given)
+    if vocab_size is not None:
+        different.pop("vocab_size", None)
+    if different:
+        told = "; ".join(f"{name} is {ours!r}, there {theirs!r}" for name, (ours, theirs) in different.items())
+        raise UserError(f"--hf-config describes another model than the checkpoint: {told}")
+    return named, settings, dict(config)
+
+
+def described_by_run(agreed: Mapping[str, str], config: Mapping[str, Any] | None) -> Description:
+    """Return what the configuration for a sync service's snapshot describes.
+
+    Args:
+        agreed: what the run's peers agreed on; empty where nothing is known.
+        config: the configuration that was given.
+
+    Raises:
+        UserError: there is none, or the peers agreed on something else.
+    """
+    if config is None:
+        raise UserError(
+            "a snapshot has tensors, and not how they are used: give --hf-config a Hugging Face model of the same "
+            "architecture, or the checkpoint that the run began with"
+        )
+    family = family_named(config.get("model_type"))
+    settings = read_config(family, config)
+    arguments = settings.arguments()
+    different = [
+        f"{flag} is {agreed[flag]} in the run, and {arguments[name]} by --hf-config"
+        for name, flag in _COMPARED.items()
+        if flag in agreed and agreed[flag] != str(arguments[name])
+    ]
+    if different:
+        raise UserError("--hf-config describes another model than the run's peers agreed on: " + "; ".join(different))
+    return family, settings, dict(config)

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a family of models is: its configuration in both directions, and its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from megatron_ext.convert.families.config_fields import ConfigFields
+from megatron_ext.convert.hf_names import Names
+from megatron_ext.convert.settings import ModelSettings
+from megatron_ext.errors import UserError
+
+__all__ = ["Family", "common_config", "common_settings", "read_config", "write_config"]
+
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's --use-rope-scaling has beside the factor."""
+
+_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+"""What Megatron's yarn of latent attention has beside the factor and the temperatures."""
+
+_TEMPERATURES = {"mscale": 1.0, "mscale_all_dim": 0.0}
+"""Those of yarn, where a file has none."""
+
+_FIXED: Mapping[str, Mapping[str, float]] = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}
+"""By the type of scaling, what Megatron has no option for."""
+
+
+class Family(Protocol):
+    """A layout of Hugging Face's models."""
+
+    model_type: str
+    """Its name, as ``config.json`` has it."""
+
+    architecture: str
+    """The class in transformers."""
+
+    names: Names
+    """Of its tensors."""
+
+    def read(self, fields: ConfigFields) -> ModelSettings:
+        """Return the model that a configuration describes; what does not convert is noted in `fields`."""
+
+    def write(self, settings: ModelSettings) -> dict[str, Any]:
+        """Return the configuration of a model as far as the family can say it."""
+
+
+def common_settings(fields: ConfigFields) -> dict[str, Any]:
+    """Take the fields that all families have, and return the settings they are."""
+    heads = fields.size("num_attention_heads")
+    hidden = fields.size("hidden_size")
+    fields.must_be("hidden_act", "silu")
+    base, scaling = _rotary(fields)
+    return {
+        "num_layers": fields.size("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": fields.take("num_key_value_heads", heads),
+        "kv_channels": fields.take("head_dim", hidden // heads),
+        "ffn_hidden_size": fields.size("intermediate_size"),
+        "vocab_size": fields.size("vocab_size"),
+        "max_position_embeddings": fields.size("max_position_embeddings"),
+        "layernorm_epsilon": float(fields.take("rms_norm_eps", 1e-6)),
+        "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
+        "rotary_base": base,
+        **scaling,
+    }
+
+
+def common_config(settings: ModelSettings) -> dict[str, Any]:
+    """Return the fields that all families have."""
+    config = {
+        "vocab_size": settings.vocab_size,
+        "hidden_size": settings.hidden_size,
+        "intermediate_size": settings.ffn_hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_attention_heads,
+        "num_key_value_heads": settings.num_query_groups,
+        "head_dim": settings.kv_channels,
+        "hidden_act": "silu",
+        "max_position_embeddings": settings.max_position_embeddings,
+        "rms_norm_eps": settings.layernorm_epsilon,
+        "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
+        "rope_theta": float(settings.rotary_base),
+        "rope_scaling": None,
+    }
+    if settings.use_rope_scaling:
+        config["rope_scaling"] = {"rope_type": "llama3", "factor": settings.rope_scaling_factor, **_LLAMA3}
+    elif settings.rope_type == "yarn":
+        config["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": settings.rotary_scaling_factor,
+            "mscale": settings.mscale,
+            "mscale_all_dim": settings.mscale_all_dim,
+            **_YARN,
+        }
+    return config
+
+
+def _rotary(fields: ConfigFields) -> tuple[int, dict[str, Any]]:
+    """The base of the frequencies, and how they are scaled."""
+    # transformers 5 writes all of it into one field; earlier releases into two.
+    parameters = dict(fields.take("rope_parameters", {}))
+    base = fields.take("rope_theta", 10000.0)
+    base = parameters.pop("rope_theta", base)
+    scaling = {**parameters, **fields.take("rope_scaling", {})}
+    if int(base) != base:
+        fields.refuse(f"rope_theta is {base}, and Megatron's --rotary-base is a whole number")
+    kind = scaling.pop("type", "default")
+    kind = scaling.pop("rope_type", kind)
+    scaling.pop("rope_theta", None)
+    if kind not in _FIXED:
+        fields.refuse(f"rope_scaling is of type {kind!r}, and only {', '.join(_FIXED)} convert")
+        return int(base), {}
+    for name, value in _FIXED[kind].items():
+        found = scaling.pop(name, value)
+        if found != value:
+            fields.refuse(f"rope_scaling.{name} is {found!r}, and only {value!r} converts")
+    read: dict[str, Any] = {}
+    if kind == "llama3":
+        read = {"use_rope_scaling": True, "rope_scaling_factor": float(scaling.pop("factor", 8.0))}
+    elif kind == "yarn":
+        read = {"rope_type": "yarn", "rotary_scaling_factor": float(scaling.pop("factor", 1.0))}
+        read |= {name: float(scaling.pop(name, value)) for name, value in _TEMPERATURES.items()}
+    for name, value in scaling.items():
+        fields.refuse(f"rope_scaling.{name} ({value!r}) has no counterpart in Megatron")
+    return int(base), read
+
+
+def read_config(family: Family, config: Mapping[str, Any], ignored: Iterable[str] = ()) -> ModelSettings:
+    """Return the model that a ``config.json`` describes.
+
+    Args:
+        family: its family.
+        config: the file's content.
+        ignored: fields to leave out of account.
+
+    Raises:
+        UserError: naming every field that does not convert.
+    """
+    fields = ConfigFields(config, family.model_type)
+    settings = family.read(fields)
+    fields.finish(ignored)
+    return settings
+
+
+def write_config(family: Family, settings: ModelSettings) -> dict[str, Any]:
+    """Return the ``config.json`` of a model.
+
+    Raises:
+        UserError: the family cannot say something of the model; it is named.
+    """
+    config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(settings)}
+    fields = ConfigFields(config, family.model_type)
+    lost = settings.differences(family.read(fields))
+    told = [f"{name} is {ours!r} (there only {theirs!r})" for name, (ours, theirs) in lost.items()]
+    if told or fields.problems:
+        raise UserError(
+            f"convert: a {family.model_type} model cannot be what this one is: " + "; ".join((*told, *fields.problems))
+        )
+    return config

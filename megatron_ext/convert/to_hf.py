@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a checkpoint, or a sync service's snapshot, to a Hugging Face model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron_ext.convert.description import Description, described_by_args, described_by_run, given_config
+from megatron_ext.convert.families import Family
+from megatron_ext.convert.hf_names import HfTensor, hf_tensors
+from megatron_ext.convert.hf_writer import grouped, write_json, write_weights
+from megatron_ext.convert.megatron_args import read_args
+from megatron_ext.convert.model_sources import (
+    Snapshots,
+    Source,
+    checkpoint_folder,
+    find_snapshots,
+    is_checkpoint,
+    open_checkpoint,
+)
+from megatron_ext.convert.tokenizer_files import copy_tokenizer
+from megatron_ext.convert.whole_folder import resumed_folder
+from megatron_ext.errors import UserError
+from megatron_ext.params import GptShape, gpt_parameters
+from megatron_ext.params.tensors import EMBEDDING_UNIT, OUTPUT_UNIT
+
+__all__ = ["Exported", "ToHf", "to_hf"]
+
+Step = Callable[[str, int], None]
+"""Is told of each tensor that is written: its name and bytes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToHf:
+    """What to convert, and how."""
+
+    source: Path
+    """A checkpoint's folder (``--save``), one iteration of it, or a sync service's folder, run or snapshot."""
+
+    target: Path
+    """The folder of the Hugging Face model."""
+
+    iteration: int | None = None
+    """Of the checkpoint; the newest without it."""
+
+    weights: str = "model"
+    """Which of a checkpoint's models: ``model`` (what stock Megatron reads), ``anchor`` (the parameters that local SGD
+    last synchronised) or ``worker:N``."""
+
+    family: str | None = None
+    """Model type of the result; without it the first that can say all of the model."""
+
+    config: Path | None = None
+    """A Hugging Face model of the same architecture: its ``config.json`` is used, and its tokenizer. A snapshot needs
+    one."""
+
+    tokenizer: Path | None = None
+    """Folder of the tokenizer that goes with the model."""
+
+    dtype: torch.dtype | None = None
+    """Of the weights; without it that of the source."""
+
+    vocab_size: int | None = None
+    """Rows of the vocabulary that are kept; without it what `config` says, else all."""
+
+    max_shard_bytes: int = 5 * 10**9
+    """Size that a file should not exceed."""
+
+    overwrite: bool = False
+    """Whether a model in the target's folder is replaced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What a conversion made."""
+
+    folder: Path
+    """Of the model."""
+
+    family: Family
+    """Its family."""
+
+    tensors: int
+    """How many it has."""
+
+    parameters: int
+    """Elements of all of them."""
+
+    dtype: torch.dtype
+    """Of all of them."""
+
+    padding: int
+    """Rows of the vocabulary that were left out."""
+
+    has_tokenizer: bool
+    """Whether a tokenizer went with it."""
+
+
+def to_hf(options: ToHf, step: Step | None = None) -> Exported:
+    """Write a model as a Hugging Face folder that transformers loads.
+
+    One file of weights is in memory at a time. A conversion that was cut off and is started again with the same options
+    resumes after the files that are whole.
+
+    Raises:
+        UserError: something of the model has no counterpart, the source lacks a tensor, or a file is damaged.
+    """
+    source, files, (family, settings, config) = _opened(options)
+    if options.vocab_size is not None:
+        config["vocab_size"] = options.vocab_size
+    dtype = options.dtype or source.dtype("embedding.word_embeddings.weight")
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    shape = settings.shape(dtype)
+    stored = _check(source, shape)
+    tensors = hf_tensors(shape, family.names)
+    read = functools.lru_cache(maxsize=2)(source.read)
+
+    def value(tensor: HfTensor) -> torch.Tensor:
+        parts = [read(ours.name)[slice(*part.at)] for ours, part in tensor.sources]
+        made = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+        if step is not None:
+            step(tensor.name, made.nbytes)
+        return made.clone()
+
+    task = {"weights": options.weights, "config": config, "of": _identity(files)}
+    groups = grouped(tensors, dtype.itemsize, options.max_shard_bytes)
+    with resumed_folder(options.target, task, overwrite=options.overwrite) as folder:
+        write_weights(folder, groups, value, dtype.itemsize)
+        write_json(folder / "config.json", config)
+        tokenizers = [path for path in (options.tokenizer, options.config, options.source / "tokenizer") if path]
+        has_tokenizer = any(copy_tokenizer(path, folder) for path in tokenizers)
+    return Exported(
+        folder=options.target,
+        family=family,
+        tensors=len(tensors),
+        parameters=sum(tensor.numel for tensor in tensors),
+        dtype=dtype,
+        padding=stored - settings.vocab_size,
+        has_tokenizer=has_tokenizer,
+    )
+
+
+def _opened(options: ToHf) -> tuple[Source, tuple[Path, ...], Description]:
+    """The tensors, the files that say which they are, and the model."""
+    config = None if options.config is None else given_config(options.config)
+    if is_checkpoint(options.source):
+        folder = checkpoint_folder(options.source, options.iteration)
+        reader = open_checkpoint(folder, options.weights)
+        described = described_by_args(read_args(folder), options.family, config, options.vocab_size)
+        return reader, (folder / ".metadata",), described
+    if options.weights != "model" or options.iteration is not None:
+        raise UserError(f"{options.source}: --weights and --iteration choose in a checkpoint, and it is none")
+    snapshots = Snapshots(find_snapshots(options.source))
+    return snapshots, snapshots.files, described_by_run(snapshots.agreed(), config)
+
+
+def _check(source: Source, shape: GptShape) -> int:
+    """Check that the source has the model's tensors and no others; return the rows of its embedding."""
+    tensors = gpt_parameters(shape)
+    rows = 0
+    for tensor in tensors:
+        if tensor.name not in source:
+            raise UserError(f"the source lacks {tensor.name}, which the model has")
+        found = source.shape(tensor.name)
+        wanted = tensor.shape
+        if tensor.unit in (EMBEDDING_UNIT, OUTPUT_UNIT) and found[0] >= wanted[0]:
+            rows, wanted = found[0], (found[0], *wanted[1:])
+        if found != wanted:
+            raise UserError(f"{tensor.name} has shape {found} in the source, and the model says {wanted}")
+    unknown = source.unknown(frozenset(tensor.name for tensor in tensors))
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise UserError(f"the source has {unknown[0]}{more}, which the model does not have")
+    return rows
+
+
+def _identity(files: tuple[Path, ...]) -> list[list[object]]:
+    """By which a source that was changed meanwhile is known."""
+    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]

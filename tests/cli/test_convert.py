@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext convert` as people call it."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from tests.convert import models
+
+
+def test_a_model_goes_there_and_back_and_takes_its_tokenizer_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    source = models.save("qwen3", tmp_path / "model")
+    (source / "tokenizer.json").write_text("{}")
+    checkpoint, back = tmp_path / "checkpoint", tmp_path / "back"
+    assert main(["convert", "from-hf", str(source), str(checkpoint), "--vocab-multiple", "64"]) == 0
+    out = capsys.readouterr().out
+    assert f"{checkpoint}: a checkpoint for --load, 94,592 parameters in fp32" in out
+    flags = (checkpoint / "megatron_flags.txt").read_text().splitlines()
+    assert flags[-2:] == ["--tokenizer-model", str(checkpoint / "tokenizer")]
+    assert "  " + " ".join(flags) in out
+    assert main(["convert", "to-hf", str(checkpoint), str(back), "--dtype", "bf16", "--max-shard-size", "50KB"]) == 0
+    out = capsys.readouterr().out
+    assert f"{back}: a qwen3 model, 25 tensors, 93,824 parameters in bf16" in out
+    assert "6 rows that pad the vocabulary were left out" in out and "tokenizer" not in out
+    assert (back / "tokenizer.json").exists() and len(list(back.glob("*.safetensors"))) > 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["from-hf", "nowhere", "out"], "nowhere: no such folder"),
+        (["from-hf", "model", "out", "--vocab-multiple", "0"], "--vocab-multiple 0: give a whole number"),
+        (["to-hf", "nowhere", "out"], "nowhere: neither a checkpoint, a snapshot nor the folder of a sync service"),
+        (["to-hf", "empty", "out"], "empty: neither a checkpoint"),
+        (["to-hf", "empty", "out", "--max-shard-size", "5 parsecs"], "--max-shard-size 5 parsecs: give a number"),
+        (["to-hf", "checkpoint", "out", "--weights", "average"], "--weights average: give model, anchor, or worker:N"),
+        (["to-hf", "checkpoint", "out", "--family", "gpt2"], "model_type is 'gpt2'; what converts is llama"),
+        (["to-hf", "checkpoint", "out", "--hf-config", "empty"], "no config.json and no hf_config.json is there"),
+        (["to-hf", "checkpoint", "out", "--iteration", "7"], "not a torch_dist checkpoint"),
+        (["to-hf", "checkpoint", "model"], "something is there already"),
+        (["to-hf", "checkpoint", "out", "--vocab-size", "251"], "the model says (251, 64)"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    words: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    if {"model", "checkpoint"} & set(words):
+        models.save("llama", tmp_path / "model")
+    if "checkpoint" in words:
+        assert main(["convert", "from-hf", "model", "checkpoint"]) == 0
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert main(["convert", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("megatron-ext: error:") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == before

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a ``config.json`` means in Megatron's words, and what is refused by name."""
+
+from typing import Any
+
+import pytest
+
+from megatron_ext.convert.families import FAMILIES, family_for, family_named, read_config, write_config
+from megatron_ext.convert.flags import flags_of, settings_of
+from megatron_ext.convert.megatron_args import checkpoint_args
+from megatron_ext.convert.settings import ModelSettings
+from megatron_ext.errors import UserError
+
+DENSE = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 300,
+    "max_position_embeddings": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "tie_word_embeddings": True,
+}
+EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": DENSE,
+    "qwen2": DENSE,
+    "qwen3": {**DENSE, "head_dim": 32},
+    "mixtral": {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {**DENSE, **EXPERTS, "mlp_only_layers": [1]},
+    "qwen2_moe": {**DENSE, **EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    "deepseek_v3": {**DENSE, **LATENT},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_configuration_survives_both_directions_and_megatrons_arguments(name: str):
+    settings = read_config(family_named(name), CONFIGS[name])
+    family, written = family_for(settings)
+    assert (family.model_type, read_config(family, written)) == (name, settings)
+    assert settings_of(checkpoint_args(settings, 300)) == settings
+
+
+def test_flags_are_those_that_make_the_model():
+    flags = flags_of(read_config(family_named("deepseek_v3"), CONFIGS["deepseek_v3"]))
+    assert " ".join(flags) == (
+        "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
+        "--multi-latent-attention --qk-head-dim 16 --rope-type rope --moe-layer-freq [0,1] --num-layers 2 "
+        "--hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16 "
+        "--max-position-embeddings 128 --norm-epsilon 1e-06 --rotary-base 1000000 --qk-layernorm --num-experts 8 "
+        "--moe-ffn-hidden-size 32 --moe-router-topk 4 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
+        "--moe-router-group-topk 2 --moe-shared-expert-intermediate-size 64 --kv-lora-rank 16 --q-lora-rank 24 "
+        "--qk-pos-emb-head-dim 8 --v-head-dim 16"
+    )
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}},
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 4.0}},
+    ],
+)
+def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rotary: dict[str, Any]):
+    config = {key: value for key, value in DENSE.items() if key != "rope_theta"}
+    settings = read_config(family_named("llama"), {**config, **rotary})
+    assert (settings.rotary_base, settings.use_rope_scaling, settings.rope_scaling_factor) == (500000, True, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "said"),
+    [
+        ("llama", {"no_such_field": 1}, "no_such_field (1) has no counterpart"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias and mlp_bias differ"),
+        ("llama", {"rope_theta": 10000.5}, "--rotary-base is a whole number"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic'"),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 2}}, "low_freq_factor is 2"),
+        ("llama", {"rope_scaling": {"type": "llama3", "new": 2}}, "rope_scaling.new (2) has no counterpart"),
+        ("llama", {"hidden_size": 0}, "hidden_size is 0, not a whole number"),
+        ("llama", {"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "a window of 64"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, and only 1e-06"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        ("deepseek_v3", {"q_lora_rank": None}, "q_lora_rank is null"),
+        ("deepseek_v3", {"num_experts_per_tok": 8}, "by their best 4 scores"),
+    ],
+)
+def test_what_does_not_convert_is_named(family: str, change: dict[str, Any], said: str):
+    with pytest.raises(UserError) as refused:
+        read_config(family_named(family), {**CONFIGS[family], **change})
+    assert said in str(refused.value)
+
+
+def test_all_that_does_not_convert_is_named_at_once_and_fields_can_be_ignored():
+    config = {**DENSE, "one": 1, "two": 2, "hidden_act": "gelu"}
+    with pytest.raises(UserError, match=r"hidden_act.*one.*two.*--ignore NAME"):
+        read_config(family_named("llama"), config)
+    config["hidden_act"] = "silu"
+    assert read_config(family_named("llama"), config, ["one", "two"]) == read_config(family_named("llama"), DENSE)
+
+
+@pytest.mark.parametrize("name", ["gpt2", None, ["llama"]])
+def test_an_unknown_family_is_refused_with_those_that_there_are(name: Any):
+    with pytest.raises(UserError, match=r"what converts is llama, qwen2, .*deepseek_v3"):
+        family_named(name)
+
+
+def test_a_model_that_no_family_can_say_is_refused_with_the_nearest_ones_reason():
+    settings = read_config(family_named("qwen3"), CONFIGS["qwen3"])
+    mixed = ModelSettings(**{**vars(settings), "add_qkv_bias": True})
+    with pytest.raises(UserError, match="a qwen2 model cannot be what this one is: qk_layernorm"):
+        family_for(mixed)
+    with pytest.raises(UserError, match=r"a llama model cannot be what this one is: qk_layernorm is True"):
+        write_config(family_named("llama"), settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("normalization", "LayerNorm"), ("squared_relu", True), ("mtp_num_layers", 1), ("window_size", [64, 0])],
+)
+def test_arguments_without_a_counterpart_are_named(name: str, value: Any):
+    args = checkpoint_args(read_config(family_named("llama"), DENSE), 300)
+    setattr(args, name, value)
+    with pytest.raises(UserError, match=rf"{name} is .*{str(value).strip('[]').split(',')[0]}"):
+        settings_of(args)
