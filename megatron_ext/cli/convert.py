@@ -10,11 +10,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.cli.dataclass_options import add_fields, from_options
+from megatron_ext.convert.upcycle_config import UpcycleConfig
 from megatron_ext.data.progress import megabytes
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_ext.convert.release import Converted
 
 __all__ = ["add_parser"]
 
@@ -40,6 +44,16 @@ What of the model the family cannot say is refused by name. A conversion that wa
 with the same options, resumes after the files that are whole.
 """
 
+_UPCYCLE = """\
+Write a mixture of experts that starts as a dense model: every MLP becomes experts that are copies of it.
+SOURCE is a checkpoint in the torch_dist format (for a Hugging Face model, what from-hf has written); OUT is
+one for --load, in any layout, which begins at iteration 0. The flags that make the mixture are printed.
+
+Without noise the mixture computes what the dense model does, whatever its router says: a token's experts
+are weighted by a softmax over those it is given to. With --granularity above 1 that holds only where a
+token is given to all slices of a copy with equal weights.
+"""
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _LOG_SECONDS = 10.0
@@ -51,6 +65,7 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_from_hf(actions)
     _add_to_hf(actions)
+    _add_upcycle(actions)
 
 
 def _add_from_hf(actions: Any) -> None:
@@ -124,8 +139,23 @@ def _add_to_hf(actions: Any) -> None:
     parser.set_defaults(func=_to_hf)
 
 
+def _add_upcycle(actions: Any) -> None:
+    parser = actions.add_parser(
+        "upcycle",
+        help="dense checkpoint to mixture of experts",
+        description=_UPCYCLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="checkpoint of a dense model")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder of the mixture's checkpoint, for --load")
+    parser.add_argument("--iteration", type=int, metavar="N", help="of the source (default: the newest)")
+    add_fields(parser, UpcycleConfig)
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.set_defaults(func=_upcycle)
+
+
 def _from_hf(options: argparse.Namespace) -> int:
-    from megatron_ext.convert import from_hf
+    from megatron_ext.convert.from_hf import from_hf
 
     if options.vocab_multiple < 1:
         raise UserError(f"--vocab-multiple {options.vocab_multiple}: give a whole number of at least 1")
@@ -138,16 +168,38 @@ def _from_hf(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         step=_Steps("reading"),
     )
+    _tell(made)
+    return 0
+
+
+def _upcycle(options: argparse.Namespace) -> int:
+    from megatron_ext.convert.upcycle import upcycle
+
+    made = upcycle(
+        options.source,
+        options.out,
+        from_options(UpcycleConfig, options),
+        iteration=options.iteration,
+        overwrite=options.overwrite,
+        step=_Steps("writing"),
+    )
+    _tell(made)
+    if not (made.folder / "hf_config.json").exists():
+        print("no Hugging Face layout that is known can say this mixture: to-hf will refuse it")
+    return 0
+
+
+def _tell(made: Converted) -> None:
+    """Say what was made, and how Megatron takes it."""
     print(f"{made.folder}: a checkpoint for --load, {made.parameters:,} parameters in {_short(made.dtype)}")
     print("Megatron's flags for the model (also in megatron_flags.txt):")
     print("  " + shlex.join(made.flags))
     if "--tokenizer-model" not in made.flags:
-        print(f"{options.model} has no tokenizer: give Megatron its own --tokenizer-type")
-    return 0
+        print("no tokenizer went with it: give Megatron its own --tokenizer-type")
 
 
 def _to_hf(options: argparse.Namespace) -> int:
-    from megatron_ext.convert import ToHf, to_hf
+    from megatron_ext.convert.to_hf import ToHf, to_hf
 
     made = to_hf(
         ToHf(

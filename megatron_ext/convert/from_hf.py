@@ -3,48 +3,18 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from megatron_ext.convert.families import family_named, read_config
-from megatron_ext.convert.flags import flags_of
 from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of
 from megatron_ext.convert.hf_reader import HfModel
-from megatron_ext.convert.megatron_args import checkpoint_args, keeps_common_beside
-from megatron_ext.convert.settings import ModelSettings
-from megatron_ext.convert.tokenizer_files import copy_tokenizer
-from megatron_ext.convert.torch_dist_writer import write_checkpoint
-from megatron_ext.convert.whole_folder import fresh_folder
-from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters
+from megatron_ext.convert.release import Converted, Step, write_release
+from megatron_ext.params import GlobalTensor, GptShape
 
-__all__ = ["Converted", "from_hf"]
-
-Step = Callable[[str, int], None]
-"""Is told of each tensor that was read: its name and bytes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Converted:
-    """What a conversion made."""
-
-    folder: Path
-    """For Megatron's --load."""
-
-    settings: ModelSettings
-    """The model."""
-
-    parameters: int
-    """Elements of all of its tensors."""
-
-    dtype: torch.dtype
-    """Of its parameters."""
-
-    flags: tuple[str, ...]
-    """Of Megatron's command line, tokenizer included."""
+__all__ = ["from_hf"]
 
 
 def from_hf(
@@ -80,35 +50,15 @@ def from_hf(
     model.check(hf_tensors(plain, family.names), also=frozenset(ignored))
     shape = settings.shape(dtype or model.dtype("model.embed_tokens.weight"), divisor)
 
-    def value(tensor: GlobalTensor) -> torch.Tensor:
-        made = _assembled(model, tensor, shape, family.names)
-        if step is not None:
-            step(tensor.name, made.nbytes)
-        return made
-
-    args = checkpoint_args(settings, shape.padded_vocab_size)
-    with fresh_folder(target, overwrite=overwrite) as folder:
-        write_checkpoint(
-            folder / "release",
-            shape,
-            value,
-            args,
-            homogeneous=settings.is_homogeneous,
-            common_beside=keeps_common_beside(),
-        )
-        (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
-        flags = [*flags_of(settings), "--padded-vocab-size", str(shape.padded_vocab_size)]
-        if copy_tokenizer(source, folder / "tokenizer"):
-            flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(target / "tokenizer")]
-        (folder / "megatron_flags.txt").write_text("\n".join(flags) + "\n", encoding="utf-8")
-        # For the way back: what Megatron has no argument for.
-        shutil.copy(source / "config.json", folder / "hf_config.json")
-    return Converted(
-        folder=target,
-        settings=settings,
-        parameters=sum(tensor.numel for tensor in gpt_parameters(shape)),
-        dtype=shape.dtype,
-        flags=tuple(flags),
+    return write_release(
+        target,
+        settings,
+        shape,
+        lambda tensor: _assembled(model, tensor, shape, family.names),
+        tokenizer=source,
+        hf_config=model.config,
+        overwrite=overwrite,
+        step=step,
     )
 
 

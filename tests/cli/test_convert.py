@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-ext convert` as people call it."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.cli.main import main
+from megatron_ext.convert.upcycle_config import UpcycleConfig
 from tests.convert import models
 
 
@@ -60,3 +62,25 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     error = capsys.readouterr().err
     assert said in error and error.count("megatron-ext: error:") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_the_flags_of_upcycling_are_the_fields_of_its_config(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        main(["convert", "upcycle", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    for entry in fields(UpcycleConfig):
+        assert f"--{entry.name.replace('_', '-')}" in told
+    assert "Copies of every MLP (default: 8)" in told and "{normal,zeros,mlp}" in told
+
+
+def test_a_dense_checkpoint_becomes_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    models.save("qwen2", tmp_path / "model")
+    start, out = tmp_path / "start", tmp_path / "out"
+    assert main(["convert", "from-hf", str(tmp_path / "model"), str(start)]) == 0
+    assert main(["convert", "upcycle", str(start), str(out), "--num-experts", "4", "--router-init", "zeros"]) == 0
+    told = capsys.readouterr().out
+    assert "--num-experts 4 --moe-ffn-hidden-size 96" in told
+    # A qwen2_moe has a shared expert, and this one none.
+    assert "no Hugging Face layout that is known can say this mixture: to-hf will refuse it" in told
+    assert main(["convert", "upcycle", str(start), str(out), "--topk", "9", "--overwrite"]) == 2
+    assert "--topk 9: there are 8 copies" in capsys.readouterr().err and (out / "release").is_dir()

@@ -21,3 +21,8 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
         suggest.send_signal(signal.SIGINT)
         _, said = suggest.communicate(timeout=60)
     assert (suggest.returncode, said) == (130, "megatron-ext: interrupted\n")
+
+
+def test_the_command_starts_without_torch():
+    code = "import sys, megatron_ext.cli.main as cli; sys.exit(int('torch' in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.convert import ToHf, from_hf, to_hf
+from megatron_ext.convert.from_hf import from_hf
+from megatron_ext.convert.to_hf import ToHf, to_hf
 from tests.convert import models
 from tests.support.every_run import one_of_each
 from tests.support.pretrain import run_pretrain

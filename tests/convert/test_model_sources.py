@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.convert import ToHf, from_hf, to_hf
+from megatron_ext.convert.from_hf import from_hf
 from megatron_ext.convert.megatron_args import read_args
+from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
 from tests.convert import models
 from tests.local_sgd.runs import arguments

@@ -8,8 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_ext.convert import ToHf, from_hf, to_hf
+from megatron_ext.convert.from_hf import from_hf
 from megatron_ext.convert.hf_names import hf_tensors
+from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
 from tests.convert import models
 

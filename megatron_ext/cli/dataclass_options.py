@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A frozen dataclass as options of a command: a flag per field, whose help is the field's docstring."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import textwrap
+from dataclasses import fields
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+__all__ = ["add_fields", "field_docstrings", "from_options"]
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return the docstring of each field of a class, in one line.
+
+    Raises:
+        ValueError: a field has none.
+    """
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for entry, text in zip(tree.body, tree.body[1:], strict=False):
+        if not (isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)):
+            continue
+        if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):
+            raise ValueError(f"{cls.__name__}.{entry.target.id} has no docstring")
+        found[entry.target.id] = " ".join(str(text.value.value).replace("``", "").split())
+    return found
+
+
+def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
+    """Add a flag for every field of a dataclass of numbers and names, each with a default."""
+    hints, told = get_type_hints(cls), field_docstrings(cls)
+    for entry in fields(cls):
+        hint = hints[entry.name]
+        choices = get_args(hint) if get_origin(hint) is Literal else None
+        parser.add_argument(
+            "--" + entry.name.replace("_", "-"),
+            type=str if choices else hint,
+            choices=choices,
+            default=entry.default,
+            metavar=None if choices else {int: "N", float: "X"}[hint],
+            help=f"{told[entry.name].rstrip('.')} (default: {entry.default})".replace("%", "%%"),
+        )
+
+
+def from_options(cls: type[Any], options: argparse.Namespace) -> Any:
+    """Return the dataclass that was asked for."""
+    return cls(**{entry.name: getattr(options, entry.name) for entry in fields(cls)})
