@@ -51,6 +51,9 @@ MUON = ["emerging-optimizers==0.3.0"]
 
 CONVERT = ["safetensors>=0.5"]  # Hugging Face's weights
 
+# Evaluation of Hugging Face models; the harness brings some fifty packages.
+EVAL = ["lm-eval[hf]>=0.4.9", "transformers>=4.50", *CONVERT, *PLOTS]
+
 DOCS = [
     "sphinx>=8",
     "myst-parser>=4",
@@ -121,6 +124,7 @@ setup(
         "plots": PLOTS,
         "data": DATA,
         "convert": CONVERT,
+        "eval": EVAL,
         "docs": DOCS,
         "tests": TESTS,
         "dev": DEV,

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext evaluate`: perplexity and tasks of a Hugging Face model, beside other models'."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+__all__ = ["add_parser"]
+
+_DESCRIPTION = """\
+Measure a Hugging Face model (of a checkpoint: what `megatron-ext convert to-hf` has written): its perplexity
+on a part of a .bin/.idx corpus, its results in tasks of lm-evaluation-harness, or both. Prints a table, and
+writes JSON and a picture, beside the results of other models.
+"""
+
+_EPILOG = """\
+Examples:
+  megatron-ext evaluate OUT --data corpus --part test --sequence-length 4096 --output out.json
+  megatron-ext evaluate OUT --tasks sciq:0,arc_challenge:25 --baseline dense.json --picture bars.png
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="perplexity and tasks of a model",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a Hugging Face model")
+    parser.add_argument("--name", help="what table and picture call it (default: the folder's name)")
+    parser.add_argument("--device", default="auto", help="as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--dtype", default="auto", help="of its weights, as bfloat16 (default: that of its files)")
+    corpus = parser.add_argument_group("perplexity")
+    corpus.add_argument("--data", metavar="PREFIX", help="of a .bin/.idx corpus")
+    corpus.add_argument(
+        "--split", default="969,30,1", help="which documents are of which part, as Megatron has it (default: 969,30,1)"
+    )
+    corpus.add_argument(
+        "--part", choices=("training", "validation", "test"), default="validation", help="(default: validation)"
+    )
+    corpus.add_argument(
+        "--sequence-length",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens that are predicted together, each from those before it (default: 2048)",
+    )
+    corpus.add_argument(
+        "--max-tokens", type=int, default=0, metavar="N", help="after which to stop (default: 0, the whole part)"
+    )
+    tasks = parser.add_argument_group("tasks")
+    tasks.add_argument(
+        "--tasks", metavar="NAME[:SHOTS],...", help="of lm-evaluation-harness, each with SHOTS solved examples"
+    )
+    tasks.add_argument("--task-files", type=Path, metavar="DIR", help="folder of further tasks in YAML")
+    tasks.add_argument("--limit", type=int, metavar="N", help="questions of each task (default: all)")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
+    output = parser.add_argument_group("output")
+    output.add_argument("--output", type=Path, metavar="FILE", help="JSON file for the results")
+    output.add_argument(
+        "--baseline",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="results to compare with; may be repeated",
+    )
+    output.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG with a bar for each model")
+    parser.set_defaults(func=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if options.data is None and options.tasks is None:
+        raise UserError("evaluate: give --data PREFIX, --tasks NAMES, or both")
+    if not (options.model / "config.json").exists():
+        raise UserError(
+            f"{options.model}: not a Hugging Face model (no config.json); `megatron-ext convert to-hf` makes one of a "
+            "checkpoint"
+        )
+    from megatron_ext.evaluation.lm_tasks import parse_tasks, run_tasks
+    from megatron_ext.evaluation.results import Results, draw, read_results, table
+
+    baselines = [read_results(path) for path in options.baseline]
+    named = [] if options.tasks is None else parse_tasks(options.tasks)
+    device = _device(options.device)
+    perplexity = {} if options.data is None else _perplexity(options, device)
+    found = {}
+    if named:
+        found = run_tasks(
+            options.model,
+            named,
+            folder=options.task_files,
+            limit=options.limit,
+            batch_size=options.batch_size,
+            device=device,
+            dtype=options.dtype,
+        )
+    results = Results(
+        name=options.name or options.model.resolve().name,
+        model=str(options.model),
+        perplexity=perplexity,
+        tasks=found,
+    )
+    if options.output is not None:
+        results.write(options.output)
+    for line in table([*baselines, results]):
+        print(line)
+    if options.picture is not None:
+        draw([*baselines, results], options.picture)
+    return 0
+
+
+def _perplexity(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    from megatron_ext.evaluation.perplexity import PerplexityConfig, measure_perplexity
+
+    config = PerplexityConfig(
+        split=options.split,
+        part=options.part,
+        sequence_length=options.sequence_length,
+        batch_size=options.batch_size,
+        max_tokens=options.max_tokens,
+    )
+
+    def tell(tokens: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\x1b[K{tokens:,} tokens", end="", file=sys.stderr, flush=True)
+
+    measured = measure_perplexity(_loaded(options.model, device, options.dtype), options.data, config, tell)
+    return {"data": options.data, "split": config.split, "part": config.part, **measured}
+
+
+def _loaded(folder: Path, device: str, dtype: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise UserError("evaluate: transformers is not installed; run `pip install transformers`") from error
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder}: transformers cannot load it ({error})") from error
+    return model.to(device).eval()
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"--device {name}: torch knows no such device") from error
+    return name

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of the package lm-evaluation-harness, its own or those of a local folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+__all__ = ["Task", "parse_tasks", "run_tasks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A task, and how many solved examples go in front of each question."""
+
+    name: str
+    """As lm-evaluation-harness knows it."""
+
+    shots: int | None = None
+    """Solved examples; None for what the task itself says."""
+
+
+def parse_tasks(text: str) -> list[Task]:
+    """Return the tasks in a list such as ``sciq:0,arc_challenge:25,mmlu``.
+
+    Raises:
+        UserError: a number of examples is none, or there is no task.
+    """
+    tasks = []
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        name, _, shots = word.partition(":")
+        if not name or (shots and not shots.isdecimal()):
+            raise UserError(f"--tasks {word}: give NAME or NAME:SHOTS, as arc_challenge:25")
+        tasks.append(Task(name=name, shots=int(shots) if shots else None))
+    if not tasks:
+        raise UserError("--tasks: no task is named")
+    return tasks
+
+
+def run_tasks(
+    model: Path,
+    tasks: Sequence[Task],
+    *,
+    folder: Path | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> dict[str, dict[str, float]]:
+    """Return the results of tasks: by each one's name, its measures.
+
+    Args:
+        model: folder of a Hugging Face model, with its tokenizer.
+        tasks: which.
+        folder: of task files (YAML) that count beside the harness' own.
+        limit: questions of each task; None for all.
+        batch_size: questions at a time.
+        device: as torch names it.
+        dtype: of the weights, as transformers names it.
+
+    Raises:
+        UserError: lm-evaluation-harness is not installed, or does not know a task.
+    """
+    try:
+        import lm_eval
+        from lm_eval.models.huggingface import HFLM
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(f"--tasks needs lm-evaluation-harness ({error}); run `pip install 'lm-eval[hf]'`") from error
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [task.name for task in tasks if not manager.match_tasks([task.name])]
+    if unknown:
+        where = "" if folder is None else f", nor is it in {folder}"
+        raise UserError(f"--tasks: lm-evaluation-harness knows no task {', '.join(unknown)}{where}")
+    loaded = HFLM(pretrained=str(model), device=device, dtype=dtype, batch_size=batch_size)
+    found: dict[str, dict[str, float]] = {}
+    # One call for each number of examples, which holds for all tasks of a call.
+    for shots in dict.fromkeys(task.shots for task in tasks):
+        results: dict[str, Any] = lm_eval.simple_evaluate(
+            model=loaded,
+            tasks=[task.name for task in tasks if task.shots == shots],
+            num_fewshot=shots,
+            limit=limit,
+            task_manager=manager,
+        )
+        found |= {name: _measures(values) for name, values in results["results"].items()}
+    return found
+
+
+def _measures(values: dict[str, Any]) -> dict[str, float]:
+    """A task's measures, without the name of the filter that all have."""
+    return {
+        name.removesuffix(",none"): float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and name not in ("alias", "sample_len")
+    }

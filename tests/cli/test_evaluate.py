@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext evaluate` as people call it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+from tests.convert import models
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model and a corpus of bytes."""
+    found = tmp_path_factory.mktemp("evaluate")
+    models.save("llama", found / "model")
+    (found / "text.txt").write_text("a few words of plain text, one after the other\n" * 4)
+    (found / "more.txt").write_text("some more of them\n" * 9)
+    inputs = [str(found / "text.txt"), str(found / "more.txt")]
+    assert main(["data", "prepare", *inputs, "--output-prefix", str(found / "corpus")]) == 0
+    return found
+
+
+def test_perplexity_is_printed_written_and_drawn_beside_a_baseline(folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["evaluate", str(folder / "model"), "--data", str(folder / "corpus"), "--split", "1,1,0"]
+    # The end of a document is 256, which the model's 250 rows do not have; none is among the first tokens.
+    words += ["--part", "training", "--sequence-length", "32", "--max-tokens", "100", "--device", "cpu"]
+    assert main([*words, "--name", "first", "--output", str(folder / "first.json")]) == 0
+    capsys.readouterr()
+    compared = ["--baseline", str(folder / "first.json"), "--picture", str(folder / "bars.png")]
+    assert main([*words, *compared]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["measure", "first", "model"] and row.split()[0] == "perplexity"
+    assert row.split()[1] == row.split()[2]
+    written = json.loads((folder / "first.json").read_text())["perplexity"]
+    assert (written["tokens"], written["part"]) == (100, "training")
+    assert f"{written['perplexity']:.4f}" == row.split()[1]
+    assert (folder / "bars.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model"], "give --data PREFIX, --tasks NAMES, or both"),
+        (["nowhere", "--data", "corpus"], "nowhere: not a Hugging Face model"),
+        (["model", "--data", "nothing"], "--data nothing: no nothing.bin"),
+        (["model", "--data", "corpus", "--split", "1,1,0"], "has the id 256, and the model's vocabulary 250 rows"),
+        (["model", "--tasks", "sciq:many"], "--tasks sciq:many: give NAME or NAME:SHOTS"),
+        (["model", "--data", "corpus", "--device", "toaster"], "--device toaster: torch knows no such device"),
+        (["model", "--data", "corpus", "--baseline", "none.json"], "--baseline none.json: No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(folder)
+    assert main(["evaluate", *words]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks of lm-evaluation-harness on a local model with local questions."""
+
+import importlib.util
+import json
+import os
+import random
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_ext.errors import UserError
+from megatron_ext.evaluation.lm_tasks import Task, parse_tasks, run_tasks
+from tests.convert import models
+from tests.evaluation.models import WORDS, local_task, with_tokenizer
+from tests.support.distributed import REPOSITORY
+
+
+def test_a_list_of_tasks_says_how_many_examples_each_has():
+    assert parse_tasks(" sciq:0, arc_challenge:25,mmlu,") == [
+        Task(name="sciq", shots=0),
+        Task(name="arc_challenge", shots=25),
+        Task(name="mmlu"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("sciq:x", "--tasks sciq:x"), (":3", "--tasks :3"), (" ,", "no task is named")]
+)
+def test_a_bad_list_is_refused(text: str, said: str):
+    with pytest.raises(UserError, match=said):
+        parse_tasks(text)
+
+
+def test_a_missing_harness_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"--tasks needs lm-evaluation-harness .*pip install 'lm-eval\[hf\]'"):
+        run_tasks(tmp_path, parse_tasks("sciq"))
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a Python that has lm-evaluation-harness, beside all that this one has."""
+    if importlib.util.find_spec("lm_eval"):
+        return sys.executable
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (packages / "ours.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    found = str(folder / "bin" / "python")
+    constraints = str(REPOSITORY / "constraints.txt")
+    install = [found, "-m", "pip", "install", "--quiet", "-c", constraints, "lm-eval[hf]>=0.4.9"]
+    subprocess.run(install, check=True, timeout=1200, stdin=subprocess.DEVNULL)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_script_evaluates_a_model_on_local_questions(python: str, tmp_path: Path):
+    random.seed(5)
+    questions: list[dict[str, object]] = [
+        {"question": " ".join(random.choices(WORDS[2:], k=6)), "choices": random.sample(WORDS[2:], 2), "answer": 0}
+        for _ in range(16)
+    ]
+    model = with_tokenizer(tmp_path / "model")
+    tasks = local_task(tmp_path / "tasks", questions)
+    base = {"name": "dense", "model": "dense", "perplexity": {}, "tasks": {"local_choice": {"acc": 0.25}}}
+    (tmp_path / "dense.json").write_text(json.dumps(base))
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+        "TASKS": "local_choice:0",
+        "TASK_FILES": str(tasks),
+        "RESULTS": str(tmp_path / "results"),
+        "BASELINES": str(tmp_path / "dense.json"),
+        "HF_HUB_OFFLINE": "1",
+    }
+    script = [str(REPOSITORY / "examples/spes/eval_full.sh"), str(model), "mixture"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results" / "mixture.json").read_text())
+    assert results["tasks"]["local_choice"]["acc"] == right(questions)
+    assert 0.25 < right(questions) < 0.75
+    assert done.stdout.splitlines()[-1].split() == ["local_choice", "(acc)", "0.2500", f"{right(questions):.4f}"]
+    assert (tmp_path / "results" / "mixture.png").read_bytes().startswith(b"\x89PNG")
+    environment["TASKS"] = "no_such_task"
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2 and "lm-evaluation-harness knows no task no_such_task, nor is it in" in done.stderr
+
+
+def right(questions: list[dict[str, object]]) -> float:
+    """Return for which part of the questions the model finds the answer the likeliest choice."""
+    model, found = models.make("llama"), 0
+    for question in questions:
+        row = torch.tensor([[WORDS.index(word) for word in str(question["question"]).split()]])
+        with torch.no_grad():
+            logits = model(row).logits[0, -1]
+        first, second = (float(logits[WORDS.index(word)]) for word in question["choices"])  # type: ignore[attr-defined]
+        found += first > second
+    return found / len(questions)
