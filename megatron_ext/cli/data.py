@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ext.cli import data_check
+from megatron_ext.data.documents import ID_TYPES
 from megatron_ext.errors import UserError
 
 __all__ = ["add_parser", "run"]
@@ -109,10 +110,16 @@ def add_parser(subparsers: Any) -> None:
     )
     source.add_argument(
         "--format",
-        choices=("auto", "text", "jsonl", "json", "parquet", "arrow"),
+        choices=("auto", "text", "jsonl", "json", "parquet", "arrow", "tokens"),
         default="auto",
         help="how to read all files, or what they hold compressed; auto (default): as they look, see below. json is an "
-        "array of records (or strings), or records one after the other",
+        "array of records (or strings), or records one after the other; tokens are files of ids (.npy) that "
+        "--tokenizer gives, and implies --glob '*.npy' unless that is given",
+    )
+    source.add_argument(
+        "--token-dtype",
+        choices=ID_TYPES,
+        help="type of the ids with --format tokens (default: as the file's header or the record beside it says)",
     )
     source.add_argument(
         "--jsonl-key", default="text", metavar="KEY", help="key of the text in JSON records (default: text)"
@@ -208,11 +215,14 @@ def _config(args: argparse.Namespace) -> Any:
         globs = globs or STDLIB_GLOBS
         excludes = (*STDLIB_EXCLUDES, *excludes)
         seed = STDLIB_SHUFFLE_SEED if seed is None else seed
+    if args.format == "tokens":
+        globs = globs or ("*.npy",)
     return PrepareConfig(
         inputs=inputs,
         output_prefix=args.output_prefix,
         tokenizer=TokenizerSpec(folder=_from_anywhere(args.tokenizer), trust_remote_code=args.trust_remote_code),
         file_format=args.format,
+        token_dtype=args.token_dtype,
         jsonl_key=args.jsonl_key,
         parquet_column=args.parquet_column,
         globs=globs,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training data: turns text, code, JSON, Parquet and Arrow into Megatron's `.bin`/`.idx` corpora.
+"""Training data: turns text, code, JSON, Parquet, Arrow and token ids into Megatron's `.bin`/`.idx` corpora.
 
 `prepare.py` holds the whole job and reads top to bottom; the other modules are its steps:
 
@@ -8,6 +8,7 @@
     compression.py   gzip, bzip2, xz, zstd
     survey.py        all files looked at before the first is read; what is not read is told
     readers.py       a file -> its documents; json_values.py and columns.py for records and tables
+    token_ids.py     files that are token ids already (.npy)
     encode.py        documents -> tokens, in this process or in several
     tokenizers.py    bytes, or any Hugging Face tokenizer folder
     output.py        locked, all-or-nothing output files and the JSON file next to them

@@ -8,7 +8,8 @@ The rule, in this order; a format that the user gives (`--format`) replaces all 
    compressed in another way (lz4, brotli, compress, lzip, lzma) is named, and not read.
 2. Parquet and Arrow are recognized by their first bytes; a name that ends in .parquet, .pq, .arrow or .feather is read
    as what it promises.
-3. Archives, UTF-16, UTF-32, and what has a zero byte near its start (binary data) are not read.
+3. Archives, UTF-16, UTF-32, and what has a zero byte near its start (binary data) are not read. Nor are token ids
+   (.npy), unless the user says that they are some (`--format tokens`): mostly there is nothing in them that does.
 4. JSON is what has a name that ends in .json, .jsonl, .jsonlines or .ndjson, and what begins with `{"`, `{}` or `[{`,
    white space aside. It is never one text: each record becomes a document, or an error that names it.
 5. JSON that begins with `[` is an array of records. One of strings is not read, whatever its name: each could be a
@@ -35,12 +36,13 @@ from megatron_ext.data.compression import (
     compression_of_name,
     open_file,
     opened,
+    uncompressed_name,
     unread_compression,
 )
 from megatron_ext.data.discover import FileFormat, SourceFile
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES
 
-__all__ = ["BINARY_PROBE_BYTES", "TOO_LONG", "Content", "Unread", "content_of"]
+__all__ = ["BINARY_PROBE_BYTES", "NPY_MAGIC", "TOO_LONG", "Content", "Unread", "content_of"]
 
 BINARY_PROBE_BYTES = 8192
 """A text file with a zero byte among this many first bytes is taken for binary data."""
@@ -64,6 +66,9 @@ _NO_JSON = (
 _LONG_RECORD = "write one JSON line per document, or use --format json, or --format text to take each file as one text"
 
 _PACK_AGAIN = "decompress the file, or pack it again with gzip, bzip2, xz or zstd"
+
+NPY_MAGIC = b"\x93NUMPY"
+"""How a file begins that numpy has written."""
 
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _UTF8_BOM = codecs.BOM_UTF8
@@ -92,6 +97,7 @@ class Unread:
 
     kind: Literal[
         "binary",
+        "ids",
         "archive",
         "encoding",
         "compression",
@@ -144,7 +150,7 @@ def _format(stream: Stream, source: SourceFile, compression: str | None) -> File
     if inner is not None:
         message = f"compressed twice, with {inner} and then with {compression}; unpack it once"
         return Unread(kind="twice", message=message)
-    if source.chosen and source.format in ("parquet", "arrow"):
+    if source.chosen and source.format in ("parquet", "arrow", "tokens"):
         return source.format
     if head.startswith(_BYTE_ORDER_MARKS):
         message = "UTF-16 or UTF-32 text, as its first bytes say; convert the file to UTF-8"
@@ -162,6 +168,8 @@ def _by_content(head: bytes, stream: Stream, source: SourceFile) -> FileFormat |
         return "arrow"
     if source.format in ("parquet", "arrow"):
         return source.format
+    if head.startswith(NPY_MAGIC) or uncompressed_name(source.name).endswith(".npy"):
+        return Unread(kind="ids", message="token ids or other numbers (.npy); --format tokens reads ids")
     binary = _unless_binary(head)
     if binary is not None and source.format != "jsonl":
         return binary

@@ -20,7 +20,7 @@ from megatron_ext.errors import UserError
 
 __all__ = ["FileFormat", "Inventory", "SourceFile", "find_sources", "matches"]
 
-FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow"]
+FileFormat = Literal["text", "jsonl", "json", "parquet", "arrow", "tokens"]
 
 _FORMAT_OF_SUFFIX: dict[str, FileFormat] = {
     ".jsonl": "jsonl",

@@ -5,9 +5,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-__all__ = ["MAX_DOCUMENT_BYTES", "ONE_TEXT", "Document", "Item", "Problem", "Skipped", "location"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = [
+    "ID_TYPES",
+    "MAX_DOCUMENT_BYTES",
+    "ONE_TEXT",
+    "Document",
+    "Item",
+    "Problem",
+    "Skipped",
+    "TokenizedDocument",
+    "location",
+]
+
+ID_TYPES = ("uint16", "uint32", "uint64", "int32", "int64")
+"""Types of a token id in files of ids, little-endian."""
 
 MAX_DOCUMENT_BYTES = 2**31 - 1024
 """Longest document, in bytes of UTF-8. The index file counts a document's tokens in 32 bits; a tokenizer
@@ -38,6 +54,23 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenizedDocument:
+    """One document that is token ids already."""
+
+    path: str
+    """The file, as error messages name it."""
+
+    position: str
+    """Place inside the file: `document 7`."""
+
+    ids: NDArray[Any]
+    """1-D integers of any type, mostly with the end-of-document id; not yet checked."""
+
+    source_bytes: int
+    """Bytes of the file that this document accounts for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """Bad input: an error, or a counted and listed omission with `--on-error skip`."""
 
@@ -58,7 +91,7 @@ class Skipped:
     path: str
 
 
-Item = Document | Problem | Skipped
+Item = Document | TokenizedDocument | Problem | Skipped
 """What a reader yields."""
 
 

@@ -19,7 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, ONE_TEXT, Document, Item, Problem, Skipped
+from megatron_ext.data.documents import (
+    MAX_DOCUMENT_BYTES,
+    ONE_TEXT,
+    Document,
+    Item,
+    Problem,
+    Skipped,
+    TokenizedDocument,
+)
 from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
 
@@ -122,8 +130,7 @@ def encode_batch(items: Sequence[Item], tokenizer: Tokenizer, json_key: str) -> 
     """
     dtype = token_dtype(tokenizer.vocab_size)
     batch = EncodedBatch(tokens=np.empty(0, dtype=dtype), lengths=[])
-    texts: list[str] = []
-    paths: list[str] = []
+    documents: list[tuple[str, str | NDArray[Any]]] = []
     for item in items:
         if isinstance(item, Problem):
             batch.problems.append(item)
@@ -132,18 +139,20 @@ def encode_batch(items: Sequence[Item], tokenizer: Tokenizer, json_key: str) -> 
             batch.skipped.append(item)
             continue
         batch.source_bytes += item.source_bytes
-        text = text_of(item, json_key)
+        text = _known_ids(item, tokenizer) if isinstance(item, TokenizedDocument) else text_of(item, json_key)
         if isinstance(text, Problem):
             batch.problems.append(text)
-        elif not text:
+        elif len(text) == 0:
             batch.skipped.append(Skipped(reason="empty document", path=item.path))
         else:
-            texts.append(text)
-            paths.append(item.path)
+            documents.append((item.path, text))
 
     eod = np.array([tokenizer.eod], dtype=dtype)
     pieces: list[NDArray[Any]] = []
-    for text, path, ids in zip(texts, paths, tokenizer.encode(texts) if texts else [], strict=True):
+    texts = [text for _, text in documents if isinstance(text, str)]
+    encoded = iter(tokenizer.encode(texts) if texts else [])
+    for path, text in documents:
+        ids = next(encoded) if isinstance(text, str) else text
         if ids.size == 0 or (ids.size == 1 and ids[0] == tokenizer.eod):
             batch.skipped.append(Skipped(reason="empty document", path=path))
             continue
@@ -153,10 +162,24 @@ def encode_batch(items: Sequence[Item], tokenizer: Tokenizer, json_key: str) -> 
             pieces.append(eod)
             length += 1
         batch.lengths.append(length)
-        batch.text_bytes += len(text) if text.isascii() else len(text.encode("utf-8"))
+        if isinstance(text, str):
+            batch.text_bytes += len(text) if text.isascii() else len(text.encode("utf-8"))
     if pieces:
         batch.tokens = np.concatenate(pieces)
     return batch
+
+
+def _known_ids(document: TokenizedDocument, tokenizer: Tokenizer) -> NDArray[Any] | Problem:
+    """Return a document's ids, or its problem."""
+    ids = document.ids
+    wrong = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
+    if wrong.size:
+        message = (
+            f"has the id {int(wrong[0])}, and the tokenizer has {tokenizer.vocab_size:,}; give the one that they are "
+            "of, and their type (--token-dtype)"
+        )
+        return Problem(path=document.path, position=document.position, message=message)
+    return ids
 
 
 def encode_all(
@@ -233,7 +256,10 @@ def _in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
     size = 0
     for item in items:
         batch.append(item)
-        size += len(item.payload) if isinstance(item, Document) else 0
+        if isinstance(item, Document):
+            size += len(item.payload)
+        elif isinstance(item, TokenizedDocument):
+            size += item.ids.nbytes
         if size >= _BATCH_BYTES or len(batch) >= _BATCH_ITEMS:
             yield batch
             batch, size = [], 0

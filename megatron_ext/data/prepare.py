@@ -31,6 +31,7 @@ from megatron_ext.data.output import (
 from megatron_ext.data.progress import PrepareProgress
 from megatron_ext.data.readers import read_documents
 from megatron_ext.data.survey import Survey, refuse_unread, survey
+from megatron_ext.data.token_ids import check_tokenizer
 from megatron_ext.data.tokenizers import TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
 
@@ -59,6 +60,9 @@ class PrepareConfig:
 
     file_format: FileFormat | Literal["auto"] = "auto"
     """How to read every file; with `auto` its content decides (the rule is in `content.py`)."""
+
+    token_dtype: str | None = None
+    """Type of the ids with `file_format` tokens; None leaves it to their headers or records."""
 
     jsonl_key: str = "text"
     """Key of the text in JSON lines and other JSON records."""
@@ -95,6 +99,7 @@ class PrepareConfig:
         """Return everything but the input files that decides about the output's bytes."""
         return {
             "format": self.file_format,
+            "token_dtype": self.token_dtype,
             "jsonl_key": self.jsonl_key,
             "parquet_column": self.parquet_column,
             "globs": list(self.globs),
@@ -112,6 +117,8 @@ class PrepareConfig:
         wrong = []
         if not self.inputs:
             wrong.append("no input given; name files or folders, or use --stdlib")
+        if self.token_dtype is not None and self.file_format != "tokens":
+            wrong.append(f"--token-dtype {self.token_dtype}: is for --format tokens")
         if self.workers < 1:
             wrong.append(f"--workers {self.workers}: must be at least 1")
         if self.shuffle_seed is not None and not 0 <= self.shuffle_seed < 2**32:
@@ -202,6 +209,8 @@ def prepare(config: PrepareConfig, *, progress_stream: TextIO | None = None) -> 
         if not config.overwrite:
             refuse_existing(prefix)
         _refuse_no_files(config, inventory)
+        if config.file_format == "tokens":
+            check_tokenizer(config.tokenizer, [source.path for source in inventory.files])
         seen = survey(inventory)
         if config.verbose:
             stream.writelines(f"not read: {file}\n" for file in [*inventory.left_out, *seen.empty, *seen.unread])
@@ -264,7 +273,10 @@ def _write(
 
     progress = PrepareProgress("tokenize", inventory.total_bytes, stream)
     batches = encode_all(
-        _items(config, inventory, seen), config.tokenizer, json_key=config.jsonl_key, workers=config.workers
+        _items(config, inventory, seen, tokenizer.eod),
+        config.tokenizer,
+        json_key=config.jsonl_key,
+        workers=config.workers,
     )
     with (
         contextlib.closing(progress),
@@ -318,11 +330,16 @@ def _write(
     return sidecar
 
 
-def _items(config: PrepareConfig, inventory: Inventory, seen: Survey) -> Iterator[Item]:
+def _items(config: PrepareConfig, inventory: Inventory, seen: Survey, eod: int) -> Iterator[Item]:
     """Yield everything the readers find, file after file."""
     return itertools.chain.from_iterable(
         read_documents(
-            source, parquet_column=config.parquet_column, json_key=config.jsonl_key, content=content
+            source,
+            parquet_column=config.parquet_column,
+            json_key=config.jsonl_key,
+            token_dtype=config.token_dtype,
+            eod=eod,
+            content=content,
         )
         for source, content in zip(inventory.files, seen.contents, strict=True)
     )

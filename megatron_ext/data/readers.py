@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a file's documents: one per text file, JSON record, or row of a table; what is inside says `content.py`.
+"""Reads a file's documents: one per text file, JSON record, row of a table, or end of document among token ids.
+
+What is inside says `content.py`.
 
 Readers never raise for bad input. They yield a `Problem` that names the file and the line and read on where
 that makes sense; the caller decides whether a problem ends the run.
@@ -16,6 +18,7 @@ from megatron_ext.data.content import BINARY_PROBE_BYTES, TOO_LONG, Content, Unr
 from megatron_ext.data.discover import SourceFile
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, ONE_TEXT, Document, Item, Problem, Skipped
 from megatron_ext.data.json_values import BadJson, json_values
+from megatron_ext.data.token_ids import read_token_ids
 
 __all__ = ["BINARY_PROBE_BYTES", "NO_TEXT", "read_documents"]
 
@@ -31,6 +34,8 @@ def read_documents(
     parquet_column: str = "text",
     parquet_option: str = "--parquet-column",
     json_key: str = "text",
+    token_dtype: str | None = None,
+    eod: int | None = None,
     content: Content | Unread | None = None,
 ) -> Iterator[Item]:
     """Yield the documents of one file in order.
@@ -40,6 +45,8 @@ def read_documents(
         parquet_column: Column that holds the text in Parquet and Arrow files.
         parquet_option: What the user chooses it by, for messages.
         json_key: Key of the text in JSON records.
+        token_dtype: Type of token ids on disk; None leaves it to the files.
+        eod: The id that ends documents, needed for token ids alone.
         content: What the file holds, where that is known already.
 
     Raises:
@@ -66,16 +73,21 @@ def read_documents(
             option=parquet_option,
         )
     else:
-        yield from _read_stream(source, content, path, json_key)
+        yield from _read_stream(source, content, path, json_key, token_dtype, eod)
 
 
-def _read_stream(source: SourceFile, content: Content, path: str, json_key: str) -> Iterator[Item]:
+def _read_stream(
+    source: SourceFile, content: Content, path: str, json_key: str, token_dtype: str | None, eod: int | None
+) -> Iterator[Item]:
     try:
         with (
             open_file(source.path) as raw,
             opened(raw, content.compression, path) as stream,
         ):
-            if content.format == "text":
+            if content.format == "tokens":
+                assert eod is not None, "prepare knows the tokenizer"
+                yield from read_token_ids(stream, source.path, source.size, dtype=token_dtype, eod=eod)
+            elif content.format == "text":
                 yield from _read_text(stream, path, source.size)
             elif content.format == "json":
                 yield from _read_json(stream, raw.tell, path, json_key=json_key, strings=source.chosen)

@@ -25,6 +25,7 @@ _TRIED_PATTERNS = 40
 _NAMES = {
     "binary": ("binary file", "binary files"),
     "archive": ("archive", "archives"),
+    "ids": ("file of numbers (.npy)", "files of numbers (.npy)"),
     "encoding": ("file in UTF-16 or UTF-32", "files in UTF-16 or UTF-32"),
     "compression": ("damaged compressed file", "damaged compressed files"),
     "packed": ("file compressed in a way that is not read", "files compressed in ways that are not read"),
@@ -39,6 +40,7 @@ _NAMES = {
 """Why files are not read, as one and as several of them are called."""
 
 _WAYS_OUT = {
+    "ids": "--format tokens reads token ids",
     "encoding": "convert to UTF-8",
     "packed": "decompress, or pack again with gzip, bzip2, xz or zstd",
     "length": "write one JSON line per document, --format jsonl",

@@ -69,6 +69,7 @@ def test_every_flag_reaches_the_job(tmp_path: Path) -> None:
     assert sorted(read_texts(prefix)) == ["a.log 0", "a.log 1", "a.log 2"]
     assert read_sidecar(prefix)["settings"] == {
         "format": "jsonl",
+        "token_dtype": None,
         "jsonl_key": "body",
         "parquet_column": "text",
         "globs": ["*.log"],

@@ -153,6 +153,7 @@ REFUSED = [
     refused("UTF-16", "a.txt", TEXT.decode().encode("utf-16"), "UTF-16 or UTF-32 text"),
     refused("Latin-1", "a.txt", "caf\u00e9".encode("latin-1"), "not valid UTF-8"),
     refused("an archive", "a.zip", b"PK\x03\x04" + LINES, "a zip archive"),
+    refused("token ids, without --format tokens", "a.npy", b"\1\0\2\0", "token ids or other numbers"),
     refused("a picture", "a.png", b"\x89PNG\0", "binary data"),
     refused("an empty file alone", "a.jsonl", b"", "no document with text was found"),
 ]
