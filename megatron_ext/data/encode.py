@@ -31,7 +31,7 @@ from megatron_ext.data.documents import (
 from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
 
-__all__ = ["EncodedBatch", "encode_all", "encode_batch", "text_of"]
+__all__ = ["EncodedBatch", "encode_all", "encode_batch", "end_with_parent", "text_of"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ITEMS = 1000
@@ -283,13 +283,13 @@ def _start_process(spec: TokenizerSpec, json_key: str) -> None:
     global _process
     # Ctrl-C reaches the whole process group; the parent alone decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     # The processes are the parallelism; a thread pool inside each would only fight for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _process = _Process(tokenizer=spec.load(), json_key=json_key)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """End this process when the parent is gone: a killed parent cannot tell its pool to stop."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -72,18 +72,24 @@ class TokenizerSpec:
     trust_remote_code: bool = False
     """Whether Python code inside the folder may run."""
 
-    def load(self, option: str = "--tokenizer") -> Tokenizer:
+    def load(self, option: str = "--tokenizer", *, special_tokens: bool = True) -> Tokenizer:
         """Load the tokenizer.
 
         Args:
             option: What the user chooses it by, for messages.
+            special_tokens: Whether what the tokenizer itself puts around a text is kept, as Megatron does.
 
         Raises:
             UserError: The folder is not a tokenizer, has no end-of-text token, or a package is missing.
         """
         if self.folder is None:
             return ByteTokenizer()
-        return HuggingFaceTokenizer(Path(self.folder), trust_remote_code=self.trust_remote_code, option=option)
+        return HuggingFaceTokenizer(
+            Path(self.folder),
+            trust_remote_code=self.trust_remote_code,
+            option=option,
+            special_tokens=special_tokens,
+        )
 
     def megatron_args(self) -> list[str]:
         """Return the flags with which stock Megatron reads the same ids."""
@@ -138,13 +144,21 @@ class HuggingFaceTokenizer:
     or its SEP token where it has no EOS. Nothing is ever downloaded.
     """
 
-    def __init__(self, folder: Path, *, trust_remote_code: bool = False, option: str = "--tokenizer") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        option: str = "--tokenizer",
+        special_tokens: bool = True,
+    ) -> None:
         """Load the tokenizer.
 
         Args:
             folder: Of the tokenizer.
             trust_remote_code: Whether Python code inside may run.
             option: What the user chooses it by, for messages.
+            special_tokens: Whether `encode` keeps those that the tokenizer itself puts around a text.
 
         Raises:
             UserError: The folder is not a tokenizer, has no end-of-text token, or transformers is missing.
@@ -166,7 +180,7 @@ class HuggingFaceTokenizer:
             )
         self.eod = int(eod)
         self.vocab_size = len(tokenizer)
-        self._folder, self._option = folder, option
+        self._folder, self._option, self._special_tokens = folder, option, special_tokens
         self._tokenizer = tokenizer
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -177,7 +191,11 @@ class HuggingFaceTokenizer:
                 would have no embedding.
         """
         encoded = self._tokenizer(
-            list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False
+            list(texts),
+            add_special_tokens=self._special_tokens,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
         )
         arrays = [np.asarray(ids, dtype=np.int64) for ids in encoded["input_ids"]]
         for array in arrays:

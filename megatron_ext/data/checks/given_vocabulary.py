@@ -14,7 +14,7 @@ from typing import Any
 from megatron_ext.data.tokenizers import TokenizerSpec, tokens_digest
 from megatron_ext.errors import UserError
 
-__all__ = ["Vocabulary", "VocabularyConfig", "given_vocabulary", "of_tokenizer"]
+__all__ = ["Vocabulary", "VocabularyConfig", "folder_of", "given_vocabulary", "of_tokenizer"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _END_OF_TEXT = "<|endoftext|>"
@@ -168,6 +168,25 @@ def of_tokenizer(spec: TokenizerSpec, name: str, said_by: str = "") -> Vocabular
     identity = {"type": kind, "folder": here.fingerprint(name), **tokenizer.digests()}
     size, eod = tokenizer.vocab_size, tokenizer.eod
     return Vocabulary(said_by=said_by, size=size, eod=eod, megatron_args=args, identity=identity)
+
+
+def folder_of(name: str, option: str) -> str:
+    """Return the folder of a tokenizer that is named by it, or by a name of the hub. Nothing is downloaded.
+
+    Args:
+        name: As the user gives it.
+        option: What it is given by, for messages.
+
+    Raises:
+        UserError: It is on this machine neither as a folder nor in the hub's cache.
+    """
+    if Path(name).exists():
+        return name
+    cached = _hub_cache(name)
+    if cached is None:
+        known = ", and not in the hub's cache" if _is_hub_name(name) else ""
+        raise UserError(f"{option} {name}: not a folder{known}; give the path of a tokenizer's folder")
+    return cached
 
 
 def _is_hub_name(text: str) -> bool:
