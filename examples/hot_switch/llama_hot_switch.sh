@@ -14,7 +14,7 @@
 #   BUCKET_SIZES="16384 8192 4096 0" ALL_PARALLEL_STRATEGY="1,4,2 8,1,1 2,2,2"
 # trains lengths over 8192 with DP 1, TP 4, PP 2, those up to 4096 with 8,1,1, those between with 2,2,2; MASTER_PORT (29500);
 # EXTRA_ARGS (further arguments of Megatron, separated by spaces, none of which chooses data or their vocabulary); DATA_PATH
-# where it is not an argument. The record beside the data (`megatron-ext data prepare` writes it) says which tokenizer they are
+# where it is not an argument, or DATA_ARGS_PATH, a list of several corpora (`megatron-ext data list` makes it). The record beside the data (`megatron-ext data prepare` writes it) says which tokenizer they are
 # of, in a dry run as well if they are on this machine; without one, or for mock data, TOKENIZER does, a Hugging Face
 # tokenizer's folder, or VOCAB_SIZE, the number of ids, or VOCAB_FILE and MERGE_FILE (GPT-2). BACKEND=cpu starts it at toy
 # size with 4 processes on this machine.

@@ -12,6 +12,7 @@
 # (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids. DATA_PATH,
 # VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come first.
 # BACKEND=cpu starts it at toy size, by default on this machine alone (NUM_NODES=1) with 4 processes.
+# DATA_ARGS_PATH is a list of several corpora instead (`megatron-ext data list` makes it).
 # METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
 # last; none of them chooses data or their vocabulary.
 

@@ -20,6 +20,7 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
+# DATA_ARGS_PATH is a list of several corpora instead (`megatron-ext data list` makes it).
 # METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
 # last; none of them chooses data or their vocabulary.
 

@@ -15,8 +15,10 @@
 #
 # Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), TOKEN_FILE and TLS_CA (what a
 # server beyond this machine asks for) or INSECURE=1 (where nobody else reaches it), GPUS_PER_NODE (8),
-# OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH (mock data without), MASTER_PORT, EXTRA_ARGS (further arguments of Megatron,
-# separated by spaces, none of which chooses data or their vocabulary). The record beside the data (`megatron-ext data prepare` writes it) says which vocabulary they are of;
+# OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH (mock data without), or for several corpora DATA_ARGS_PATH (a list of them;
+# list_processed_files.sh makes it), MASTER_PORT, EXTRA_ARGS (further arguments of Megatron, separated by spaces, none of which
+# chooses data or their vocabulary). The record beside the data (`megatron-ext data prepare` writes it) says which vocabulary
+# they are of;
 # without one TOKENIZER does, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids, or VOCAB_FILE and
 # MERGE_FILE (GPT-2).
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 __all__ = ["add_parser", "run"]
@@ -37,6 +38,9 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(func=run)
     parser.add_argument("prefixes", nargs="*", metavar="PREFIX", help="of the .bin and .idx files")
     parser.add_argument(
+        "--data-args-path", type=Path, metavar="FILE", help="a list of corpora, as `data list` writes it, instead"
+    )
+    parser.add_argument(
         "--tokenizer",
         metavar="DIR",
         help="Hugging Face tokenizer: a folder, or a name of the hub such as org/model, which is looked for in the "
@@ -63,11 +67,15 @@ def run(args: argparse.Namespace) -> int:
         UserError: A corpus is incomplete, or of no vocabulary or another.
     """
     from megatron_ext.data.checks.vocabulary import VocabularyConfig, check_corpora
+    from megatron_ext.data.manifest import read_manifest
     from megatron_ext.data.tokenizers import TokenizerSpec
     from megatron_ext.errors import UserError
 
     if args.trust_remote_code and args.tokenizer is None:
         raise UserError("--trust-remote-code has no meaning without --tokenizer")
+    if args.prefixes and args.data_args_path is not None:
+        raise UserError(f"PREFIX {args.prefixes[0]} and --data-args-path both name data; give one of them")
+    prefixes = args.prefixes if args.data_args_path is None else read_manifest(args.data_args_path)
     spec = None
     if args.tokenizer is not None:
         spec = TokenizerSpec(folder=args.tokenizer, trust_remote_code=args.trust_remote_code)
@@ -82,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     given = VocabularyConfig(
         tokenizer=spec, vocab_size=args.vocab_size, vocab_file=args.vocab_file, merge_file=args.merge_file, **names
     )
-    checked = check_corpora(args.prefixes, given, tell=_tell)
+    checked = check_corpora(prefixes, given, tell=_tell)
     if args.for_script:
         print("\n".join(checked.megatron_args))
         return 0
@@ -93,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     if checked.known is not None:
         print(f"vocabulary: {checked.known.size:,} ids ({checked.known.said_by})")
     print("use with:")
-    data = ["--data-path", *args.prefixes] if args.prefixes else []
+    data = ["--data-path", *prefixes] if prefixes else []
+    if args.data_args_path is not None:
+        data = ["--data-args-path", str(args.data_args_path)]
     print(f"  {shlex.join([*checked.megatron_args, *data])}")
     return 0
 

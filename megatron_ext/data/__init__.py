@@ -17,6 +17,7 @@
     vocabulary.py    which vocabulary its ids are of: record.py (what prepare wrote), given_vocabulary.py (what the user
                      says), largest_id.py (what the files hold)
     shards/          texts to shards of token ids, as SPES writes them
+    manifest.py      several corpora as one, by a list of them
     split.py         which documents --split gives to training, validation and test
     stdlib_corpus.py Python's own standard library as a corpus that every machine has
 

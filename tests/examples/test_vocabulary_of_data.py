@@ -18,6 +18,7 @@ from tests.support.distributed import REPOSITORY
 from tests.support.ports import free_port
 
 SPES = REPOSITORY / "examples/spes/run_single_node.sh"
+LIST = REPOSITORY / "examples/spes/list_processed_files.sh"
 CLUSTER = REPOSITORY / "examples/spes/run_cluster.sh"
 LOCAL_SGD = REPOSITORY / "examples/local_sgd/train_gpt3_diloco_single_node.sh"
 HOT_SWITCH = REPOSITORY / "examples/hot_switch/llama_hot_switch.sh"
@@ -184,6 +185,22 @@ def test_data_may_be_an_argument_or_a_variable(desk: Desk, script: Path) -> None
     assert has(words, ["--data-path", prefix]) and has(words, ["--vocab-size", "1000"])
 
 
+@pytest.mark.parametrize("script", [SPES, HOT_SWITCH], ids=lambda path: path.stem)
+def test_several_corpora_are_trained_on_by_their_list(desk: Desk, script: Path) -> None:
+    listed = desk.folder / "files.txt"
+    prefixes = [write_without_record(desk.folder / f"data{number}", [[5, 999, 7]]) for number in range(2)]
+    code, output = desk.run(LIST, [str(desk.folder), str(listed)])
+    assert code == 0 and listed.read_text().split() == prefixes, output
+    words = recorded(desk, script, "", DATA_ARGS_PATH=str(listed), VOCAB_SIZE="1000")
+    assert has(words, ["--data-args-path", str(listed)]) and has(words, ["--vocab-size", "1000"])
+    assert "--mock-data" not in words and "--data-path" not in words
+    line = refusal(desk, script, "", DATA_ARGS_PATH=str(listed), VOCAB_SIZE="999")
+    assert f"{prefixes[0]}: has the id 999" in line
+    line = refusal(desk, script, prefixes[0], DATA_ARGS_PATH=str(listed))
+    assert f"DATA_PATH is {prefixes[0]} and DATA_ARGS_PATH {listed}; set one of them" in line
+    assert "DATA_ARGS_PATH: there is no file x" in refusal(desk, script, "", DATA_ARGS_PATH="x")
+
+
 @pytest.mark.parametrize(
     ("word", "instead"),
     [
@@ -191,7 +208,7 @@ def test_data_may_be_an_argument_or_a_variable(desk: Desk, script: Path) -> None
         ("--vocab-size=9", "set VOCAB_SIZE"),
         ("--tokenizer-model x", "set TOKENIZER"),
         ("--merge-file x", "set VOCAB_FILE and MERGE_FILE"),
-        ("--data-path a b", "set DATA_PATH; for several corpora start Megatron with what `megatron-ext data check`"),
+        ("--data-path a b", "set DATA_PATH, or for several corpora DATA_ARGS_PATH"),
         ("--mock-data", "leave DATA_PATH empty"),
     ],
 )

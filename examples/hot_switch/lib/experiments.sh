@@ -101,7 +101,7 @@ run_paper_case() {
         hosts="$TOY_HOSTS"
         echo "localhost slots=$gpus" >"$hosts"
     else
-        DATA_PATH="${DATA_PATH:-$ROOT/outputs/data/$dataset}"
+        [[ -n ${DATA_ARGS_PATH:-} ]] || DATA_PATH="${DATA_PATH:-$ROOT/outputs/data/$dataset}"
         require_gpus "$hosts" "$gpus"
     fi
     require_positive STEPS

@@ -122,10 +122,14 @@ check_batch() {
 # does the same where data and a Python are on this machine.
 check_data() {
     local how="make it with examples/hot_switch/create_web_dataset.sh or \`megatron-ext data prepare\`"
-    VOCABULARY_ARGS=()
+    VOCABULARY_ARGS=() DATA_ARGS_PATH="${DATA_ARGS_PATH:-}"
     read_extra_args
     check_vocabulary_variables
-    if [[ -z $DATA_PATH$TOKENIZER$VOCAB_SIZE$VOCAB_FILE ]]; then
+    if [[ -n $DATA_PATH && -n $DATA_ARGS_PATH ]]; then
+        launch_error "DATA_PATH is $DATA_PATH and DATA_ARGS_PATH $DATA_ARGS_PATH; set one of them"
+    fi
+    check_files DATA_ARGS_PATH
+    if [[ -z $DATA_PATH$DATA_ARGS_PATH$TOKENIZER$VOCAB_SIZE$VOCAB_FILE ]]; then
         return
     fi
     if [[ -n $DATA_PATH && ! -f $DATA_PATH.idx ]]; then

@@ -56,6 +56,8 @@ else
 fi
 if [[ -n $DATA_PATH ]]; then
     DATA_ARGS+=(--data-path "$DATA_PATH" --split 100,0,0)
+elif [[ -n $DATA_ARGS_PATH ]]; then
+    DATA_ARGS+=(--data-args-path "$DATA_ARGS_PATH" --split 100,0,0)
 else
     DATA_ARGS+=(--mock-data)
 fi

@@ -18,7 +18,7 @@ read_extra_args() {
         case ${word%%=*} in
             --data-path | --train-data-path | --valid-data-path | --test-data-path | --data-args-path | \
                 --per-split-data-args-path)
-                instead="set DATA_PATH; for several corpora start Megatron with what \`megatron-ext data check\` prints"
+                instead="set DATA_PATH, or for several corpora DATA_ARGS_PATH"
                 ;;
             --mock-data) instead="leave DATA_PATH empty" ;;
             --tokenizer-type | --tokenizer-model | --tokenizer-metadata | --tokenizer-special-tokens)
@@ -59,8 +59,14 @@ read_paths() {
     check_data_files
 }
 
-# Refuses a DATA_PATH without files, and what is half a vocabulary, several, or one for no data.
+# Refuses a DATA_PATH without files, and what is half a vocabulary, several, or one for no data. Sets DATA_ARGS_PATH, which
+# is a list of corpora instead of one, to nothing where it is not set.
 check_data_files() {
+    DATA_ARGS_PATH="${DATA_ARGS_PATH:-}"
+    if [[ -n $DATA_PATH && -n $DATA_ARGS_PATH ]]; then
+        launch_error "DATA_PATH is $DATA_PATH and DATA_ARGS_PATH $DATA_ARGS_PATH; set one of them"
+    fi
+    check_files DATA_ARGS_PATH
     if [[ -n $DATA_PATH && ! -f $DATA_PATH.idx ]]; then
         launch_error "DATA_PATH: there is no $DATA_PATH.idx; give the prefix that \`megatron-ext data prepare\`" \
             "or Megatron's preprocess_data.py wrote, without .bin and .idx"
@@ -68,7 +74,7 @@ check_data_files() {
     check_vocabulary_variables
     local name
     for name in VOCAB_FILE TOKENIZER VOCAB_SIZE; do
-        if [[ -n ${!name} && -z $DATA_PATH ]]; then
+        if [[ -n ${!name} && -z $DATA_PATH$DATA_ARGS_PATH ]]; then
             launch_error "$name is for the data of a DATA_PATH, which is not set; mock data are bytes"
         fi
     done
@@ -83,7 +89,7 @@ check_vocabulary_variables() {
     check_counts VOCAB_SIZE
 }
 
-# Sets VOCABULARY_ARGS to the options of the tokenizer of DATA_PATH: what the record beside it says (PREFIX.json, which
+# Sets VOCABULARY_ARGS to the options of the tokenizer of DATA_PATH or DATA_ARGS_PATH: what the record says (PREFIX.json, which
 # `megatron-ext data prepare` writes), else TOKENIZER, VOCAB_SIZE, or VOCAB_FILE and MERGE_FILE. Refuses data without
 # either, two that disagree, and ids beyond the vocabulary. Without DATA_PATH, the variables alone are looked at.
 read_vocabulary() {
@@ -91,24 +97,26 @@ read_vocabulary() {
     find_python
     [[ -z $TOKENIZER ]] || given+=(--tokenizer "$TOKENIZER")
     [[ -z $VOCAB_SIZE ]] || given+=(--vocab-size "$VOCAB_SIZE")
+    [[ -z ${DATA_ARGS_PATH:-} ]] || given+=(--data-args-path "$DATA_ARGS_PATH")
     [[ -z $VOCAB_FILE ]] || given+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
     printed="$(python -m megatron_ext.cli.main data check --for-script ${given[@]+"${given[@]}"} -- \
         ${DATA_PATH:+"$DATA_PATH"})" || exit 1
     mapfile -t VOCABULARY_ARGS <<<"$printed"
 }
 
-# Fills DATA_ARGS: mock data without a DATA_PATH, which are bytes, else that with the vocabulary of its ids.
+# Fills DATA_ARGS: mock data without a DATA_PATH or DATA_ARGS_PATH, which are bytes, else that with the vocabulary of its ids.
 set_data_args() {
     # Megatron does not return from building a split that gets no document, so that a toy's splits are larger.
     local split=949,50,1
     if [[ $BACKEND == cpu ]]; then
         split=90,5,5
     fi
-    if [[ -z $DATA_PATH ]]; then
+    if [[ -z $DATA_PATH$DATA_ARGS_PATH ]]; then
         DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 257)
     else
         read_vocabulary
-        DATA_ARGS=(--data-path "$DATA_PATH" "${VOCABULARY_ARGS[@]}")
+        DATA_ARGS=(${DATA_PATH:+--data-path "$DATA_PATH"} ${DATA_ARGS_PATH:+--data-args-path "$DATA_ARGS_PATH"}
+            "${VOCABULARY_ARGS[@]}")
     fi
     DATA_ARGS+=(--split "$split")
 }
