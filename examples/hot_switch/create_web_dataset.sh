@@ -15,6 +15,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/hot_switch/lib/llama.sh
 source "$ROOT/examples/hot_switch/lib/llama.sh"
 
+answer_help alone "$@"
 read_options 10000 "$@"
 ((${#POSITIONAL[@]} >= 2)) || launch_error "takes PREFIX PARQUET...; see --help"
 PREFIX="${POSITIONAL[0]}"

@@ -6,18 +6,17 @@
 #   llama_hot_switch.sh [--dry-run] [3b|7b|13b|32b] [CONTEXT] [GLOBAL_BATCH] [HOSTFILE] [STEPS] [EPOCHS] [DATA_PATH] [c1|c2]
 #
 # Defaults: 3b 32768 512 examples/hot_switch/hostfile 50 1, mock data, c1. A hostfile has lines like `10.0.0.1 slots=8`; torchrun
-# is started here, and over ssh on the other hosts, in the same folder. Trains STEPS * EPOCHS steps. DATA_PATH is the prefix
-# of a .bin/.idx pair. The strategies are those of configs/hot_switch_strategies.txt for the model, the number of GPUs, the
-# context and the combination. --dry-run prints the command lines, one for each host.
+# is started here, and over ssh on the other hosts, in the same folder. Trains STEPS * EPOCHS steps. The strategies are those of
+# configs/hot_switch_strategies.txt for the model, the number of GPUs, the context and the combination. --dry-run prints the
+# command lines, one for each host, with the vocabulary of the data where these are on this machine.
 #
-# Environment: BUCKET_SIZES and ALL_PARALLEL_STRATEGY, other strategies, e.g.
-#   BUCKET_SIZES="16384 8192 4096 0" ALL_PARALLEL_STRATEGY="1,4,2 8,1,1 2,2,2"
-# trains lengths over 8192 with DP 1, TP 4, PP 2, those up to 4096 with 8,1,1, those between with 2,2,2; MASTER_PORT (29500);
-# EXTRA_ARGS (further arguments of Megatron, separated by spaces, none of which chooses data or their vocabulary); DATA_PATH
-# where it is not an argument, or DATA_ARGS_PATH, a list of several corpora (`megatron-ext data list` makes it). The record beside the data (`megatron-ext data prepare` writes it) says which tokenizer they are
-# of, in a dry run as well if they are on this machine; without one, or for mock data, TOKENIZER does, a Hugging Face
-# tokenizer's folder, or VOCAB_SIZE, the number of ids, or VOCAB_FILE and MERGE_FILE (GPT-2). BACKEND=cpu starts it at toy
-# size with 4 processes on this machine.
+# Environment:
+#   BUCKET_SIZES, ALL_PARALLEL_STRATEGY  other strategies, e.g.
+#                    BUCKET_SIZES="16384 8192 4096 0" ALL_PARALLEL_STRATEGY="1,4,2 8,1,1 2,2,2"
+#                  trains lengths over 8192 with DP 1, TP 4, PP 2, those up to 4096 with 8,1,1, those between with 2,2,2
+#   MASTER_PORT    a port of the first host (29500)
+#   PYTORCH_CUDA_ALLOC_CONF  torch's, because strategies take and give up large tensors (expandable_segments:True)
+#   BACKEND        gpu, or cpu for the same job at toy size with 4 processes on this machine (gpu)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"

@@ -7,19 +7,24 @@
 #   NUM_NODES=4 NODE_RANK=0 MASTER_ADDR=node0 \
 #       train_gpt3_diloco_multi_node.sh [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
-# The paths must be on storage that all nodes share. Without DATA_PATH on mock data. The record beside the data
-# (`megatron-ext data prepare` writes it) says which vocabulary they are of; without one VOCAB_FILE and MERGE_FILE do
-# (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids. DATA_PATH,
-# VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come first.
-# BACKEND=cpu starts it at toy size, by default on this machine alone (NUM_NODES=1) with 4 processes.
-# DATA_ARGS_PATH is a list of several corpora instead (`megatron-ext data list` makes it).
-# METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
-# last; none of them chooses data or their vocabulary.
+# Defaults: folders in outputs/gpt3_diloco_multi_node_BACKEND, mock data. The paths must be on storage that all nodes share.
+# Arguments come before variables.
+#
+# Environment:
+#   BACKEND        gpu, or cpu for the same job at toy size on this machine, by default with 4 processes (gpu)
+#   METHOD         diloco, or edit, which adds EDiT's penalty (diloco)
+#   TRAIN_ITERS    steps of training (140000; at toy size 20)
+#   GPUS_PER_NODE  processes of a node (8)
+#   NUM_NODES      nodes, each of them a worker (4; at toy size 1)
+#   NODE_RANK      which of them this is (0)
+#   MASTER_ADDR, MASTER_PORT  the node with NODE_RANK=0, and a port of it (localhost at toy size or on one node, 29500)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+answer_help data "$@"
 
 BACKEND="${BACKEND:-gpu}"
 if [[ $BACKEND == cpu ]]; then

@@ -7,11 +7,15 @@
 #   sbatch examples/local_sgd/train_gpt3_diloco_slurm.sh \
 #       [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
-# The paths must be on storage that all nodes share. Without DATA_PATH on mock data. The record beside the data
-# (`megatron-ext data prepare` writes it) says which vocabulary they are of; without one VOCAB_FILE and MERGE_FILE do
-# (GPT-2), or in the environment TOKENIZER, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids. DATA_PATH,
-# VOCAB_FILE and MERGE_FILE may be set there, too, and arguments come first.
-# BACKEND=cpu starts it at toy size; outside of a SLURM job, on this machine alone with 4 processes.
+# Defaults: folders in outputs/gpt3_diloco_slurm_BACKEND, mock data. The paths must be on storage that all nodes share.
+# Arguments come before variables. With BACKEND=cpu it also starts outside of a SLURM job, on this machine alone.
+#
+# Environment:
+#   BACKEND        gpu, or cpu for the same job at toy size on this machine, by default with 4 processes (gpu)
+#   METHOD         diloco, or edit, which adds EDiT's penalty (diloco)
+#   TRAIN_ITERS    steps of training (95000; at toy size 20)
+#   GPUS_PER_NODE  processes of a node (8)
+#   MASTER_PORT    a port of the job's first node (20000 to 29999, by the job's number; outside of a job 29500)
 
 #SBATCH --job-name=gpt3-diloco
 #SBATCH --nodes=64
@@ -20,9 +24,6 @@
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --output=%x-%j.log
-# DATA_ARGS_PATH is a list of several corpora instead (`megatron-ext data list` makes it).
-# METHOD=edit adds EDiT's penalty to DiLoCo. EXTRA_ARGS are further arguments of Megatron, separated by spaces, which come
-# last; none of them chooses data or their vocabulary.
 
 set -euo pipefail
 # sbatch runs a copy of this file from another folder.
@@ -33,6 +34,8 @@ if [[ ! -f $ROOT/examples/local_sgd/lib/launch.sh ]]; then
 fi
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+answer_help data "$@"
 
 BACKEND="${BACKEND:-gpu}"
 if [[ $BACKEND == cpu ]]; then

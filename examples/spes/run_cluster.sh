@@ -8,18 +8,30 @@
 #   run_cluster.sh --hosts HOSTFILE [--resume]  on one machine: starts the others over ssh, in the same folder. A line of the
 #                                               file is HOST slots=GPUS, and the first host has the server
 #
-# Environment: RANK (0 ...: which peer this node is), MASTER_ADDR (where rank 0 is), NPROC_PER_NODE (GPUS_PER_NODE of
-# run_single_node.sh), PORT (50051). What others reach needs TOKEN_FILE, TLS_CA, TLS_CERT and TLS_KEY (files on every node), or
-# INSECURE=1 in a network where nobody else is. All variables of run_parameter_server.sh and run_single_node.sh apply, but
-# MERGE_ALPHA_START is 0.05 and MERGE_DECAY_STEPS 20000, as in the paper's 9B run, and MASTER_PORT, which launchers of a whole
-# cluster set, is called PEER_MASTER_PORT. The server ends when the last peer has left, or when its own node's peer is done and
-# no other peer has called for WAIT_SECONDS (86400), which must be longer than the time between their rounds.
+# The server ends when the last peer has left, or when its own node's peer is done and no other peer has called for WAIT_SECONDS,
+# which must be longer than the time between their rounds.
+#
+# Environment: all variables of run_parameter_server.sh and run_single_node.sh (see their --help), except that here
+#   RANK           is which peer this node is: 0, 1, ...
+#   MASTER_ADDR    is where rank 0 is
+#   NPROC_PER_NODE is their GPUS_PER_NODE
+#   PEER_MASTER_PORT is their MASTER_PORT, which launchers of a whole cluster set
+#   PORT           is the server's port (50051)
+#   BIND           is 0.0.0.0
+#   TOKEN_FILE, TLS_CA, TLS_CERT, TLS_KEY  are needed, files on every node; or
+#   INSECURE       is 1, in a network where nobody else is (0)
+#   MERGE_ALPHA_START, MERGE_DECAY_STEPS  are 0.05 and 20000, as in the paper's 9B run
+#   STATE_DIR      is the folder of the server's state (outputs/spes/server)
+#   RUN            is the name of the run (spes)
+#   TOTAL_PEERS    is the number of peers (4)
+#   WAIT_SECONDS   is how long the server waits for peers that do not call (86400)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+answer_help alone "$@"
 say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 
 # What of the environment run_single_node.sh takes as it is.

@@ -5,16 +5,27 @@
 #
 #   run_parameter_server.sh [FURTHER ARGUMENTS OF megatron-ext server start]
 #
-# Environment: TOTAL_PEERS (4), SYNC_STEPS (100), PORT (50051), MERGE_INTERVAL (500; 0 never merges), MERGE_ALPHA_START (0.01),
-# MERGE_DECAY_STEPS (10000), BIND (127.0.0.1; another address needs --token-file, --tls-cert and --tls-key, or --insecure),
-# RUN (spes), STATE_DIR (outputs/spes/server). Which experts a peer trains, the peers say. MODE=diloco is for peers that train all:
-# an outer optimizer (Nesterov), SYNC_STEPS 50, and no merging.
+# `megatron-ext server start --help` has those. Which experts a peer trains, the peers say: NUM_TRAIN_EXPERTS_PER_NODE, which the
+# official script has, is not read.
+#
+# Environment:
+#   MODE           spes, or diloco, for peers that train all experts: an outer optimizer (Nesterov), and no merging (spes)
+#   TOTAL_PEERS    peers (4)
+#   SYNC_STEPS     steps between two rounds (100; with MODE=diloco 50)
+#   BIND           address to listen at (127.0.0.1); another one needs --token-file, --tls-cert and --tls-key, or --insecure
+#   PORT           port to listen at (50051)
+#   RUN            name of the run (spes)
+#   STATE_DIR      folder of the server's state (outputs/spes/server)
+#   MERGE_INTERVAL, MERGE_ALPHA_START, MERGE_DECAY_STEPS
+#                  experts are merged at multiples of this step (500; with MODE=diloco 0: never), with a weight (0.01) that
+#                  falls to 0 at that step (10000)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+answer_help alone "$@"
 MODE="${MODE:-spes}"
 case $MODE in
     spes) OUTER=() ;;

@@ -5,28 +5,30 @@
 #
 #   run_single_node.sh NODE_ID [--resume] [--check]
 #
-# --check reports problems of arguments and environment, and starts nothing.
-# NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. Start examples/spes/run_parameter_server.sh first.
-# BACKEND=cpu starts it at toy size.
+# NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. --resume continues from this peer's checkpoint. --check reports
+# problems of arguments and environment, and starts nothing. Start examples/spes/run_parameter_server.sh first.
 #
-# MODEL is one of the paper's: 1b (16 experts), 7b (32) or 9b (8; the default). MODE is spes, or one of its baselines: diloco
-# (all peers train all experts and meet every 50 steps; run_parameter_server.sh needs MODE=diloco, too) or centralized (this node
-# alone, without a server).
-#
-# Environment: SPES_CONFIG (configs/spes_peer.yaml), SERVER_ADDR and SYNC_STEPS (as in that file), TOKEN_FILE and TLS_CA (what a
-# server beyond this machine asks for) or INSECURE=1 (where nobody else reaches it), GPUS_PER_NODE (8),
-# OUTPUT (outputs/spes), TRAIN_ITERS, DATA_PATH (mock data without), or for several corpora DATA_ARGS_PATH (a list of them;
-# list_processed_files.sh makes it), MASTER_PORT, EXTRA_ARGS (further arguments of Megatron, separated by spaces, none of which
-# chooses data or their vocabulary). The record beside the data (`megatron-ext data prepare` writes it) says which vocabulary
-# they are of;
-# without one TOKENIZER does, a Hugging Face tokenizer's folder, or VOCAB_SIZE, the number of ids, or VOCAB_FILE and
-# MERGE_FILE (GPT-2).
+# Environment:
+#   MODEL          one of the paper's: 1b (16 experts), 7b (32) or 9b (8) (9b)
+#   MODE           spes, or one of its baselines: diloco (all peers train all experts; the server needs MODE=diloco, too) or
+#                  centralized (this node alone, without a server) (spes)
+#   BACKEND        gpu, or cpu for the same job at toy size (gpu)
+#   SPES_CONFIG    the peers and experts (configs/spes_peer.yaml)
+#   SERVER_ADDR    HOST:PORT of the server (as in SPES_CONFIG)
+#   SYNC_STEPS     steps between two rounds (as in SPES_CONFIG; 50 with MODE=diloco)
+#   TOKEN_FILE, TLS_CA  what a server beyond this machine asks for; or
+#   INSECURE       1 where nobody else reaches it (0)
+#   GPUS_PER_NODE  processes of this peer (8; at toy size 1)
+#   TRAIN_ITERS    steps of training (as in the paper: 50000, 500000, 100000; at toy size 200)
+#   OUTPUT         folder of the checkpoints, in node0, node1, ... (outputs/spes)
+#   MASTER_PORT    where this peer's processes find each other (29500 + NODE_ID)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+answer_help data "$@"
 NODE_ID="${1:-}"
 is_number "$NODE_ID" || launch_error "takes NODE_ID [--resume] [--check], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
 RESUME="" CHECK=""

@@ -19,11 +19,7 @@ read_options() {
     while (($# > 0)); do
         case $1 in
             --dry-run) DRY_RUN=1 ;;
-            -h | --help)
-                # The comment at the head of the script.
-                sed -n '4,/^[^#]/s/^# \{0,1\}//p' "$0"
-                exit 0
-                ;;
+            -h | --help) answer_help data --help ;;
             -*) launch_error "does not know the option $1; see --help" ;;
             *) POSITIONAL+=("$1") ;;
         esac

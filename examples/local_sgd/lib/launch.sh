@@ -3,6 +3,28 @@
 #
 # What the launch scripts share. Source it after ROOT, the repository's folder, is set.
 
+# Where the first of the script's arguments is --help or -h, prints the comment at its head and ends; with $1 `data` also
+# what the scripts have in common that train on data. It is the one place that names a script's variables and defaults.
+answer_help() {
+    case ${2:-} in
+        -h | --help) ;;
+        *) return 0 ;;
+    esac
+    sed -n '4,/^$/s/^# \{0,1\}//p' "$0"
+    [[ $1 != data ]] || cat <<'TEXT'
+
+Data, in the environment:
+  DATA_PATH       prefix of a corpus (.bin and .idx), which `megatron-ext data prepare` makes; without it mock data
+  DATA_ARGS_PATH  instead of it a list of several, which `megatron-ext data list` makes
+  TOKENIZER       a Hugging Face tokenizer's folder, or a name of the hub: that of data without a record beside them. Those of
+                  data prepare have one, against which it is checked
+  VOCAB_SIZE      or the number of ids
+  VOCAB_FILE, MERGE_FILE  or GPT-2's files
+  EXTRA_ARGS      further arguments of Megatron, separated by spaces, which come last; none of them chooses data or vocabulary
+TEXT
+    exit 0
+}
+
 # Sets the array named $1 to the words of $2, which may be on several lines.
 split_words() {
     local -n split_into="$1"
