@@ -6,15 +6,21 @@
 #   convert_model_to_hf_unshard.sh RUN_DIR STEP SIZE [FURTHER ARGUMENTS OF megatron-ext convert to-hf]
 #
 # RUN_DIR is a peer's checkpoint folder (--save), or the server's (STATE_DIR), whose newest round it is then: STEP is latest.
-# SIZE is 1b, 7b or 9b, or toy. Environment: TOKENIZER, a Hugging Face tokenizer's folder that goes with the model;
-# HF_CONFIG, a Hugging Face model of the same architecture, or the checkpoint that the run began with (the server's folder
-# needs it); OUT, another folder for the model; DTYPE (bf16; fp32 or fp16).
+# SIZE is 1b, 7b or 9b, or toy.
+#
+# Environment:
+#   OUT            folder of the model (RUN_DIR/STEP-hf)
+#   DTYPE          type of the weights: bf16, fp32 or fp16 (bf16)
+#   TOKENIZER      folder of a Hugging Face tokenizer, which goes with the model
+#   HF_CONFIG      a Hugging Face model of the same architecture, or the checkpoint that the run began with; the server's
+#                  folder needs it
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+answer_help alone "$@"
 (($# >= 3)) || launch_error "give RUN_DIR STEP SIZE, as in $(basename "$0") outputs/spes/node0 50000 1b"
 RUN_DIR="$1" STEP="$2" SIZE="$3"
 shift 3

@@ -5,16 +5,21 @@
 #
 #   eval_full.sh MODEL_PATH NAME [FURTHER ARGUMENTS OF megatron-ext evaluate]
 #
-# Results are in outputs/spes/eval/NAME.json and NAME.png (RESULTS, another folder). Environment: TASKS, another list, as
-# sciq:0,arc_challenge:25; TASK_FILES, a folder of further tasks in YAML; BASELINES, results of other models to set beside
-# them, as "outputs/spes/eval/dense.json ..."; BATCH_SIZE (8). The tasks download their questions, except those in TASK_FILES
-# that name local files.
+# The tasks download their questions, unless they are local ones of TASK_FILES.
+#
+# Environment:
+#   TASKS          tasks, each with the number of its solved examples, as sciq:0,arc_challenge:25 (those of the paper)
+#   TASK_FILES     folder of further tasks in YAML, as lm-evaluation-harness reads them
+#   BASELINES      results of other models to set beside it, as "outputs/spes/eval/dense.json ..."
+#   BATCH_SIZE     sequences at a time (8)
+#   RESULTS        folder of NAME.json and NAME.png (outputs/spes/eval)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/local_sgd/lib/launch.sh
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
+answer_help alone "$@"
 (($# >= 2)) || launch_error "give MODEL_PATH NAME, as in $(basename "$0") outputs/spes/node0/50000-hf spes-1b"
 MODEL_PATH="$1" NAME="$2"
 shift 2
