@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
+from megatron_ext.quietly import quietly
 
 __all__ = ["checkpoint_args", "keeps_common_beside", "read_args"]
 
@@ -25,7 +23,7 @@ def checkpoint_args(settings: ModelSettings, rows: int) -> argparse.Namespace:
         settings: the model.
         rows: of its embedding, padding included.
     """
-    with _quietly():
+    with quietly():
         from megatron.training.arguments import add_megatron_arguments
 
     parser: argparse.ArgumentParser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
@@ -38,7 +36,7 @@ def checkpoint_args(settings: ModelSettings, rows: int) -> argparse.Namespace:
 
 def keeps_common_beside() -> bool:
     """Return whether the installed Megatron keeps arguments and counters beside the tensors' files, as up to 0.18."""
-    with _quietly():
+    with quietly():
         from megatron.core.dist_checkpointing import serialization
 
     return not hasattr(serialization, "load_common_state_dict") or not hasattr(
@@ -55,11 +53,11 @@ def read_args(folder: Path) -> Any:
     Raises:
         UserError: it has none, or they cannot be read.
     """
-    with _quietly():
+    with quietly():
         from megatron.core.dist_checkpointing.serialization import load_common_state_dict
 
     try:
-        with _quietly():  # torch says that it reads in one process
+        with quietly():  # torch says that it reads in one process
             args = load_common_state_dict(str(folder)).get("args")
     except (Exception, CheckpointException) as error:  # whatever reading a damaged or a foreign file raises
         reason = str(error).strip().rpartition("\n")[2] or repr(error)
@@ -67,11 +65,3 @@ def read_args(folder: Path) -> Any:
     if args is None:
         raise UserError(f"{folder}: the checkpoint has no arguments; it was not written by Megatron's training")
     return args
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Let Megatron warn of nothing: what is not installed for training on GPUs is of no concern to a conversion."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,14 @@ from numpy.typing import NDArray
 
 from megatron_ext.data.encode import EncodedBatch
 from megatron_ext.data.progress import PrepareProgress
+from megatron_ext.quietly import quietly
 
 __all__ = ["CorpusWriter", "documents_of", "open_writer", "write_shuffled"]
 
 
 def _indexed_dataset() -> Any:
     """Import Megatron's module for the file format."""
-    with warnings.catch_warnings():
-        # Importing it warns of missing kernels for training, which say nothing about data.
-        warnings.simplefilter("ignore")
+    with quietly():
         from megatron.core.datasets import indexed_dataset
     return indexed_dataset
 
@@ -98,9 +96,7 @@ def write_shuffled(
         seed: 0 to 2**32 - 1. The same seed and document count give the same order with every numpy release.
         progress: Told of every document's bytes.
     """
-    with warnings.catch_warnings():
-        # Megatron's logging wonders which rank this process has; it has none.
-        warnings.simplefilter("ignore")
+    with quietly():  # Megatron's logging wonders which rank this process has; it has none
         source = _indexed_dataset().IndexedDataset(str(folder / source_name))
     # RandomState, not Generator: numpy promises that its stream never changes.
     order = np.random.RandomState(seed).permutation(len(source))

@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext.data.split import MEGATRONS_SPLIT, parts_of
 from megatron_ext.errors import UserError, combine
+from megatron_ext.quietly import quietly
 
 __all__ = ["PerplexityConfig", "measure_perplexity"]
 
@@ -96,8 +97,9 @@ def _tokens(prefix: str, config: PerplexityConfig) -> np.ndarray[Any, Any]:
     for suffix in (".bin", ".idx"):
         if not Path(prefix + suffix).is_file():
             raise UserError(f"--data {prefix}: no {prefix}{suffix}; `megatron-ext data prepare` makes such a pair")
-    # The .idx format is Megatron's own.
-    from megatron.core.datasets.indexed_dataset import IndexedDataset
+    with quietly():
+        # The .idx format is Megatron's own.
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(prefix)
     documents = np.asarray(dataset.document_indices)

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron without its warnings of what is not installed for training on GPUs, where nobody trains."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["quietly"]
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Let nothing warn inside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
