@@ -7,11 +7,8 @@ an outer round when one is due. Whatever synchronises gradients must stay inside
 """
 
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
-from megatron_ext.local_sgd.plain_torch.post_local_sgd import (
-    StatefulPostLocalSGDOptimizer,
-    load_local_sgd_state_dict,
-    save_local_sgd_state_dict,
-)
+from megatron_ext.local_sgd.plain_torch.post_local_sgd import StatefulPostLocalSGDOptimizer
+from megatron_ext.local_sgd.plain_torch.state_files import load_local_sgd_state_dict, save_local_sgd_state_dict
 
 __all__ = [
     "OuterOptimPeriodicModelAverager",

@@ -30,8 +30,8 @@ class Attached:
     engine: LocalSGD
     """Runs the rounds."""
 
-    parameters: tuple[torch.Tensor, ...]
-    """What was given to average."""
+    parameters: dict[str, torch.Tensor]
+    """What was given to average, by name, in the order of the engine's values."""
 
     guard: StateGuard
     """Looks at states that are loaded."""
@@ -127,7 +127,7 @@ def attach_to(
             say=say,
         )
     return Attached(
-        engine=engine, parameters=tuple(named.values()), guard=guard, hooks=hooks, buffers=buffers, replaced=replaced
+        engine=engine, parameters=dict(named), guard=guard, hooks=hooks, buffers=buffers, replaced=replaced
     )
 
 

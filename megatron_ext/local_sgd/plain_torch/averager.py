@@ -101,7 +101,7 @@ class OuterOptimPeriodicModelAverager:
         if self._alone:
             _say("one worker trains alone, without outer rounds and their optimizer")
         self._engine: LocalSGD | None = None
-        self._parameters: tuple[torch.Tensor, ...] = ()
+        self._parameters: dict[str, torch.Tensor] = {}
         self._hooks: ForwardHooks | None = None
         self._unchecked: torch.nn.Module | None = None
         self._guard: StateGuard | None = None
@@ -131,6 +131,11 @@ class OuterOptimPeriodicModelAverager:
     def shard_group(self) -> dist.ProcessGroup | None:
         """The group of this worker's ranks, if there are several."""
         return self._inside
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What is averaged, by name, in the order in which states have it; empty before `attach`."""
+        return self._parameters
 
     def say(self, message: str) -> None:
         """Print a line on the first rank."""
@@ -259,7 +264,7 @@ class OuterOptimPeriodicModelAverager:
                 return self._meet()
         elif engine.count_step() and not self._alone:
             self._check_gradients()
-            require_same_memory(self._parameters, engine.synced_tensors)
+            require_same_memory(list(self._parameters.values()), engine.synced_tensors)
             progress = engine.advance()
             if self._hooks is not None:
                 self._hooks.expect()

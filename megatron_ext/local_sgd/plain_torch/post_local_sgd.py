@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer whose steps are followed by rounds, and its files."""
+"""The optimizer whose steps are followed by rounds."""
 
 from __future__ import annotations
 
-import pickle
-import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.plain_torch.averager import OuterOptimPeriodicModelAverager
@@ -20,7 +16,7 @@ from megatron_ext.local_sgd.plain_torch.schedulers import SchedulesInStep
 from megatron_ext.local_sgd.reporting.round_report import RoundReport
 from megatron_ext.params.moments import reset_non_finite_moments
 
-__all__ = ["StatefulPostLocalSGDOptimizer", "load_local_sgd_state_dict", "save_local_sgd_state_dict"]
+__all__ = ["StatefulPostLocalSGDOptimizer"]
 
 
 class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
@@ -168,43 +164,6 @@ class StatefulPostLocalSGDOptimizer(torch.optim.Optimizer):
         self.optim.load_state_dict(inner)
 
 
-def save_local_sgd_state_dict(
-    optimizer: StatefulPostLocalSGDOptimizer, save_dir: str | Path, ckpt_name: str = "local_sgd_ckpt"
-) -> Path:
-    """Write local SGD's state, a file per rank, and return this rank's; all ranks must call it.
-
-    Args:
-        optimizer: whose averager is saved.
-        save_dir: folder, made when it does not exist.
-        ckpt_name: beginning of the files' names.
-    """
-    state = optimizer.averager.state_dict()
-    file = _file(save_dir, ckpt_name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(file)
-    return file
-
-
-def load_local_sgd_state_dict(
-    optimizer: StatefulPostLocalSGDOptimizer, load_dir: str | Path, ckpt_name: str = "local_sgd_ckpt"
-) -> None:
-    """Take over what `save_local_sgd_state_dict` wrote; all ranks must call it, after the parameters were loaded.
-
-    Raises:
-        UserError: this rank's file does not exist, or cannot be read.
-    """
-    file = _file(load_dir, ckpt_name)
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; local SGD's state is loaded on as many ranks as saved it")
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, struct.error, pickle.UnpicklingError) as error:
-        raise UserError(f"{file}: cannot be read as local SGD's state ({error}); restore it from a copy") from error
-    optimizer.averager.load_state_dict(state)
-
-
 def _refuse_torchs_checkpoint_api() -> None:
     """Refuse `get_optimizer_state_dict` and its like as the caller of this function's caller.
 
@@ -216,7 +175,3 @@ def _refuse_torchs_checkpoint_api() -> None:
             "torch's distributed checkpoint API leaves local SGD's state out; give it the inner optimizer "
             "(optimizer.optim), and use save_local_sgd_state_dict and load_local_sgd_state_dict for the rest"
         )
-
-
-def _file(folder: str | Path, name: str) -> Path:
-    return Path(folder) / f"{name}_rank{dist.get_rank()}.pt"

@@ -119,7 +119,7 @@ class StateGuard:
         if shards != self._shards:
             raise UserError(
                 f"{_WHERE}: saved where the model was cut over {shards} ranks, and shard_group has {self._shards}; "
-                f"continue with {shards}, or start without it"
+                f"continue with {shards}, save with full_state_dict=True, which any number loads, or start without it"
             )
         refuse_other_model(state["parameters"], self._shapes, _WHERE)
         # What follows is in their order, which was the optimizer's in earlier releases.
