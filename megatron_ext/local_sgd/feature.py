@@ -44,6 +44,7 @@ from megatron_ext.local_sgd.reporting import log_line
 from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
 from megatron_ext.local_sgd.same_options import require_same_options
+from megatron_ext.local_sgd.schedule import last_step
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
@@ -171,7 +172,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
         engine = self._build_engine(context.args, context.model, context.optimizer)
-        self._last_iteration = context.args.train_iters
+        self._last_iteration = last_step(context.args.train_iters, context.args.iterations_to_skip)
         self._model = context.model
         self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
         if dist.get_rank() == 0:

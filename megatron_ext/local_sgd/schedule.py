@@ -3,9 +3,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_ext.local_sgd.streaming import due_steps
 
-__all__ = ["RoundSchedule"]
+__all__ = ["RoundSchedule", "last_step"]
+
+
+def last_step(iterations: int, skipped: Collection[int]) -> int:
+    """Return the last iteration of a run in which a step is made, counted from 1; 0 where there is none.
+
+    Args:
+        iterations: of the run.
+        skipped: the iterations in which Megatron makes no step.
+    """
+    return next((iteration for iteration in range(iterations, 0, -1) if iteration not in skipped), 0)
 
 
 class RoundSchedule:

@@ -12,7 +12,6 @@ from megatron_ext.options.common_verdicts import (
     OPEN,
     ROUNDS,
     STRATEGIES,
-    UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
 )
@@ -81,7 +80,7 @@ DATA_ORDER = (
     row(
         "--decrease-batch-size-if-needed",
         cpu=OPEN,
-        local_sgd=UNTRIED,
+        local_sgd=ROUNDS,
         hot_switch=UNTRIED_HOT,
         sync_service=UNTRIED_THERE,
     ),

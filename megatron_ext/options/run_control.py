@@ -23,6 +23,8 @@ _ENDS = tested(
     "test_one_rank_that_is_told_to_end_ends_all_workers_between_rounds_and_a_resume_keeps_the_bits"
 )
 
+_FULL = tested(f"{WORKERS}test_evaluation.py::test_several_whole_validation_sets_are_split_over_all_workers")
+
 RUN_CONTROL = (
     row(
         "--exit-signal-handler",
@@ -54,8 +56,8 @@ RUN_CONTROL = (
     ),
     row(
         "--full-validation",
-        cpu=OPEN,
-        local_sgd=UNTRIED,
+        cpu=_FULL,
+        local_sgd=_FULL,
         hot_switch=UNTRIED_HOT,
         sync_service=AS_ANY_JOB,
     ),

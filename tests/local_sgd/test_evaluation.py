@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.local_sgd.runs import arguments, local_run, same_state
+from tests.support.corpus import make, write_json_lines
 from tests.support.pretrain import run_pretrain
 
 # A round after steps 3 and 6; validation after 4 falls into an interval.
@@ -68,3 +69,37 @@ def test_the_loss_is_the_mean_over_all_workers_samples():
         arguments("single", "fp32", workers=None, global_batch_size=4, **frozen), 2, patch="backend-only"
     )
     assert validation_losses(local)[2] == pytest.approx(validation_losses(stock)[2], rel=1e-6)
+
+
+def test_several_whole_validation_sets_are_split_over_all_workers(tmp_path):
+    prefixes = []
+    for name, documents in (("small", 9), ("large", 16)):
+        texts = [f"{name} {number} " * 5 for number in range(documents)]
+        make(write_json_lines(tmp_path / f"{name}.jsonl", texts), tmp_path / name)
+        prefixes.append(str(tmp_path / name))
+    options = {
+        "mock_data": None,
+        "vocab_size": 263,
+        "train_data_path": prefixes[1:],
+        "valid_data_path": prefixes,
+        "data_cache_path": str(tmp_path / "cache"),
+        "full_validation": True,
+        "multiple_validation_sets": True,
+        "validation_set_names": ["small", "large"],
+        "train_iters": 4,
+        "eval_interval": 2,
+        "micro_batch_size": 1,
+    }
+    options |= {"lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0, "global_batch_size": 4}
+    local = run_pretrain(arguments("single", "fp32", workers=2, local_sgd_sync_interval=3, **options), 2)
+    stock = run_pretrain(arguments("single", "fp32", workers=None, **options), 2, patch="backend-only")
+    found, expected = (losses_of_sets(ranks) for ranks in (local, stock))
+    assert set(found) == {(name, step) for name in ("small", "large") for step in (2, 4)}
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def losses_of_sets(ranks):
+    """Return the losses that the log prints, by the set's name and iteration."""
+    text = "\n".join(rank.stdout for rank in ranks)
+    lines = re.findall(r"validation-(\w+) loss at iteration (\d+)[^|]*\| lm loss value: (\S+)", text)
+    return {(name, int(step)): float(loss) for name, step, loss in lines}

@@ -4,6 +4,7 @@
 import re
 
 import pytest
+import torch
 
 from tests.local_sgd.runs import arguments, model_digests, same_state
 from tests.support.pretrain import as_worker, run_pretrain
@@ -22,6 +23,8 @@ GROWING = {
     "train_samples": 48,
     "lr_decay_samples": 48,
 }
+# Micro-batches of 2 samples on 4 replicas: steps have 24 samples, and leave 6 out.
+SMALLER = {"decrease_batch_size_if_needed": True, "global_batch_size": 30, "eval_global_batch_size": 32}
 START = {"data_parallel_random_init": True, **GROWING}
 HASHES = {"check_weight_hash_across_dp_replicas_interval": 1}
 
@@ -29,6 +32,7 @@ BUNDLES = {
     "--use-tp-pp-dp-mapping": ("pp2", 1, MAPPING),
     "--use-tp-pp-dp-mapping, two replicas to a worker": ("pp2", 2, {**MAPPING, "global_batch_size": 8}),
     "--data-parallel-random-init --step-batch-size-schedule": ("dp2", 2, START),
+    "--decrease-batch-size-if-needed": ("dp2", 2, SMALLER),
     "--check-weight-hash-across-dp-replicas-interval": ("dp2", 2, HASHES),
 }
 """Layout, data-parallel size of a worker, options. Each worker's ranks are neighbours in all of them."""
@@ -74,3 +78,66 @@ def test_workers_that_never_meet_equal_separate_jobs_in_another_order_of_ranks(b
         alone = run_pretrain(run, size // 2, patch="backend-only", before=as_worker(worker, 2))
         assert model_digests(ranks) == model_digests(alone)
         assert [rank.losses for rank in ranks] == [rank.losses for rank in alone]
+
+
+STREAMING = {
+    "local_sgd_fragments": 2,
+    "local_sgd_sync_interval": 4,
+    "local_sgd_fragment_sync_delay": 3,
+    "local_sgd_fragment_update_alpha": 0.5,
+}
+
+
+def test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits(tmp_path):
+    """Also: checkpoints that replace each other, and a last iteration that is skipped where workers drift."""
+    options = {**STREAMING, "train_iters": 8, "iterations_to_skip": [3, 8]}
+    saving = {"save": str(tmp_path), "save_interval": 100}
+    lasting = {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 1}
+    whole = run_pretrain(arguments("dp2", PRECISION, workers=2, **options), 4)
+    assert [step.iteration for step in whole[0].record.steps] == [1, 2, 4, 5, 6, 7]
+    first, second = whole[:2], whole[2:]
+    assert [rank.parameters for rank in first] == [rank.parameters for rank in second]
+    begun = {**options, **saving, **lasting, "exit_interval": 5}
+    run_pretrain(arguments("dp2", PRECISION, workers=2, **begun), 4)
+    # What ends a run is a lasting one.
+    resumed = {**options, **lasting, "load": str(tmp_path)}
+    kept = sorted(path.name for path in (tmp_path / "non_persistent").glob("iter_*"))
+    assert kept == ["iter_0000004", "iter_0000005"]
+    ended = run_pretrain(arguments("dp2", PRECISION, workers=2, **resumed), 4)
+    assert same_state(ended, whole)
+    assert [rank.losses for rank in ended] == [rank.losses[4:] for rank in whole]
+
+
+DUMPED = ("params", "wgrads")
+
+
+def test_dumps_are_those_of_the_first_worker(tmp_path):
+    options = {f"save_{what}_interval": 2 for what in DUMPED} | {"train_iters": 2, "save_interval": 100}
+    found = []
+    for name, workers in (("together", 2), ("alone", None)):
+        folder = tmp_path / name
+        run = {"save": str(folder), **options} | ({"local_sgd_sync_interval": 1000} if workers else {})
+        before = [] if workers else as_worker(0, 2)
+        patch = "script" if workers else "backend-only"
+        run_pretrain(
+            arguments("dp2", "bf16-distopt", workers=workers, **run), 4 if workers else 2, patch=patch, before=before
+        )
+        found.append({path.relative_to(folder): torch.load(path) for path in sorted(folder.rglob("*.pth"))})
+    together, alone = found
+    assert len(alone) == len(DUMPED)
+    assert {path.parts[0] for path in alone} == set(DUMPED)
+    assert list(together) == list(alone)
+    for path, content in alone.items():
+        require_same(together[path], content)
+
+
+def require_same(left, right):
+    if isinstance(left, dict):
+        assert list(left) == list(right)
+        left, right = list(left.values()), list(right.values())
+    if isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            require_same(one, other)
+    else:
+        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
