@@ -19,7 +19,7 @@
 #   TOKEN_FILE, TLS_CA  what a server beyond this machine asks for; or
 #   INSECURE       1 where nobody else reaches it (0)
 #   GPUS_PER_NODE  processes of this peer (8; at toy size 1)
-#   TRAIN_ITERS    steps of training (as in the paper: 50000, 500000, 100000; at toy size 200)
+#   TRAIN_ITERS    steps of training (as released: 50000, 500000, 200000; at toy size 200)
 #   OUTPUT         folder of the checkpoints, in node0, node1, ... (outputs/spes)
 #   MASTER_PORT    where this peer's processes find each other (29500 + NODE_ID)
 
@@ -100,6 +100,8 @@ case $BACKEND in
             --swiglu
             --disable-bias-linear
             --untie-embeddings-and-output-weights
+            --hidden-dropout 0
+            --attention-dropout 0
             --moe-router-load-balancing-type aux_loss
             --moe-aux-loss-coeff 0.01
             --moe-z-loss-coeff 0.001
@@ -111,6 +113,7 @@ case $BACKEND in
             --bf16
             --lr-decay-style cosine
             --weight-decay 0.1
+            --apply-wd-to-qk-layernorm
             --adam-beta1 0.9
             --adam-beta2 0.95
             --clip-grad 1.0

@@ -94,7 +94,7 @@ def test_the_papers_runs_and_baselines_are_what_megatron_gets(desk: Desk) -> Non
         ("1b", "diloco", (16, 256, 50_000, 16, 50)),
         ("1b", "centralized", (16, 1024, 50_000, None, None)),
         ("7b", "spes", (32, 1024, 500_000, 8, 100)),
-        ("9b", "diloco", (8, 256, 100_000, 8, 50)),
+        ("9b", "diloco", (8, 256, 200_000, 8, 50)),
     ):
         environment = {"RECORDED_ARGUMENTS": str(recorded), "OUTPUT": str(desk.folder), "MODEL": model, "MODE": mode}
         code, output = desk.run(NODE, ["0"], **environment)
