@@ -7,7 +7,7 @@
 #
 #   dense_to_evaluation.sh [OUTPUT]
 #
-# OUTPUT (outputs/spes/dense_to_evaluation) is made anew. Environment:
+# OUTPUT (outputs/spes/dense_to_evaluation) is replaced if an earlier run made it. Environment:
 #   MODEL_PATH     a dense Hugging Face model with a tokenizer (a tiny one with random weights is made)
 #   TRAIN_ITERS    steps of every peer (40)
 #   TASKS, TASK_FILES  tasks of lm-evaluation-harness to evaluate both models on, as for eval_full.sh (none)
