@@ -132,8 +132,6 @@ set_data_args() {
     local split=949,50,1
     if [[ $BACKEND == cpu ]]; then
         split=90,5,5
-        # Of several corpora it makes no part of which no sample is asked for, as a toy without evaluation does.
-        [[ -z $DATA_ARGS_PATH ]] || split=100,0,0
     fi
     if [[ -z $DATA_PATH$DATA_ARGS_PATH ]]; then
         DATA_ARGS=(--mock-data --tokenizer-type NullTokenizer --vocab-size 257)
