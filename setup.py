@@ -49,6 +49,8 @@ ASYNC = ["nvidia-resiliency-ext>=0.6"]
 # Muon and its family; an entry of the same name with version 999 stands in another index.
 MUON = ["emerging-optimizers==0.3.0"]
 
+INSTANCES = ["einops>=0.7"]  # Megatron makes the groups of optimizer instances with it
+
 CONVERT = ["safetensors>=0.5"]  # Hugging Face's weights
 
 # Evaluation of Hugging Face models; the harness brings some fifty packages.
@@ -73,7 +75,7 @@ TESTS = [
     "trustme>=1.2",  # certificates for the sync service's tests
 ]
 
-DEV = [*TESTS, *PLOTS, *DATA, *SPES, *MUON, *DOCS, "build>=1.2"]
+DEV = [*TESTS, *PLOTS, *DATA, *SPES, *MUON, *INSTANCES, *DOCS, "build>=1.2"]
 
 
 def read_version() -> str:
@@ -121,6 +123,7 @@ setup(
         "te": TE,
         "async": ASYNC,
         "muon": MUON,
+        "instances": INSTANCES,
         "plots": PLOTS,
         "data": DATA,
         "convert": CONVERT,
