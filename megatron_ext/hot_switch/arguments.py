@@ -14,6 +14,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
 from megatron_ext.hot_switch.data.corpora import check_corpora, training_corpora
 from megatron_ext.hot_switch.model_config import circumstance_of
+from megatron_ext.hot_switch.model_shape import shape_of
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategies.guest_experts import experts_fit, experts_of_guest
 from megatron_ext.hot_switch.strategies.pipeline_stages import stage_flags, stages_of_guest, stages_of_home
@@ -22,12 +23,9 @@ from megatron_ext.hot_switch.strategies.strategy_checks import sizes_are_usable
 from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
 from megatron_ext.options import refusals
-from megatron_ext.params import GptShape, LatentAttention, ParamsError
+from megatron_ext.params import ParamsError
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
-
-_SUITS_ALL = math.lcm(*range(1, 1025))
-"""Rows of a vocabulary that every tensor parallel size divides: it is padded to suit those there are."""
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -119,7 +117,7 @@ def strategies_of(args: Any) -> StrategyList:
         world_size=_ranks(args),
         whose_ranks=_whose(args),
         seq_length=args.seq_length,
-        shape=_shape_of(args),
+        shape=shape_of(args),
         problems=problems,
     )
 
@@ -141,7 +139,7 @@ def _for_guests(args: Any, strategies: list[Strategy | None], problems: list[str
 
 def _from_file(args: Any, path: Path) -> StrategyList:
     listed = read_strategy_file(
-        path, world_size=_ranks(args), whose_ranks=_whose(args), seq_length=args.seq_length, shape=_shape_of(args)
+        path, world_size=_ranks(args), whose_ranks=_whose(args), seq_length=args.seq_length, shape=shape_of(args)
     )
     if not listed.buckets:
         raise UserError(
@@ -384,41 +382,3 @@ def _workers(args: Any) -> int:
     """Return the number of workers; 1 also where it cannot be, about which local SGD complains."""
     workers = args.local_sgd_workers if args.use_local_sgd else None
     return workers if workers is not None and workers > 0 and args.world_size % workers == 0 else 1
-
-
-def _shape_of(args: Any) -> GptShape | None:
-    """Return the model as far as strategies must divide it, None where Megatron has something to complain about."""
-    if not (args.num_layers and args.hidden_size and args.num_attention_heads):
-        return None
-    width = args.ffn_hidden_size
-    if width is None:
-        width = int((4 * args.hidden_size * 2 / 3) / 64) * 64 if args.swiglu else 4 * args.hidden_size
-    try:
-        return GptShape(
-            num_layers=args.num_layers,
-            hidden_size=args.hidden_size,
-            ffn_hidden_size=width,
-            num_attention_heads=args.num_attention_heads,
-            num_query_groups=args.num_query_groups if args.group_query_attention else None,
-            kv_channels=args.kv_channels,
-            padded_vocab_size=_SUITS_ALL,
-            gated_linear_unit=args.swiglu,
-            latent_attention=_latent_attention(args) if args.multi_latent_attention else None,
-            num_moe_experts=args.num_experts,
-            moe_ffn_hidden_size=args.moe_ffn_hidden_size,
-            moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
-            mtp_num_layers=args.mtp_num_layers or 0,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        )
-    except ParamsError:
-        return None
-
-
-def _latent_attention(args: Any) -> LatentAttention:
-    return LatentAttention(
-        kv_lora_rank=args.kv_lora_rank,
-        q_lora_rank=args.q_lora_rank,
-        qk_head_dim=args.qk_head_dim,
-        qk_pos_emb_head_dim=args.qk_pos_emb_head_dim,
-        v_head_dim=args.v_head_dim,
-    )

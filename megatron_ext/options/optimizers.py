@@ -20,8 +20,8 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
 )
 from megatron_ext.options.optimizer_package import FAMILY
-from megatron_ext.options.row import is_set, row, says
-from megatron_ext.options.verdict import clash, refused, tested
+from megatron_ext.options.row import Asked, is_set, row, says
+from megatron_ext.options.verdict import accepted, clash, refused, tested
 
 __all__ = ["OPTIMIZERS"]
 
@@ -45,6 +45,11 @@ _SKIPPED = tested(
     f"{WORKERS}test_option_bundles.py::test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits"
 )
 _family = says("optimizer", *FAMILY)
+_STRATEGIES_HAVE_STAGES = accepted("strategies have stages of their own, and are checked one by one")
+
+
+def _predicts_over_stages(asked: Asked) -> Asked:
+    return lambda args: bool(args.mtp_num_layers and args.pipeline_model_parallel_size > 1 and asked(args))
 
 
 def _layer_wise_without_bf16(args: Any) -> bool:
@@ -177,6 +182,35 @@ OPTIMIZERS = (
             "::test_a_peer_trains_its_own_experts_there_and_rounds_bring_the_others"
         ),
         peers_share="mtp_num_layers",
+    ),
+    *(
+        row(
+            f"--mtp-num-layers over several stages with {what}",
+            _predicts_over_stages(asked),
+            flags=("--mtp-num-layers",),
+            cpu=OPEN,
+            local_sgd=verdict,
+            hot_switch=_STRATEGIES_HAVE_STAGES,
+            sync_service=verdict,
+        )
+        for what, asked, verdict in (
+            (
+                "tied embeddings",
+                lambda args: not args.untie_embeddings_and_output_weights,
+                refused(
+                    "Megatron gives the last stage an output layer that nothing uses",
+                    "add --untie-embeddings-and-output-weights",
+                ),
+            ),
+            (
+                "learned positions",
+                says("position_embedding_type", "learned_absolute"),
+                refused(
+                    "Megatron gives the last stage positions that stay as they are",
+                    "use --position-embedding-type rope",
+                ),
+            ),
+        )
     ),
     row(
         "--freeze-all-layers",

@@ -142,6 +142,10 @@ CASES = {
         arguments(["1,1,2", "2,1,1"], [32, 8, 0], **PREDICTION),
         ["strategy 1,1,2: layout: multi-token prediction over several stages is not laid out with tied embeddings"],
     ),
+    "learned positions of multi-token prediction": (
+        arguments(["1,1,2", "2,1,1"], [32, 8, 0], mtp_num_layers=1, untie_embeddings_and_output_weights=True),
+        ["strategy 1,1,2: layout: multi-token prediction over several stages is not laid out with learned positions"],
+    ),
     "chunks that do not divide": (
         arguments(["1,1,2", "2,1,1"], [32, 8, 0], num_layers_per_virtual_pipeline_stage=3),
         ["strategy 1,1,2: 2 layers cannot be cut into chunks of that size on 2 stages; change --num-layers"],

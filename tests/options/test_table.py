@@ -123,6 +123,9 @@ DOUBTFUL = [
     "--lazy-mpu-init",
     "--fake-process-group",
     "--freeze-all-layers",
+    "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
+    "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
+    "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --position-embedding-type rope",
     "--data-parallel-random-init",
     "--rampup-batch-size 4 4 8",
     "--step-batch-size-schedule 0:4",
@@ -232,6 +235,8 @@ PLAIN = [
     "",
     "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
     "--optimizer sgd",
+    "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --position-embedding-type rope"
+    " --untie-embeddings-and-output-weights",
     "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable",
     "--async-save --use-persistent-ckpt-worker --dist-ckpt-strictness log_all",
     "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2",
