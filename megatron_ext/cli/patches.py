@@ -5,7 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_ext.fork.seam_fit import SeamFit
+    from megatron_ext.fork.source import ForkSource
 
 __all__ = ["add_parser", "run"]
 
@@ -21,11 +26,20 @@ def add_parser(subparsers: Any) -> None:
         "--check", action="store_true", help="exit with status 1 when a patch would not apply where its target is to be"
     )
     parser.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+    parser.add_argument(
+        "--fork",
+        type=Path,
+        metavar="DIR",
+        help="tell which seams fit the Megatron source in this folder, of any release, and what differs; it is read, "
+        "not imported",
+    )
     parser.set_defaults(func=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the list; return 1 when `--check` found a patch that would not apply."""
+    if args.fork is not None:
+        return _run_fork(args)
     from megatron_ext.activation import known_patches, registry
 
     statuses = registry().explain(known_patches())
@@ -42,3 +56,43 @@ def run(args: argparse.Namespace) -> int:
                 print(f"            problem: {status.problem}")
         print(f"{len(statuses)} patches, {len(misfits)} would not apply, {len(missing)} unavailable in this release")
     return 1 if args.check and misfits else 0
+
+
+def _run_fork(args: argparse.Namespace) -> int:
+    from megatron_ext.activation import known_patches
+    from megatron_ext.fork.seam_fit import fit, seams_of_megatron
+    from megatron_ext.fork.source import ForkSource
+
+    source = ForkSource(args.fork)
+    fits = fit(source, seams_of_megatron(known_patches()))
+    if args.json:
+        print(json.dumps([entry.as_dict() for entry in fits], indent=2))
+    else:
+        _print_fits(source, fits)
+    return 1 if args.check and any(entry.status in ("missing", "differs") for entry in fits) else 0
+
+
+def _print_fits(source: ForkSource, fits: list[SeamFit]) -> None:
+    from packaging.specifiers import SpecifierSet
+
+    from megatron_ext.features import all_features
+    from megatron_ext.fork.seam_fit import seams_of_megatron
+    from megatron_ext.patching import MEGATRON_VERSIONS
+
+    for entry in fits:
+        print(f"{entry.status:<11} {entry.patch.name}")
+        print(f"            target: {entry.patch.target}")
+        if entry.file is not None:
+            print(f"            in: {entry.file}:{entry.line}")
+        print(f"            reason: {entry.patch.reason}")
+        if entry.problem:
+            print(f"            problem: {entry.problem}")
+        if entry.elsewhere:
+            print(f"            something of that name: {', '.join(map(str, entry.elsewhere))}")
+    good = {entry.patch.name for entry in fits if entry.status == "fits"}
+    print(f"Megatron {source.version} in {source.folder}: {len(good)} of {len(fits)} seams fit")
+    for feature in all_features():
+        names = [patch.name for patch in seams_of_megatron(feature.required_patches())]
+        print(f"  {feature.name}: {sum(name in good for name in names)} of {len(names)}")
+    if not SpecifierSet(MEGATRON_VERSIONS).contains(source.version, prereleases=True):
+        print(f"patch_megatron() refuses this release: tested are {MEGATRON_VERSIONS}")
