@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
     from megatron_ext.fork.seam_fit import SeamFit
@@ -33,6 +36,11 @@ def add_parser(subparsers: Any) -> None:
         help="tell which seams fit the Megatron source in this folder, of any release, and what differs; it is read, "
         "not imported",
     )
+    parser.add_argument(
+        "--diff",
+        action="store_true",
+        help="with --fork: print the diff with which this fork calls the wrappers itself, instead of a table",
+    )
     parser.set_defaults(func=run)
 
 
@@ -40,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the list; return 1 when `--check` found a patch that would not apply."""
     if args.fork is not None:
         return _run_fork(args)
+    if args.diff:
+        raise UserError("--diff is for a fork's source; say which with --fork DIR")
     from megatron_ext.activation import known_patches, registry
 
     statuses = registry().explain(known_patches())
@@ -52,6 +62,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"{status.status:<11} {status.patch.name}")
             print(f"            target: {status.patch.target}")
             print(f"            reason: {status.patch.reason}")
+            if status.hook_point:
+                print("            called by this fork itself")
             if status.problem:
                 print(f"            problem: {status.problem}")
         print(f"{len(statuses)} patches, {len(misfits)} would not apply, {len(missing)} unavailable in this release")
@@ -60,12 +72,19 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_fork(args: argparse.Namespace) -> int:
     from megatron_ext.activation import known_patches
+    from megatron_ext.fork.patch_set import diff
     from megatron_ext.fork.seam_fit import fit, seams_of_megatron
     from megatron_ext.fork.source import ForkSource
 
     source = ForkSource(args.fork)
-    fits = fit(source, seams_of_megatron(known_patches()))
-    if args.json:
+    patches = seams_of_megatron(known_patches())
+    fits = fit(source, patches)
+    if args.diff:
+        print(diff(source, patches), end="")
+        left_out = [entry.patch.name for entry in fits if entry.status in ("missing", "differs")]
+        if left_out:
+            print(f"left out, see `megatron-ext patches --fork {args.fork}`: {', '.join(left_out)}", file=sys.stderr)
+    elif args.json:
         print(json.dumps([entry.as_dict() for entry in fits], indent=2))
     else:
         _print_fits(source, fits)

@@ -122,6 +122,9 @@ class PatchStatus:
     rebound: tuple[str, ...] = ()
     """`module.name` of every copy that was replaced along with the target."""
 
+    hook_point: bool = False
+    """Whether the target is a hook point, which a fork calls itself (`patching.hook_points`)."""
+
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-ready mapping."""
         return {
@@ -134,6 +137,7 @@ class PatchStatus:
             "status": self.status,
             "problem": self.problem,
             "rebound": list(self.rebound),
+            "hook_point": self.hook_point,
         }
 
     @property

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_ext.patching import gates
+from megatron_ext.patching.hook_points import HookPoint, hook_point_of
 from megatron_ext.patching.patch import Patch, PatchError, PatchStatus, SeamUnavailable
 
 __all__ = ["PatchRegistry"]
@@ -33,6 +34,8 @@ class _Applied:
     replacement: Any
     copies: tuple[tuple[ModuleType, str, Any, Any], ...]
     """(module, name, original, replacement) of every copy that was rebound."""
+    point: HookPoint | None = None
+    """Through which a fork calls the target itself; then `original` and `replacement` are what it runs."""
 
 
 class PatchRegistry:
@@ -110,6 +113,7 @@ class PatchRegistry:
                     problem=problem,
                     unavailable=unavailable,
                     rebound=rebound,
+                    hook_point=record.point is not None if record else problem is None and _is_hook_point(patch),
                 )
             )
         return statuses
@@ -117,6 +121,9 @@ class PatchRegistry:
 
 def _apply_one(patch: Patch, globals_: _Globals) -> _Applied:
     owner, name, raw = gates.check(patch)
+    point = _point(patch, owner, name, raw)
+    if point is not None:
+        return _apply_at(point, patch, owner, name, globals_)
     original = vars(owner).get(name, _ABSENT)
     if isinstance(raw, (staticmethod, classmethod)):
         replacement: Any = type(raw)(patch.wrap(raw.__func__))
@@ -125,6 +132,30 @@ def _apply_one(patch: Patch, globals_: _Globals) -> _Applied:
     setattr(owner, name, replacement)
     copies = _rebind_copies(raw, replacement, owner, name, globals_) if patch.rebind else ()
     return _Applied(patch, owner, name, original, replacement, copies)
+
+
+def _point(patch: Patch, owner: Any, name: str, raw: Any) -> HookPoint | None:
+    """Return the hook point of a target, if it is to be patched there.
+
+    It is not where copies must not follow, so that the name in one module is bound instead, and where a class inherits
+    the target, so that other classes would follow.
+    """
+    if name not in vars(owner) or (not patch.rebind and "." not in patch.attribute):
+        return None
+    return hook_point_of(raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw)
+
+
+def _is_hook_point(patch: Patch) -> bool:
+    return _point(patch, *gates.locate(patch)) is not None
+
+
+def _apply_at(point: HookPoint, patch: Patch, owner: Any, name: str, globals_: _Globals) -> _Applied:
+    original = point.current
+    replacement = patch.wrap(original)
+    point.current = replacement
+    # Modules that are imported in a circle took their copies before the hook point was declared.
+    early = _rebind_copies(point.original, point.call, owner, name, globals_) if patch.rebind else ()
+    return _Applied(patch, owner, name, original, replacement, early, point)
 
 
 def _rebind_copies(
@@ -192,7 +223,8 @@ def _is_there(patch: Patch) -> bool:
 
 
 def _revert_one(record: _Applied) -> None:
-    current = vars(record.owner).get(record.name, _ABSENT)
+    point = record.point
+    current = vars(record.owner).get(record.name, _ABSENT) if point is None else point.current
     if current is not record.replacement:
         if record.patch.may_stay:
             return
@@ -200,6 +232,13 @@ def _revert_one(record: _Applied) -> None:
             f"{record.patch.describe()}: cannot be undone, the target was replaced again by someone else; "
             "undo the other replacement first"
         )
+    if point is None:
+        _unbind(record)
+    else:
+        point.current = record.original  # copies call through the point, and may stay
+
+
+def _unbind(record: _Applied) -> None:
     if record.original is _ABSENT:
         delattr(record.owner, record.name)
     else:

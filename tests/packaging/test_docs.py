@@ -9,7 +9,7 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = [
     *(REPOSITORY / "docs").glob("*.md"),
-    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md")),
+    *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "configs/README.md", "patches/README.md")),
 ]
 LONGEST = 2500
 """Words of a page about the sync service."""
