@@ -82,6 +82,9 @@ def settings_of(args: Any, vocab_size: int | None = None) -> ModelSettings:
     }
     values["vocab_size"] = _rows(args, vocab_size)
     values["moe_layer_freq"] = _layer_pattern(args)
+    if isinstance(values["moe_aux_loss_coeff"], list):
+        # One for each kind of balancing; other families' training has one.
+        values["moe_aux_loss_coeff"] = values["moe_aux_loss_coeff"][0]
     if not getattr(args, "group_query_attention", False):
         values["num_query_groups"] = args.num_attention_heads
     neutral = set()

@@ -148,3 +148,9 @@ def test_arguments_without_a_counterpart_are_named(name: str, value: Any):
     setattr(args, name, value)
     with pytest.raises(UserError, match=rf"{name} is .*{str(value).strip('[]').split(',')[0]}"):
         settings_of(args)
+
+
+def test_megatrons_list_of_balancing_weights_becomes_the_one_that_a_family_has():
+    args = checkpoint_args(read_config(family_named("mixtral"), CONFIGS["mixtral"]), 300)
+    args.moe_aux_loss_coeff = [0.01]
+    assert family_for(settings_of(args))[1]["router_aux_loss_coef"] == 0.01
