@@ -78,4 +78,4 @@ def _parsed(text: str, change: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise UserError(f"{change}: the value is no YAML ({error})") from error
+        raise UserError(f"{change}: the value is not YAML ({error})") from error
