@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.cli.local_sgd_suggest import add_suggest
 from megatron_ext.errors import UserError
 
 __all__ = ["add_parser", "run_report"]
@@ -34,6 +35,7 @@ def add_parser(subparsers: Any) -> None:
     report.add_argument("--png", type=Path, metavar="FILE", help="the picture (default: next to the file of rounds)")
     report.add_argument("--json", action="store_true", help="print the rounds as a JSON list, and draw nothing")
     report.set_defaults(func=run_report)
+    add_suggest(actions)
 
 
 def run_report(args: argparse.Namespace) -> int:

@@ -65,3 +65,11 @@ def test_quoted_error_messages_are_the_codes():
         pieces = [re.escape(piece.strip()) for piece in message.split("...")]
         pattern = r"\s?\{[^{}]*\}\s?".join(pieces)
         assert re.search(pattern, code), message
+
+
+def test_the_table_of_contents_has_every_page_once():
+    text = (REPOSITORY / "docs" / "index.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\{toctree\}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    listed = [line for block in blocks for line in block.splitlines() if line and not line.startswith(":")]
+    pages = {page.stem for page in (REPOSITORY / "docs").glob("*.md")} - {"index"}
+    assert sorted(listed) == sorted(pages)
