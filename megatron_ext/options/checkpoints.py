@@ -21,12 +21,15 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_BOOKKEEPING,
 )
 from megatron_ext.options.row import row, says
-from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
+from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["CHECKPOINTS"]
 
 _REPLACE = tested(f"{BACKENDS}test_cpu_table.py::test_non_persistent_checkpoints_replace_each_other")
-_DUMPS = tested(f"{WORKERS}test_option_bundles.py::test_dumps_are_those_of_the_first_worker")
+_DUMPS = tested(f"{BACKENDS}test_cpu_table.py::test_dumps_have_every_parameter")
+_EACH_WOULD_DUMP = refused(
+    "every worker would write its own into the same files", "dump in a run without --use-local-sgd"
+)
 _SKIPPED = tested(
     f"{WORKERS}test_option_bundles.py::test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits"
 )
@@ -136,7 +139,7 @@ CHECKPOINTS = (
         row(
             f"--save-{what}-interval",
             cpu=_DUMPS,
-            local_sgd=_DUMPS,
+            local_sgd=_EACH_WOULD_DUMP,
             hot_switch=UNTRIED_HOT,
             sync_service=AS_ANY_JOB,
         )
@@ -146,7 +149,7 @@ CHECKPOINTS = (
         row(
             f"--save-{what}-interval",
             cpu=needs_gpu("Megatron looks for the layers of Transformer Engine, and fails where there is none"),
-            local_sgd=accepted("it is inside a worker, the first of which writes"),
+            local_sgd=_EACH_WOULD_DUMP,
             hot_switch=UNTRIED_HOT,
             sync_service=AS_ANY_JOB,
         )

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.backends.runs import losses, stock
 from tests.support.distributed import REPOSITORY, SINGLE_THREADED
 from tests.support.megatron_checkout import python_path
 from tests.support.presets import LAYOUTS, PRECISIONS, Options, command_line, toy_gpt
+from tests.support.pretrain import run_pretrain
 
 WATCHING: Options = {
     "check_weight_hash_across_dp_replicas_interval": 1,
@@ -127,3 +129,12 @@ def test_non_persistent_checkpoints_replace_each_other(tmp_path):
     assert done.stdout.count("> megatron_ext: no CUDA device was found, training runs on CPU with gloo\n") == 1
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "5"
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000005"]
+
+
+def test_dumps_have_every_parameter(tmp_path):
+    options = {"save_params_interval": 2, "save_wgrads_interval": 2, "train_iters": 2, "save_interval": 100}
+    run_pretrain(toy_gpt(save=os.fspath(tmp_path), **options), 1, probe=None, patch="backend-only")
+    found = {path.parts[-3]: torch.load(path)["model_chunk0"] for path in tmp_path.rglob("*.pth")}
+    assert set(found) == {"params", "wgrads"}
+    assert found["params"].keys() == found["wgrads"].keys() and len(found["params"]) > 20
+    assert all(found["params"][name].shape == found["wgrads"][name].shape for name in found["params"])

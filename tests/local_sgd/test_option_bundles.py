@@ -4,7 +4,6 @@
 import re
 
 import pytest
-import torch
 
 from tests.local_sgd.runs import arguments, model_digests, same_state
 from tests.support.pretrain import as_worker, run_pretrain
@@ -106,38 +105,3 @@ def test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits(tmp_path):
     ended = run_pretrain(arguments("dp2", PRECISION, workers=2, **resumed), 4)
     assert same_state(ended, whole)
     assert [rank.losses for rank in ended] == [rank.losses[4:] for rank in whole]
-
-
-DUMPED = ("params", "wgrads")
-
-
-def test_dumps_are_those_of_the_first_worker(tmp_path):
-    options = {f"save_{what}_interval": 2 for what in DUMPED} | {"train_iters": 2, "save_interval": 100}
-    found = []
-    for name, workers in (("together", 2), ("alone", None)):
-        folder = tmp_path / name
-        run = {"save": str(folder), **options} | ({"local_sgd_sync_interval": 1000} if workers else {})
-        before = [] if workers else as_worker(0, 2)
-        patch = "script" if workers else "backend-only"
-        run_pretrain(
-            arguments("dp2", "bf16-distopt", workers=workers, **run), 4 if workers else 2, patch=patch, before=before
-        )
-        found.append({path.relative_to(folder): torch.load(path) for path in sorted(folder.rglob("*.pth"))})
-    together, alone = found
-    assert len(alone) == len(DUMPED)
-    assert {path.parts[0] for path in alone} == set(DUMPED)
-    assert list(together) == list(alone)
-    for path, content in alone.items():
-        require_same(together[path], content)
-
-
-def require_same(left, right):
-    if isinstance(left, dict):
-        assert list(left) == list(right)
-        left, right = list(left.values()), list(right.values())
-    if isinstance(left, list | tuple):
-        assert len(left) == len(right)
-        for one, other in zip(left, right, strict=True):
-            require_same(one, other)
-    else:
-        assert torch.equal(torch.as_tensor(left), torch.as_tensor(right))
