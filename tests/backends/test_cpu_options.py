@@ -46,6 +46,9 @@ REFUSED = [
     "--log-energy",
     "--log-max-attention-logit",
     "--gpu-sniff-test-interval 1",
+    "--save-activations-interval 1",
+    "--save-dgrads-interval 1",
+    "--save-tokens-per-expert-interval 1",
 ]
 ALLOWED = [
     "",
