@@ -12,6 +12,7 @@ from megatron_ext.convert.families import family_named, read_config
 from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of
 from megatron_ext.convert.hf_reader import HfModel
 from megatron_ext.convert.release import Converted, Step, write_release
+from megatron_ext.errors import UserError
 from megatron_ext.params import GlobalTensor, GptShape
 
 __all__ = ["from_hf"]
@@ -48,7 +49,7 @@ def from_hf(
     settings = read_config(family, model.config, ignored)
     plain = settings.shape()
     model.check(hf_tensors(plain, family.names), also=frozenset(ignored))
-    shape = settings.shape(dtype or model.dtype("model.embed_tokens.weight"), divisor)
+    shape = settings.shape(dtype or _one_dtype(model, plain, family.names), divisor)
 
     return write_release(
         target,
@@ -60,6 +61,18 @@ def from_hf(
         overwrite=overwrite,
         step=step,
     )
+
+
+def _one_dtype(model: HfModel, shape: GptShape, names: Names) -> torch.dtype:
+    """The type of all parameters, so that none is rounded without a word."""
+    found: dict[torch.dtype, str] = {}
+    for tensor in hf_tensors(shape, names):
+        if tensor.sources[0][0].kind == "parameter":
+            found.setdefault(model.dtype(tensor.name), tensor.name)
+    if len(found) > 1:
+        told = ", ".join(f"{str(dtype).removeprefix('torch.')} ({name})" for dtype, name in found.items())
+        raise UserError(f"{model.folder}: the weights are of several types: {told}; --dtype chooses one for all")
+    return next(iter(found))
 
 
 def _assembled(model: HfModel, tensor: GlobalTensor, shape: GptShape, names: Names) -> torch.Tensor:

@@ -122,7 +122,9 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
 
     def value(tensor: HfTensor) -> torch.Tensor:
         parts = [read(ours.name)[slice(*part.at)] for ours, part in tensor.sources]
-        made = (parts[0] if len(parts) == 1 else torch.cat(parts)).to(dtype)
+        made = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if tensor.sources[0][0].kind == "parameter":  # a balancing bias stays in fp32
+            made = made.to(dtype)
         if step is not None:
             step(tensor.name, made.nbytes)
         return made.clone()

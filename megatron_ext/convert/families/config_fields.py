@@ -65,6 +65,16 @@ class ConfigFields:
         """Return a field's value without taking it."""
         return self._left.get(name, default)
 
+    def need(self, name: str, instead: Any) -> Any:
+        """Return a field that has to be there, because families differ in what they mean without it.
+
+        Args:
+            name: of the field.
+            instead: what is taken where it is missing, which is noted.
+        """
+        self.must_have(name)
+        return self.take(name, instead)
+
     def size(self, name: str) -> int:
         """Return a field that has to be there, a whole number of at least 1."""
         value = self._left.pop(name, None)
@@ -78,6 +88,11 @@ class ConfigFields:
         value = self._left.pop(name, allowed[0])
         if value not in allowed:
             self._problems.append(f"{name} is {value!r}, and only {' or '.join(map(repr, allowed))} converts")
+
+    def must_have(self, name: str) -> None:
+        """Note that a field is missing, without taking it."""
+        if name not in self._left:
+            self._problems.append(f"{name} is missing; write down what the model was trained with")
 
     def must_stay(self, name: str, value: Any) -> None:
         """Look at a field that converts at one value alone, without taking it."""

@@ -41,16 +41,16 @@ class DeepseekV3:
         fields.take("qk_head_dim")  # the sum of two others
         common = common_settings(fields)
         width = fields.size("moe_intermediate_size")
-        shared = fields.take("n_shared_experts", 0)
+        shared = fields.need("n_shared_experts", 0)
         rotated = fields.size("qk_rope_head_dim")
         fields.take("head_dim")
-        dense = fields.take("first_k_dense_replace", 0)
+        dense = fields.need("first_k_dense_replace", 0)
         layers = common["num_layers"]
         common |= {"num_query_groups": common["num_attention_heads"], "kv_channels": _head_size(common)}
         return ModelSettings(
             qk_layernorm=True,
             kv_lora_rank=fields.size("kv_lora_rank"),
-            q_lora_rank=fields.take("q_lora_rank"),
+            q_lora_rank=fields.need("q_lora_rank", None),
             qk_head_dim=fields.size("qk_nope_head_dim"),
             qk_pos_emb_head_dim=rotated,
             v_head_dim=fields.size("v_head_dim"),
@@ -59,7 +59,7 @@ class DeepseekV3:
             moe_layer_freq=1 if not dense else tuple(int(layer >= dense) for layer in range(layers)),
             moe_router_score_function="sigmoid",
             moe_router_enable_expert_bias=True,
-            moe_router_topk_scaling_factor=float(fields.take("routed_scaling_factor", 1.0)),
+            moe_router_topk_scaling_factor=float(fields.need("routed_scaling_factor", 1.0)),
             moe_shared_expert_intermediate_size=shared * width or None,
             moe_aux_loss_coeff=fields.take("aux_loss_alpha", 0.0),
             **self._choice(fields),
@@ -96,8 +96,8 @@ class DeepseekV3:
     def _choice(self, fields: ConfigFields) -> dict[str, Any]:
         """How experts are chosen."""
         topk = fields.size("num_experts_per_tok")
-        groups = fields.take("n_group", 1)
-        chosen = fields.take("topk_group", 1)
+        groups = fields.need("n_group", 1)
+        chosen = fields.need("topk_group", 1)
         if groups == 1:
             return {"moe_router_topk": topk}
         # Megatron chooses groups by the sum of their best topk / topk_group scores.

@@ -55,12 +55,12 @@ def common_settings(fields: ConfigFields) -> dict[str, Any]:
         "num_layers": fields.size("num_hidden_layers"),
         "hidden_size": hidden,
         "num_attention_heads": heads,
-        "num_query_groups": fields.take("num_key_value_heads", heads),
+        "num_query_groups": fields.need("num_key_value_heads", heads),
         "kv_channels": fields.take("head_dim", hidden // heads),
         "ffn_hidden_size": fields.size("intermediate_size"),
         "vocab_size": fields.size("vocab_size"),
         "max_position_embeddings": fields.size("max_position_embeddings"),
-        "layernorm_epsilon": float(fields.take("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": float(fields.need("rms_norm_eps", 1e-6)),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
         "rotary_base": base,
         **scaling,
@@ -101,7 +101,7 @@ def _rotary(fields: ConfigFields) -> tuple[int, dict[str, Any]]:
     """The base of the frequencies, and how they are scaled."""
     # transformers 5 writes all of it into one field; earlier releases into two.
     parameters = dict(fields.take("rope_parameters", {}))
-    base = fields.take("rope_theta", 10000.0)
+    base = fields.take("rope_theta", 10000.0) if "rope_theta" in parameters else fields.need("rope_theta", 10000.0)
     base = parameters.pop("rope_theta", base)
     scaling = {**parameters, **fields.take("rope_scaling", {})}
     if int(base) != base:

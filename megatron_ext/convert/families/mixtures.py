@@ -60,6 +60,7 @@ class Qwen3Moe:
         """See `Family.read`."""
         no_window(fields)
         fields.must_be("attention_bias", False)
+        fields.must_have("head_dim")
         return ModelSettings(qk_layernorm=True, **_experts(fields), **common_settings(fields))
 
     def write(self, settings: ModelSettings) -> dict[str, Any]:

@@ -24,6 +24,7 @@ DENSE = {
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
 }
+MISSING = object()
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 LATENT = {
     "kv_lora_rank": 16,
@@ -45,7 +46,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": DENSE,
     "qwen3": {**DENSE, "head_dim": 32},
     "mixtral": {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {**DENSE, **EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_moe": {**DENSE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
     "qwen2_moe": {**DENSE, **EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     "deepseek_v3": {**DENSE, **LATENT},
 }
@@ -99,6 +100,11 @@ def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rota
         ("llama", {"rope_scaling": {"type": "llama3", "new": 2}}, "rope_scaling.new (2) has no counterpart"),
         ("llama", {"hidden_size": 0}, "hidden_size is 0, not a whole number"),
         ("llama", {"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ("mixtral", {"rms_norm_eps": MISSING}, "rms_norm_eps is missing; write down what the model was trained with"),
+        ("llama", {"num_key_value_heads": MISSING}, "num_key_value_heads is missing"),
+        ("llama", {"rope_theta": MISSING}, "rope_theta is missing"),
+        ("qwen3", {"head_dim": MISSING}, "head_dim is missing"),
+        ("deepseek_v3", {"n_group": MISSING}, "n_group is missing"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "a window of 64"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types has sliding_attention"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096"),
@@ -112,7 +118,8 @@ def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rota
 )
 def test_what_does_not_convert_is_named(family: str, change: dict[str, Any], said: str):
     with pytest.raises(UserError) as refused:
-        read_config(family_named(family), {**CONFIGS[family], **change})
+        config = {key: value for key, value in {**CONFIGS[family], **change}.items() if value is not MISSING}
+        read_config(family_named(family), config)
     assert said in str(refused.value)
 
 
