@@ -57,7 +57,8 @@ step upcycle ext convert upcycle start mixture --num-experts 8
 mapfile -t MODEL_ARGS <mixture/megatron_flags.txt
 
 # A free port for the server: its own choice, which its log tells.
-ext server start --dir server --bind 127.0.0.1:0 --run toy --peers 4 --sync-steps 10 &>logs/server.log &
+# Not through the function, whose shell would be killed in place of the server.
+python -m megatron_ext.cli.main server start --dir server --bind 127.0.0.1:0 --run toy --peers 4 --sync-steps 10 &>logs/server.log &
 SERVER=$!
 until ADDRESS="$(grep -om1 '127\.0\.0\.1:[1-9][0-9]*' logs/server.log)"; do
     kill -0 "$SERVER" 2>/dev/null || launch_error "the server ended; its log is $OUTPUT/logs/server.log"
