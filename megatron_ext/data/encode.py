@@ -6,9 +6,6 @@ from __future__ import annotations
 import codecs
 import json
 import multiprocessing
-import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -29,14 +26,13 @@ from megatron_ext.data.documents import (
     TokenizedDocument,
 )
 from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec, token_dtype
+from megatron_ext.data.tokenizing_processes import begin_process, result_of
 from megatron_ext.errors import UserError
 
-__all__ = ["EncodedBatch", "encode_all", "encode_batch", "end_with_parent", "text_of"]
+__all__ = ["EncodedBatch", "encode_all", "encode_batch", "text_of"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_ITEMS = 1000
-# How often to look whether a process has died while one waits for its result.
-_WATCH_SECONDS = 5.0
 _BATCHES_IN_FLIGHT_PER_PROCESS = 3
 
 
@@ -215,40 +211,15 @@ def encode_all(
         for batch in batches:
             waiting.append(executor.submit(_encode_in_process, batch))
             if len(waiting) >= workers * _BATCHES_IN_FLIGHT_PER_PROCESS:
-                yield _result(waiting.popleft(), executor)
+                yield result_of(waiting.popleft(), executor)
         while waiting:
-            yield _result(waiting.popleft(), executor)
+            yield result_of(waiting.popleft(), executor)
     except BrokenProcessPool as error:
         raise UserError(
             "a tokenizing process died (killed for want of memory?); use fewer --workers"
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _result(future: Future[EncodedBatch], executor: ProcessPoolExecutor) -> EncodedBatch:
-    """Wait for a result.
-
-    The pool notices the death of a process only between two messages. One that is killed while it sends a result, or
-    holds a queue's lock, would be waited for without end; so the processes are looked at here as well.
-
-    Raises:
-        BrokenProcessPool: a process has died.
-    """
-    while True:
-        # Private, because the pool does not show its processes, and cannot be made to fail from outside.
-        processes = list((executor._processes or {}).values())
-        died = any(process.exitcode is not None for process in processes)
-        try:
-            return future.result(timeout=_WATCH_SECONDS)
-        except TimeoutError:
-            if not died:
-                continue
-        for process in processes:
-            process.kill()
-        # No process can write any more; without this end of its own the pool's thread reads to the end and gives up.
-        executor._result_queue._writer.close()  # type: ignore[attr-defined]  # private, and the only way
-        return future.result()
 
 
 def _in_batches(items: Iterable[Item]) -> Iterator[list[Item]]:
@@ -281,20 +252,8 @@ _process: _Process | None = None
 def _start_process(spec: TokenizerSpec, json_key: str) -> None:
     """Prepare a tokenizing process."""
     global _process
-    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    # The processes are the parallelism; a thread pool inside each would only fight for the same cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    begin_process()
     _process = _Process(tokenizer=spec.load(), json_key=json_key)
-
-
-def end_with_parent() -> None:
-    """End this process when the parent is gone: a killed parent cannot tell its pool to stop."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _encode_in_process(batch: list[Item]) -> EncodedBatch:

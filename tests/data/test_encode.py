@@ -184,7 +184,7 @@ class DiesWhileItSends(TokenizerSpec):
 
 
 def test_a_process_that_dies_while_it_sends_does_not_hang_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_ext.data.encode._WATCH_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_ext.data.tokenizing_processes._WATCH_SECONDS", 0.3)
     documents = itertools.repeat(text_document(b"x" * 100_000), 100)
     with pytest.raises(UserError, match=r"died .* use fewer --workers"):
         list(encode_all(documents, DiesWhileItSends(), json_key="text", workers=2))

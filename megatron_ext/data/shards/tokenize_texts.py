@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
-import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -25,13 +23,14 @@ import numpy as np
 from megatron_ext.data.content import Content, Unread
 from megatron_ext.data.discover import SourceFile, find_sources
 from megatron_ext.data.documents import ID_TYPES, Problem, Skipped, TokenizedDocument
-from megatron_ext.data.encode import end_with_parent, text_of
+from megatron_ext.data.encode import text_of
 from megatron_ext.data.output import staging_folder
 from megatron_ext.data.readers import read_documents
 from megatron_ext.data.shards.shard_writer import ShardWriter, open_shards
 from megatron_ext.data.survey import refuse_unread, survey
 from megatron_ext.data.token_ids import SHARDS_FORMAT, record_path
 from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec
+from megatron_ext.data.tokenizing_processes import begin_process, result_of
 from megatron_ext.errors import UserError
 
 __all__ = ["TokenizeConfig", "Tokenized", "tokenize"]
@@ -192,7 +191,7 @@ def _run(config: TokenizeConfig, tokenizer: Tokenizer, folder: Path, shares: lis
         return
     # Spawned, not forked: this process may hold threads of a tokenizer that a fork would break.
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(config.processes, mp_context=context, initializer=_start_process)
+    executor = ProcessPoolExecutor(config.processes, mp_context=context, initializer=begin_process)
     waiting = [
         executor.submit(_write_share, config, folder, number, share) for number, share in enumerate(shares) if share
     ]
@@ -200,7 +199,7 @@ def _run(config: TokenizeConfig, tokenizer: Tokenizer, folder: Path, shares: lis
     processes = list((executor._processes or {}).values())
     try:
         for future in waiting:
-            yield future.result()
+            yield result_of(future, executor)
     except BaseException as error:
         # What the others write is not kept.
         for process in processes:
@@ -210,14 +209,6 @@ def _run(config: TokenizeConfig, tokenizer: Tokenizer, folder: Path, shares: lis
         raise
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
-
-
-def _start_process() -> None:
-    # Ctrl-C reaches the whole process group; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The processes are the parallelism; a thread pool inside each would only fight for the same cores.
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _write_share(
