@@ -17,7 +17,7 @@ from megatron_ext.fork.seam_fit import fit
 from megatron_ext.fork.source import Definition, ForkSource
 from megatron_ext.patching import Patch
 
-__all__ = ["ADDED_FILE", "declared", "diff", "takes_hook_point"]
+__all__ = ["ADDED_FILE", "declared", "diff"]
 
 ADDED_FILE = Path("megatron", "core", "hook_points.py")
 """The one file that the set adds."""
@@ -38,14 +38,6 @@ _IMPORT = "from megatron.core.hook_points import declare as _declare  # noqa: E4
 _COLUMNS = 100
 
 
-def takes_hook_point(patch: Patch) -> bool:
-    """Return whether a patch is of a function that is called through a hook point.
-
-    Others bind one name in one module, where they are looked up at each call: nothing holds a copy of them.
-    """
-    return patch.rebind or "." in patch.attribute
-
-
 def declared(source: ForkSource, patches: Sequence[Patch]) -> dict[Path, list[str]]:
     """Return by file what it is to declare, in the order of names.
 
@@ -53,7 +45,7 @@ def declared(source: ForkSource, patches: Sequence[Patch]) -> dict[Path, list[st
         UserError: a file that holds a target cannot be read.
     """
     names: dict[Path, set[str]] = defaultdict(set)
-    for entry in fit(source, [patch for patch in patches if takes_hook_point(patch)]):
+    for entry in fit(source, [patch for patch in patches if patch.takes_hook_point]):
         place = source.find(entry.patch.module, entry.patch.attribute)
         if entry.status != "fits" or not isinstance(place, Definition) or place.parameters is None:
             continue

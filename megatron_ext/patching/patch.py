@@ -96,6 +96,14 @@ class Patch:
         """The attribute part of the target, with the class in front where there is one."""
         return self.target.partition(":")[2]
 
+    @property
+    def takes_hook_point(self) -> bool:
+        """Whether a fork that declares the target calls it through a hook point.
+
+        Others bind one name in one module, where they are looked up at each call: nothing holds a copy of them.
+        """
+        return self.rebind or "." in self.attribute
+
     def describe(self) -> str:
         """Return the four things every error about this patch says."""
         wants = f"{self.distribution} {self.versions}" if self.versions else f"any {self.distribution}"

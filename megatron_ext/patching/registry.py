@@ -140,7 +140,7 @@ def _point(patch: Patch, owner: Any, name: str, raw: Any) -> HookPoint | None:
     It is not where copies must not follow, so that the name in one module is bound instead, and where a class inherits
     the target, so that other classes would follow.
     """
-    if name not in vars(owner) or (not patch.rebind and "." not in patch.attribute):
+    if name not in vars(owner) or not patch.takes_hook_point:
         return None
     return hook_point_of(raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw)
 

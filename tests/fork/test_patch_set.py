@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 
 from megatron_ext.activation import known_patches
 from megatron_ext.cli.main import main
-from megatron_ext.fork.patch_set import ADDED_FILE, diff, takes_hook_point
+from megatron_ext.fork.patch_set import ADDED_FILE, diff
 from megatron_ext.fork.seam_fit import seams_of_megatron
 from megatron_ext.fork.source import ForkSource
 from megatron_ext.patching import Patch
@@ -36,7 +36,7 @@ def test_the_set_of_the_installed_release_is_the_one_that_the_seams_make():
 @pytest.mark.parametrize("patch_set", SETS, ids=lambda path: path.parent.name)
 def test_every_set_names_the_functions_that_the_seams_wrap_in_its_release(patch_set: Path):
     release = patch_set.parent.name.removeprefix("core_v") + ".2"
-    there = [patch for patch in seams_of_megatron(known_patches()) if takes_hook_point(patch)]
+    there = [patch for patch in seams_of_megatron(known_patches()) if patch.takes_hook_point]
     there = [patch for patch in there if not patch.missing_from or release not in SpecifierSet(patch.missing_from)]
     declared = re.findall(r'"([\w.]+)"', "\n".join(line for line in added(patch_set.read_text()) if '""' not in line))
     assert "train_step" in declared

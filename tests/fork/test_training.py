@@ -9,7 +9,6 @@ import megatron.core
 import pytest
 
 from megatron_ext.fork.apply_set import apply, patch_of
-from megatron_ext.fork.patch_set import takes_hook_point
 from megatron_ext.fork.source import ForkSource
 from tests.local_sgd.runs import arguments
 from tests.support.distributed import REPOSITORY, server_with_packages
@@ -38,7 +37,7 @@ def in_force(_model: object, _optimizer: object, _args: object) -> list[tuple[st
 
     statuses = registry().explain(registry().applied)
     return [
-        (status.patch.target, takes_hook_point(status.patch), status.hook_point, status.rebound)
+        (status.patch.target, status.patch.takes_hook_point, status.hook_point, status.rebound)
         for status in statuses
         if status.patch.distribution == "megatron-core"
     ]
