@@ -10,13 +10,13 @@ import json
 import platform
 import textwrap
 import traceback
-import warnings
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from typing import Any
 
 from megatron_ext.patching.gates import installed_version, version_problem
 from megatron_ext.patching.patch import MEGATRON_VERSIONS
+from megatron_ext.quietly import quietly
 
 __all__ = ["Check", "DoctorReport", "add_parser", "examine", "run"]
 
@@ -100,9 +100,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Examine the machine, print the report, and return its exit code."""
-    with warnings.catch_warnings():
-        # What Megatron says about missing kernels while it is imported is part of the report.
-        warnings.simplefilter("ignore")
+    with quietly():  # what Megatron says about missing kernels while it is imported is part of the report
         report = examine()
     if args.json:
         print(json.dumps(asdict(report), indent=2))

@@ -8,28 +8,28 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.convert.families import Family, family_for, family_named, read_config, write_config
-from megatron_ext.convert.flags import settings_of
+from megatron_ext.convert.flags import flag_of_field, settings_of
 from megatron_ext.convert.hf_reader import read_json
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
 __all__ = ["Description", "described_by_args", "described_by_run", "given_config"]
 
-_COMPARED = {
-    "num_attention_heads": "--num-attention-heads",
-    "layernorm_epsilon": "--norm-epsilon",
-    "rotary_base": "--rotary-base",
-    "rotary_percent": "--rotary-percent",
-    "use_rope_scaling": "--use-rope-scaling",
-    "qk_layernorm": "--qk-layernorm",
-    "moe_router_topk": "--moe-router-topk",
-    "moe_router_pre_softmax": "--moe-router-pre-softmax",
-    "moe_router_score_function": "--moe-router-score-function",
-    "position_embedding_type": "--position-embedding-type",
-    "normalization": "--normalization",
-    "swiglu": "--swiglu",
-}
-"""What peers of a run agree on that says what the model computes, by its name among the settings."""
+_COMPARED = (
+    "num_attention_heads",
+    "layernorm_epsilon",
+    "rotary_base",
+    "rotary_percent",
+    "use_rope_scaling",
+    "qk_layernorm",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "position_embedding_type",
+    "normalization",
+    "swiglu",
+)
+"""What peers of a run agree on, under its flag, that says what the model computes."""
 
 Description = tuple[Family, ModelSettings, dict[str, Any]]
 
@@ -100,8 +100,8 @@ def described_by_run(agreed: Mapping[str, str], config: Mapping[str, Any] | None
     arguments = settings.arguments()
     different = [
         f"{flag} is {agreed[flag]} in the run, and {arguments[name]} by --hf-config"
-        for name, flag in _COMPARED.items()
-        if flag in agreed and agreed[flag] != str(arguments[name])
+        for name in _COMPARED
+        if (flag := flag_of_field(name)) in agreed and agreed[flag] != str(arguments[name])
     ]
     if different:
         raise UserError("--hf-config describes another model than the run's peers agreed on: " + "; ".join(different))

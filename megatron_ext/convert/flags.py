@@ -10,7 +10,7 @@ from megatron_ext.convert.counterparts import ONLY
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["flags_of", "settings_of"]
+__all__ = ["flag_of_field", "flags_of", "settings_of"]
 
 _NAMES = {"layernorm_epsilon": "--norm-epsilon"}
 _DERIVED = ("add_bias_linear", "num_query_groups", "vocab_size", "moe_layer_freq", "qk_head_dim", "rope_type")
@@ -28,6 +28,11 @@ _LATENT = (
     "mscale_all_dim",
 )
 """Fields that count with multi-latent attention alone."""
+
+
+def flag_of_field(name: str) -> str:
+    """Return the flag of Megatron's command line that a field of the settings has."""
+    return _NAMES.get(name, "--" + name.replace("_", "-"))
 
 
 def flags_of(settings: ModelSettings) -> list[str]:
@@ -51,7 +56,7 @@ def flags_of(settings: ModelSettings) -> list[str]:
         value = getattr(settings, entry.name)
         if entry.name in _DERIVED or (entry.default is not MISSING and value == entry.default):
             continue
-        flag = _NAMES.get(entry.name, "--" + entry.name.replace("_", "-"))
+        flag = flag_of_field(entry.name)
         if isinstance(value, bool):
             flags += [flag] if value else []
         else:

@@ -9,16 +9,13 @@ and those that are gated. So a conversion moves rows and computes nothing.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters, qkv_rows
+from megatron_ext.params.parameter_names import split_global_name
 
 __all__ = ["HfTensor", "Names", "RowRange", "hf_tensors", "parts_of"]
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 
 _OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -112,19 +109,20 @@ def parts_of(tensor: GlobalTensor, shape: GptShape, names: Names) -> tuple[RowRa
         names: of the family.
     """
     rows = tensor.shape[0] if tensor.valid_rows is None else tensor.valid_rows
-    if (match := _LAYER.fullmatch(tensor.name)) is None:
+    number, expert, leaf = split_global_name(tensor.name)
+    if number is None:
         return (RowRange(name=_OUTSIDE[tensor.name], rows=(0, rows), at=(0, rows)),)
-    layer, leaf = f"model.layers.{match[1]}.", match[2]
+    layer = f"model.layers.{number}."
     if leaf.startswith("self_attention.linear_qkv."):
         return tuple(_qkv_parts(shape, f"{layer}self_attn.", leaf.rpartition(".")[2]))
     if leaf.endswith(("linear_fc1.weight", "linear_fc1.bias")):
-        gate, up = _first_layer(leaf, names)
+        gate, up = _first_layer(leaf, expert, names)
         half = rows // 2
         return (
             RowRange(name=layer + gate, rows=(0, half), at=(0, half)),
             RowRange(name=layer + up, rows=(0, half), at=(half, rows)),
         )
-    return (RowRange(name=layer + _whole(leaf, shape, names), rows=(0, rows), at=(0, rows)),)
+    return (RowRange(name=layer + _whole(leaf, expert, shape, names), rows=(0, rows), at=(0, rows)),)
 
 
 def hf_tensors(shape: GptShape, names: Names) -> tuple[HfTensor, ...]:
@@ -151,20 +149,20 @@ def _qkv_parts(shape: GptShape, prefix: str, kind: str) -> Iterator[RowRange]:
             yield RowRange(name=f"{prefix}{name}.{kind}", rows=rows, at=(begin, end))
 
 
-def _first_layer(leaf: str, names: Names) -> tuple[str, str]:
+def _first_layer(leaf: str, expert: int | None, names: Names) -> tuple[str, str]:
     """The names of the two tensors whose rows an MLP's first layer has."""
     kind = leaf.rpartition(".")[2]
-    if match := _EXPERT.fullmatch(leaf):
-        prefix = f"{names.experts}.{match[1]}."
+    if expert is not None:
+        prefix = f"{names.experts}.{expert}."
         return f"{prefix}{names.gate}.{kind}", f"{prefix}{names.up}.{kind}"
     prefix = f"{names.shared}." if leaf.startswith("mlp.shared_experts.") else "mlp."
     return f"{prefix}gate_proj.{kind}", f"{prefix}up_proj.{kind}"
 
 
-def _whole(leaf: str, shape: GptShape, names: Names) -> str:
+def _whole(leaf: str, expert: int | None, shape: GptShape, names: Names) -> str:
     """The name of the tensor that is the same in both models."""
-    if match := _EXPERT.fullmatch(leaf):
-        return f"{names.experts}.{match[1]}.{names.down}.{leaf.rpartition('.')[2]}"
+    if expert is not None:
+        return f"{names.experts}.{expert}.{names.down}.{leaf.rpartition('.')[2]}"
     if leaf.startswith("mlp.shared_experts.linear_fc2."):
         return f"{names.shared}.down_proj.{leaf.rpartition('.')[2]}"
     others = {

@@ -8,7 +8,6 @@ a tensor has its global name (`megatron_ext.params`), and a read takes the place
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,18 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ext.errors import UserError
+from megatron_ext.params.parameter_names import FUSED_NORMS, split_global_name
 
 __all__ = ["TorchDistReader", "key_candidates"]
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
-_FUSED = {
-    "input_layernorm.": ("self_attention.linear_qkv.layer_norm_",),
-    "pre_mlp_layernorm.": ("mlp.linear_fc1.layer_norm_",),
-    "self_attention.q_layernorm.": ("self_attention.linear_q_up_proj.layer_norm_",),
-    "self_attention.kv_layernorm.": ("self_attention.linear_kv_up_proj.layer_norm_",),
-}
-"""What layer implementations call a norm that is fused with the linear layer behind it."""
 
 
 _OF_A_MODEL = ("embedding.", "decoder.", "output_layer.", "mtp.")
@@ -44,18 +34,15 @@ def key_candidates(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     Args:
         name: the tensor's global name.
     """
-    if (match := _LAYER.fullmatch(name)) is None:
+    layer, expert, leaf = split_global_name(name)
+    if layer is None:
         yield name, ()
         return
-    layer, leaf = int(match[1]), match[2]
     place: tuple[int, ...] = ()
-    if expert := _EXPERT.fullmatch(leaf):
-        place, leaf = (int(expert[1]),), f"mlp.experts.experts.{expert[2]}"
-    leaves = [leaf]
-    for separate, fused in _FUSED.items():
-        if leaf.startswith(separate):
-            leaves += [other + leaf.removeprefix(separate) for other in fused]
-    for candidate in leaves:
+    if expert is not None:
+        place, leaf = (expert,), f"mlp.experts.experts.{leaf}"
+    fused = [other + leaf.removeprefix(norm) for other, norm in FUSED_NORMS.items() if leaf.startswith(norm)]
+    for candidate in (leaf, *fused):
         yield f"decoder.layers.{candidate}", (layer, *place)
         yield f"decoder.layers.{layer}.{candidate}", place
 
@@ -94,12 +81,12 @@ class TorchDistReader:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape, without the axes of a stack."""
-        entry, place = self._entry(name)
+        _, entry, place = self._entry(name)
         return tuple(entry.size)[len(place) :]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's type."""
-        return self._entry(name)[0].properties.dtype
+        return self._entry(name)[1].properties.dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Return a tensor.
@@ -107,15 +94,13 @@ class TorchDistReader:
         Raises:
             UserError: the checkpoint lacks it, or a file of it is missing or damaged.
         """
-        entry, place = self._entry(name)
-        key = self._find(name)
-        assert key is not None
+        key, entry, place = self._entry(name)
         size = tuple(entry.size)[len(place) :]
         box = ChunkStorageMetadata(
             offsets=torch.Size((*place, *(0 for _ in size))), sizes=torch.Size((*(1 for _ in place), *size))
         )
         out = torch.empty(box.sizes, dtype=entry.properties.dtype)
-        items = create_read_items_for_chunk_list(key[0], entry, [box])
+        items = create_read_items_for_chunk_list(key, entry, [box])
         if sum(math.prod(item.lengths) for item in items) != out.numel():
             raise UserError(f"{self._folder}: {name} is not whole in the checkpoint")
         try:
@@ -146,19 +131,20 @@ class TorchDistReader:
                 found = "is missing" if size is None else f"has {size} bytes instead of {end}"
                 raise UserError(f"{file}: the checkpoint's file {found}; copy it again")
 
-    def _find(self, name: str) -> tuple[str, tuple[int, ...]] | None:
+    def _find(self, name: str) -> tuple[str, TensorStorageMetadata, tuple[int, ...]] | None:
+        """A tensor's key, what the checkpoint says of it, and its place in the stack."""
         for candidate, place in key_candidates(name):
-            if isinstance(self._metadata.state_dict_metadata.get(self._prefix + candidate), TensorStorageMetadata):
-                return self._prefix + candidate, place
+            key = self._prefix + candidate
+            entry = self._metadata.state_dict_metadata.get(key)
+            if isinstance(entry, TensorStorageMetadata):
+                return key, entry, place
         return None
 
-    def _entry(self, name: str) -> tuple[TensorStorageMetadata, tuple[int, ...]]:
+    def _entry(self, name: str) -> tuple[str, TensorStorageMetadata, tuple[int, ...]]:
         found = self._find(name)
         if found is None:
             raise UserError(f"{self._folder}: the checkpoint lacks {self._prefix}{name}")
-        entry = self._metadata.state_dict_metadata[found[0]]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry, found[1]
+        return found
 
 
 class _Into(LoadPlanner):

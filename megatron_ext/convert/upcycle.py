@@ -27,6 +27,7 @@ from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.upcycle_config import UpcycleConfig
 from megatron_ext.errors import UserError
 from megatron_ext.params import GlobalTensor
+from megatron_ext.params.parameter_names import split_global_name
 
 __all__ = ["upcycle"]
 
@@ -83,14 +84,15 @@ def _values(source: Source, config: UpcycleConfig, width: int) -> Callable[[Glob
     dense = functools.lru_cache(maxsize=2)(source.read)
 
     def value(tensor: GlobalTensor) -> torch.Tensor:
-        layer, _, leaf = tensor.name.partition(".mlp.")
-        if leaf == "router.weight":
-            return _router(tensor, config, lambda: dense(f"{layer}.mlp.linear_fc2.weight"))
-        if tensor.expert is None:
+        layer, expert, leaf = split_global_name(tensor.name)
+        mlp = f"decoder.layers.{layer}.mlp."
+        if leaf == "mlp.router.weight":
+            return _router(tensor, config, lambda: dense(f"{mlp}linear_fc2.weight"))
+        if expert is None:
             return source.read(tensor.name)
-        begin = tensor.expert % config.granularity * width
-        whole = dense(f"{layer}.mlp.{leaf.split('.', 2)[2]}")
-        if leaf.endswith("linear_fc1.weight"):
+        begin = expert % config.granularity * width
+        whole = dense(f"{mlp}{leaf}")
+        if leaf == "linear_fc1.weight":
             gate, up = whole.chunk(2)
             made = torch.cat([gate[begin : begin + width], up[begin : begin + width]])
         else:

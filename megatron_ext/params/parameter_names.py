@@ -12,8 +12,9 @@ _PREDICTION = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # Transformer Engine's grouped linear keeps its experts as weight0, weight1, ... of one module.
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
+_GLOBAL_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 # Transformer Engine keeps a norm inside the linear layer that follows it.
-_FUSED_NORMS = {
+FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
@@ -46,10 +47,24 @@ def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
     if expert is not None:
         number, leaf = expert
         rest = f"mlp.experts.{first_expert + number}.{leaf}"
-    for fused, separate in _FUSED_NORMS.items():
+    for fused, separate in FUSED_NORMS.items():
         if rest.startswith(fused):
             rest = separate + rest.removeprefix(fused)
     return prefix + rest
+
+
+def split_global_name(name: str) -> tuple[int | None, int | None, str]:
+    """Return the decoder layer and the routed expert in a global name, None where it has none, and what follows.
+
+    Of ``decoder.layers.7.mlp.experts.3.linear_fc1.weight`` these are 7, 3 and ``linear_fc1.weight``; of
+    ``decoder.layers.7.mlp.router.weight`` 7, None and ``mlp.router.weight``.
+    """
+    if (match := _LAYER.fullmatch(name)) is None:
+        return None, None, name
+    layer, rest = int(match[1]), match[2]
+    if (expert := _GLOBAL_EXPERT.fullmatch(rest)) is None:
+        return layer, None, rest
+    return layer, int(expert[1]), expert[2]
 
 
 def checkpoint_key(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -37,20 +37,19 @@ def family_named(model_type: Any) -> Family:
         raise UserError(f"model_type is {model_type!r}; what converts is {', '.join(FAMILIES)}") from None
 
 
-def family_for(settings: ModelSettings, among: Iterable[str] = tuple(FAMILIES)) -> tuple[Family, dict[str, Any]]:
+def family_for(settings: ModelSettings) -> tuple[Family, dict[str, Any]]:
     """Return the first family that can say all of a model, and its configuration.
 
     Args:
         settings: the model.
-        among: names of the families to try.
 
     Raises:
         UserError: none can; the nearest one's reasons are given.
     """
     refusals = []
-    for name in among:
+    for family in FAMILIES.values():
         try:
-            return FAMILIES[name], write_config(FAMILIES[name], settings)
+            return family, write_config(family, settings)
         except UserError as error:
             refusals.append(error)
     raise min(refusals, key=lambda error: str(error).count(";"))
