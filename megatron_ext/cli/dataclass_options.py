@@ -31,8 +31,8 @@ def field_docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add a flag for every field of a dataclass of numbers and names, each with a default."""
+def add_fields(parser: argparse._ActionsContainer, cls: type) -> None:
+    """Add a flag for every field of a dataclass of numbers, names and texts, each with a default."""
     hints, told = get_type_hints(cls), field_docstrings(cls)
     for entry in fields(cls):
         hint = hints[entry.name]
@@ -42,7 +42,7 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
             type=str if choices else hint,
             choices=choices,
             default=entry.default,
-            metavar=None if choices else {int: "N", float: "X"}[hint],
+            metavar=None if choices else {int: "N", float: "X", str: "TEXT"}[hint],
             help=f"{told[entry.name].rstrip('.')} (default: {entry.default})".replace("%", "%%"),
         )
 

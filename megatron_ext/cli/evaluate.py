@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.perplexity_config import PerplexityConfig
 
 __all__ = ["add_parser"]
 
@@ -40,29 +42,13 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--dtype", default="auto", help="of its weights, as bfloat16 (default: that of its files)")
     corpus = parser.add_argument_group("perplexity")
     corpus.add_argument("--data", metavar="PREFIX", help="of a .bin/.idx corpus")
-    corpus.add_argument(
-        "--split", default="969,30,1", help="which documents are of which part, as Megatron has it (default: 969,30,1)"
-    )
-    corpus.add_argument(
-        "--part", choices=("training", "validation", "test"), default="validation", help="(default: validation)"
-    )
-    corpus.add_argument(
-        "--sequence-length",
-        type=int,
-        default=2048,
-        metavar="N",
-        help="tokens that are predicted together, each from those before it (default: 2048)",
-    )
-    corpus.add_argument(
-        "--max-tokens", type=int, default=0, metavar="N", help="after which to stop (default: 0, the whole part)"
-    )
+    add_fields(corpus, PerplexityConfig)
     tasks = parser.add_argument_group("tasks")
     tasks.add_argument(
         "--tasks", metavar="NAME[:SHOTS],...", help="of lm-evaluation-harness, each with SHOTS solved examples"
     )
     tasks.add_argument("--task-files", type=Path, metavar="DIR", help="folder of further tasks in YAML")
     tasks.add_argument("--limit", type=int, metavar="N", help="questions of each task (default: all)")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="sequences at a time (default: 8)")
     output = parser.add_argument_group("output")
     output.add_argument("--output", type=Path, metavar="FILE", help="JSON file for the results")
     output.add_argument(
@@ -119,15 +105,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _perplexity(options: argparse.Namespace, device: str) -> dict[str, Any]:
-    from megatron_ext.evaluation.perplexity import PerplexityConfig, measure_perplexity
+    from megatron_ext.evaluation.perplexity import measure_perplexity
 
-    config = PerplexityConfig(
-        split=options.split,
-        part=options.part,
-        sequence_length=options.sequence_length,
-        batch_size=options.batch_size,
-        max_tokens=options.max_tokens,
-    )
+    config = from_options(PerplexityConfig, options)
 
     def tell(tokens: int) -> None:
         if sys.stderr.isatty():

@@ -5,48 +5,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from megatron_ext.data.split import MEGATRONS_SPLIT, parts_of
+from megatron_ext.data.split import parts_of
 from megatron_ext.errors import UserError, combine
+from megatron_ext.evaluation.perplexity_config import PerplexityConfig
 from megatron_ext.quietly import quietly
 
-__all__ = ["PerplexityConfig", "measure_perplexity"]
+__all__ = ["measure_perplexity"]
 
 _PARTS = ("training", "validation", "test")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PerplexityConfig:
-    """Of what a model's perplexity is measured."""
-
-    split: str = MEGATRONS_SPLIT
-    """Which documents are of which part, as Megatron's --split says it."""
-
-    part: Literal["training", "validation", "test"] = "validation"
-    """Part whose documents are read."""
-
-    sequence_length: int = 2048
-    """Tokens that are predicted together, each of them from those before it."""
-
-    batch_size: int = 8
-    """Sequences at a time."""
-
-    max_tokens: int = 0
-    """Predicted tokens after which to stop; 0 for the whole part."""
-
-    def problems(self) -> list[str]:
-        """Return what cannot be, one sentence each."""
-        return [
-            f"--{name.replace('_', '-')} {getattr(self, name)}: give a whole number of at least {least}"
-            for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_tokens", 0))
-            if getattr(self, name) < least
-        ]
 
 
 def measure_perplexity(

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.perplexity import PerplexityConfig, measure_perplexity
+from megatron_ext.evaluation.perplexity import measure_perplexity
+from megatron_ext.evaluation.perplexity_config import PerplexityConfig
 from tests.convert import models
 
 LENGTHS = (5, 40, 1, 33, 7, 60, 12, 25)
