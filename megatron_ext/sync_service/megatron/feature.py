@@ -35,6 +35,7 @@ from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.sync_service.megatron import checkpoint
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.megatron.catching_up import claim_of, resume_after
+from megatron_ext.sync_service.megatron.job_agreement import telling_padding
 from megatron_ext.sync_service.megatron.joining import Peer, join
 from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, resume_in_part
 from megatron_ext.sync_service.peer.background import ThreadedRound, uncounted, with_steps_since
@@ -131,7 +132,8 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
             peer.job.on_all(lambda: checkpoint.check_residuals(self._residuals, peer.slices.parts))
             peer.client.residuals, self._residuals = self._residuals, {}
         claim = claim_of(context, self._begun, peer.interval, whole=self._saved is not None)
-        adopted = peer.client.begin(claim, {} if claim.whole else peer.slices.read())
+        with telling_padding(context.args):
+            adopted = peer.client.begin(claim, {} if claim.whole else peer.slices.read())
         if adopted is not None:
             peer.slices.write(adopted)
             peer.values.refresh(now=True)

@@ -3,13 +3,20 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from megatron_ext.errors import UserError
 from megatron_ext.options import asks_to_switch, shared_by_peers
 from megatron_ext.sync_service.megatron.arguments import interval_of
 from megatron_ext.sync_service.protocol.report import INTERVAL
 
-__all__ = ["agreed"]
+__all__ = ["VOCABULARY", "agreed", "telling_padding"]
+
+VOCABULARY = "vocabulary with its padding (--make-vocab-size-divisible-by)"
+"""The field that jobs of different layouts differ in by Megatron's defaults: it pads to a multiple of 128 times TP."""
 
 
 def agreed(args: Any) -> dict[str, str]:
@@ -29,3 +36,26 @@ def agreed(args: Any) -> dict[str, str]:
         ),
         **shared_by_peers(args),
     }
+
+
+@contextmanager
+def telling_padding(args: Any) -> Iterator[None]:
+    """Say, where the server refuses this job for the rows of its vocabulary, which option makes them the run's.
+
+    Raises:
+        UserError: the server refuses, for whatever reason.
+    """
+    try:
+        yield
+    except UserError as error:
+        field = re.escape(f"config field {VOCABULARY!r}")
+        rows = re.search(rf"{field} is '\d+' at peer .+ and '(\d+)' in the run", str(error))
+        if rows is None:
+            raise
+        tp = args.tensor_model_parallel_size
+        multiple, rest = divmod(int(rows[1]), tp)
+        if rest:
+            way_out = f"TP {tp} cannot hold {rows[1]} rows in equal parts; choose another TP"
+        else:
+            way_out = f"with TP {tp}, --make-vocab-size-divisible-by {multiple} makes them {rows[1]}"
+        raise UserError(f"{error} ({way_out})") from error

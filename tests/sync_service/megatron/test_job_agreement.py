@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.errors import UserError
 from megatron_ext.options import ROWS
-from megatron_ext.sync_service.megatron.job_agreement import agreed
+from megatron_ext.sync_service.megatron.job_agreement import agreed, telling_padding
+from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.refusal import Refusal
+from megatron_ext.sync_service.rounds.handshake import check_against
 from tests.support.distributed import run_ranks
 
 SHARED = {row.option: row.peers_share for row in ROWS if isinstance(row.peers_share, str) and row.peers_share}
@@ -55,6 +59,29 @@ def test_peers_agree_on_the_interval_the_samples_and_what_the_model_computes(cha
     one, other = agreed(SimpleNamespace(**OPTIONS)), agreed(SimpleNamespace(**{**OPTIONS, **change}))
     assert [field for field in one if one[field] != other[field]] != []
     assert agreed(SimpleNamespace(**{**OPTIONS, "train_iters": 4, "global_batch_size": 8})) == one
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "way_out"),
+    [
+        ({"padded_vocab_size": 512}, 1, "with TP 1, --make-vocab-size-divisible-by 384 makes them 384)"),
+        ({"padded_vocab_size": 512}, 2, "with TP 2, --make-vocab-size-divisible-by 192 makes them 384)"),
+        ({"padded_vocab_size": 640}, 5, "TP 5 cannot hold 384 rows in equal parts; choose another TP)"),
+        ({"seed": 1}, 2, "or begin a run under another name"),
+    ],
+)
+def test_a_peer_whose_vocabulary_is_padded_otherwise_is_told_the_option_that_makes_it_the_runs(
+    change: dict[str, Any], tp: int, way_out: str
+):
+    run = agreed(SimpleNamespace(**{**OPTIONS, "padded_vocab_size": 384}))
+    options = {**OPTIONS, "padded_vocab_size": 384, "tensor_model_parallel_size": tp, **change}
+    peer, catalog = SimpleNamespace(**options), Catalog([TensorSpec(name="w", shape=(1,))])
+    with pytest.raises(UserError) as refused, telling_padding(peer):
+        try:
+            check_against(run, catalog, "b", agreed(peer), catalog)
+        except Refusal as refusal:
+            raise UserError(f"the server refuses: {refusal}") from refusal
+    assert str(refused.value).endswith(way_out)
 
 
 def options_of_arguments() -> dict[str, list[str]]:
