@@ -36,7 +36,7 @@ say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 
 # What of the environment run_single_node.sh takes as it is.
 OF_A_NODE=(BACKEND DATA_ARGS_PATH DATA_PATH EXTRA_ARGS MERGE_FILE MODE MODEL OUTPUT SPES_CONFIG SYNC_STEPS TOKENIZER
-    TRAIN_ITERS VOCAB_FILE VOCAB_SIZE)
+    TRAIN_ITERS VERBOSE VOCAB_FILE VOCAB_SIZE)
 
 if [[ ${1:-} == --hosts ]]; then
     # shellcheck source=scripts/lib/hosts.sh

@@ -21,6 +21,7 @@
 #   GPUS_PER_NODE  processes of this peer (8; at toy size 1)
 #   TRAIN_ITERS    steps of training (as released: 50000, 500000, 200000; at toy size 200)
 #   OUTPUT         folder of the checkpoints, in node0, node1, ... (outputs/spes)
+#   VERBOSE        1 to see all that Megatron and torch print, which otherwise is in OUTPUT/node0.log, ... (0)
 #   MASTER_PORT    where this peer's processes find each other (29500 + NODE_ID)
 
 set -euo pipefail
@@ -165,9 +166,13 @@ if [[ -n $RESUME ]]; then
 fi
 [[ -z $CHECK ]] || exit 0
 find_python
+LAUNCH=(run_quietly "$CHECKPOINT_PATH.log")
+if [[ ${VERBOSE:-0} == 1 ]]; then
+    LAUNCH=(exec)
+fi
 
 # Every peer has a launcher of its own: peers know each other through the server alone.
-exec torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
+"${LAUNCH[@]}" torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
     --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" \
     "${MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

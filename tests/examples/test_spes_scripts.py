@@ -135,6 +135,33 @@ def test_bad_input_of_a_node_is_refused_with_the_way_out(
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
 
+def test_a_nodes_log_is_quiet_and_whole_in_its_file_unless_it_is_to_be_verbose(desk: Desk) -> None:
+    desk.command("torchrun", "echo '> initialized it'; echo trained; echo failed >&2; exit 3")
+    settings = {"BACKEND": "cpu", "MODE": "centralized", "OUTPUT": str(desk.folder / "out")}
+    code, output = desk.run(NODE, ["0"], **settings)
+    assert code == 3 and sorted(output.splitlines()) == ["failed", "trained"]
+    log = desk.folder / "out/node0.log"
+    assert sorted(log.read_text().splitlines()) == ["> initialized it", "failed", "trained"]
+    log.unlink()
+    code, output = desk.run(NODE, ["0"], **settings, VERBOSE="1")
+    assert code == 3 and "> initialized it" in output and not log.exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "last"), [(signal.SIGTERM, "told to end"), (signal.SIGINT, "KeyboardInterrupt")], ids=["TERM", "INT"]
+)
+def test_a_signal_to_a_node_reaches_its_training_whose_last_line_is_shown(
+    desk: Desk, number: signal.Signals, last: str
+) -> None:
+    desk.command("torchrun", TRAIN_UNTIL_TOLD)
+    settings = {"BACKEND": "cpu", "MODE": "centralized", "OUTPUT": str(desk.folder / "out")}
+    with desk.start(NODE, ["0"], **settings) as node:
+        until(lambda: "training" in node.output.read_text() or node.process.poll() is not None, "training")
+        node.process.send_signal(number)
+        code, output = node.finish()
+    assert code in (1, 128 + number) and output.splitlines()[-1] == last
+
+
 def test_a_check_of_a_node_starts_nothing(desk: Desk) -> None:
     desk.command("torchrun", "echo started")
     checked = desk.run(NODE, ["0", "--check"], BACKEND="cpu", OUTPUT=str(desk.folder / "out"))

@@ -159,6 +159,35 @@ find_python() {
         export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
 }
 
+# run_quietly FILE COMMAND...: shows a command's output without the noise of Megatron and torch, keeps all of it in FILE, passes
+# signals on, and exits with the command's status when the last line is shown.
+run_quietly() {
+    local filter=(python -I "$ROOT/scripts/lib/quiet_log.py" "$1") filters=() job status=0
+    mkdir -p "$(dirname "$1")"
+    : >>"$1" || launch_error "$1 cannot be written, which is where the log goes"
+    shift
+    exec 3> >("${filter[@]}")
+    filters+=($!)
+    exec 4> >("${filter[@]}" >&2)
+    filters+=($!)
+    # A shell has its background jobs ignore interrupts, unless they have a process group of their own.
+    set -m
+    "$@" </dev/null >&3 2>&4 3>&- 4>&- &
+    job=$!
+    set +m
+    exec 3>&- 4>&-
+    # shellcheck disable=SC2064 # of this job
+    trap "kill -TERM $job" TERM HUP
+    # shellcheck disable=SC2064
+    trap "kill -INT -- -$job" INT # as a terminal does it
+    while kill -0 "$job" 2>/dev/null; do
+        wait "$job" || true # a signal ends it early
+    done
+    wait "$job" || status=$?
+    wait "${filters[@]}" || true
+    exit "$status"
+}
+
 # Whether $1 is a whole number, 0 or more, with no more digits than shell arithmetic can take.
 is_number() { [[ $1 =~ ^(0|[1-9][0-9]{0,17})$ ]]; }
 

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the filter of training logs leaves out, and what it never may."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.distributed import REPOSITORY
+
+FILTER = [sys.executable, "-I", str(REPOSITORY / "scripts/lib/quiet_log.py")]
+NOISE = """\
+W1128 09:41:37.188000 20956 torch/utils/cpp_extension.py:178] No CUDA runtime is found, using CUDA_HOME='/usr/local'
+/lib/megatron/core/models/backends.py:34: UserWarning: Apex is not installed. Falling back to Torch Norm
+  warnings.warn("Apex is not installed. Falling back to Torch Norm")
+------------------------ arguments ------------------------
+  adam_beta1 ...................................... 0.9
+  some_new_kind_of_argument ....................... error
+-------------------- end of arguments ---------------------
+> initialized tensor model parallel with size 1
+
+Number of parameters in transformer block in billions:  0.00
+Theoretical memory footprints: weight and optimizer=4.38 MB, activation=0.68 MB, total=5.06 MB
+usage: pretrain_gpt.py [-h]
+                       [--tensor-model-parallel-size TENSOR_MODEL_PARALLEL_SIZE]
+"""
+TOLD = """\
+> megatron_ext: no CUDA device was found, training runs on CPU with gloo
+ [2026-11-28 09:41:42] iteration        1/      20 | lm loss: 5.5 |
+megatron-ext: error: --seq-length: 3 is too short
+Traceback (most recent call last):
+  File "/lib/megatron/training/training.py", line 3, in pretrain
+    raise ValueError("  warnings.warn(")
+ValueError: the model has no layers
+some line \xff that nobody has foreseen
+/lib/x.py:3: UserWarning without its colon
+  at the end
+"""
+
+
+def filtered(text: bytes, log: str, output: int = subprocess.PIPE) -> tuple[bytes, str]:
+    """Return what the filter shows of a log, and what it says itself."""
+    done = subprocess.run([*FILTER, log], input=text, stdout=output, stderr=subprocess.PIPE, check=True)
+    return done.stdout, done.stderr.decode()
+
+
+def test_a_log_is_shown_without_the_noise_and_kept_with_it(tmp_path: Path) -> None:
+    noise, told = (text.encode("latin-1") for text in (NOISE, TOLD))
+    for text in (noise + told, told + noise):
+        log = tmp_path / "node0.log"
+        assert filtered(text, str(log)) == (told, "")
+        assert log.read_bytes() == text
+        log.unlink()
+
+
+def test_what_follows_noise_on_the_next_run_is_appended(tmp_path: Path) -> None:
+    log = tmp_path / "node0.log"
+    filtered(b"one\n", str(log))
+    assert filtered(b"two without an end", str(log)) == (b"two without an end", "")
+    assert log.read_bytes() == b"one\ntwo without an end"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_or_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
+    text = TOLD.encode("latin-1")
+    shown, said = filtered(text, "/dev/full")
+    assert shown == text and said.count("No space left on device; nothing more is written there") == 1
+    log = tmp_path / "node0.log"
+    with open("/dev/full", "wb") as full:
+        _, said = filtered(text, str(log), full.fileno())
+    assert log.read_bytes() == text and "standard output: No space left on device" in said
