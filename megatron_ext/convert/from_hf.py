@@ -12,6 +12,7 @@ from megatron_ext.convert.families import family_named, read_config
 from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of
 from megatron_ext.convert.hf_reader import HfModel
 from megatron_ext.convert.release import Converted, Step, write_release
+from megatron_ext.convert.whole_folder import identity
 from megatron_ext.errors import UserError
 from megatron_ext.params import GlobalTensor, GptShape
 
@@ -30,7 +31,8 @@ def from_hf(
 ) -> Converted:
     """Write a Hugging Face model as a checkpoint that stock Megatron loads with --load, in any layout.
 
-    Training begins at iteration 0 with a new optimizer, as after Megatron's own conversions (a "release").
+    Training begins at iteration 0 with a new optimizer, as after Megatron's own conversions (a "release"). A conversion
+    that was cut off and is started again with the same arguments resumes after the files that are whole.
 
     Args:
         source: the model's folder.
@@ -44,6 +46,7 @@ def from_hf(
     Raises:
         UserError: the model, one of its files or a field of its configuration does not convert.
     """
+    ignored = tuple(ignored)
     model = HfModel(source)
     family = family_named(model.config.get("model_type"))
     settings = read_config(family, model.config, ignored)
@@ -56,6 +59,7 @@ def from_hf(
         settings,
         shape,
         lambda tensor: _assembled(model, tensor, shape, family.names),
+        {"config": model.config, "ignored": sorted(ignored), "of": identity(model.files)},
         tokenizer=source,
         hf_config=model.config,
         overwrite=overwrite,

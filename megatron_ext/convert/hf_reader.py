@@ -38,6 +38,11 @@ class HfModel:
         self._open: dict[str, Any] = {}
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """That have the weights."""
+        return tuple(self.folder / name for name in sorted(set(self._files.values())))
+
+    @property
     def names(self) -> frozenset[str]:
         """Of all tensors."""
         return frozenset(self._files)

@@ -16,7 +16,7 @@ from megatron_ext.convert.megatron_args import checkpoint_args, keeps_common_bes
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.tokenizer_files import copy_tokenizer
 from megatron_ext.convert.torch_dist_writer import write_checkpoint
-from megatron_ext.convert.whole_folder import fresh_folder
+from megatron_ext.convert.whole_folder import resumed_folder
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters
 
 __all__ = ["Converted", "Step", "write_release"]
@@ -50,6 +50,7 @@ def write_release(
     settings: ModelSettings,
     shape: GptShape,
     values: Callable[[GlobalTensor], torch.Tensor],
+    task: Mapping[str, Any],
     *,
     tokenizer: Path,
     hf_config: Mapping[str, Any] | None,
@@ -63,6 +64,8 @@ def write_release(
         settings: the model.
         shape: its tensors.
         values: what they are, each of its shape and type.
+        task: what tells that a conversion which was cut off was the same one; it is resumed after the files that are
+            whole.
         tokenizer: folder that may have one, to be copied.
         hf_config: the model's ``config.json``, for the way back; None where there is none.
         overwrite: whether a checkpoint in `target` is replaced.
@@ -76,7 +79,8 @@ def write_release(
         return value
 
     args = checkpoint_args(settings, shape.padded_vocab_size)
-    with fresh_folder(target, overwrite=overwrite) as folder:
+    task = {**task, "flags": flags_of(settings), "rows": shape.padded_vocab_size, "dtype": str(shape.dtype)}
+    with resumed_folder(target, task, overwrite=overwrite) as folder:
         write_checkpoint(
             folder / "release",
             shape,
@@ -85,13 +89,14 @@ def write_release(
             homogeneous=settings.is_homogeneous,
             common_beside=keeps_common_beside(),
         )
-        (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
         flags = [*flags_of(settings), "--padded-vocab-size", str(shape.padded_vocab_size)]
         if copy_tokenizer(tokenizer, folder / "tokenizer"):
             flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(target / "tokenizer")]
         (folder / "megatron_flags.txt").write_text("\n".join(flags) + "\n", encoding="utf-8")
         if hf_config is not None:
             write_json(folder / "hf_config.json", hf_config)
+        # The last one: without it Megatron loads nothing.
+        (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
     return Converted(
         folder=target,
         settings=settings,

@@ -24,7 +24,7 @@ from megatron_ext.convert.model_sources import (
     open_checkpoint,
 )
 from megatron_ext.convert.tokenizer_files import copy_tokenizer
-from megatron_ext.convert.whole_folder import resumed_folder
+from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.errors import UserError
 from megatron_ext.params import GptShape, gpt_parameters
 from megatron_ext.params.tensors import EMBEDDING_UNIT, OUTPUT_UNIT
@@ -129,7 +129,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
             step(tensor.name, made.nbytes)
         return made.clone()
 
-    task = {"weights": options.weights, "config": config, "of": _identity(files)}
+    task = {"weights": options.weights, "config": config, "of": identity(files)}
     groups = grouped(tensors, dtype.itemsize, options.max_shard_bytes)
     with resumed_folder(options.target, task, overwrite=options.overwrite) as folder:
         write_weights(folder, groups, value, dtype.itemsize)
@@ -179,8 +179,3 @@ def _check(source: Source, shape: GptShape) -> int:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"the source has {unknown[0]}{more}, which the model does not have")
     return rows
-
-
-def _identity(files: tuple[Path, ...]) -> list[list[object]]:
-    """By which a source that was changed meanwhile is known."""
-    return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]

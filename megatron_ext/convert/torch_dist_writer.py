@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a model as a torch_dist checkpoint that stock Megatron loads, one tensor in memory at a time."""
+"""Writes a model as a torch_dist checkpoint that stock Megatron loads, one tensor in memory at a time.
+
+A run that was cut off resumes after the last whole file.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import os
+import pickle
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +27,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.convert.torch_dist_reader import key_candidates
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters
@@ -49,14 +55,14 @@ def write_checkpoint(
     """Write a checkpoint of one iteration.
 
     Args:
-        folder: where; it must not exist.
+        folder: where. What an earlier call with the same arguments has written there, and says to be whole, stays.
         shape: the model, whose `dtype` is that of the file.
         values: what its tensors are.
         args: the arguments that Megatron is to find in it.
         homogeneous: whether the layers are stacked, as Megatron does where all are alike.
         common_beside: whether what is neither tensor nor state of a layer is in a file beside, as up to Megatron 0.18.
     """
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     common = {
         "args": args,
         "checkpoint_version": 3.0,
@@ -74,12 +80,28 @@ def write_checkpoint(
     writer.set_up_storage_writer(is_coordinator=True)
     planner = _Planner(values, entries)
     written = []
-    for plan in writer.prepare_global_plan(plans):
-        written.append(writer.write_data(plan, planner).wait())
+    records = [folder / f"file_{number}.written" for number in range(len(plans))]
+    for record, plan in zip(records, writer.prepare_global_plan(plans), strict=True):
+        if not record.exists():
+            _note(record, writer.write_data(plan, planner).wait())
+        results: list[WriteResult] = pickle.loads(record.read_bytes())
+        written.append(results)
     writer.finish(Metadata(_described(entries)), written)
+    for record in records:
+        record.unlink()
     (folder / "metadata.json").write_text(
         json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}), encoding="utf-8"
     )
+
+
+def _note(record: Path, results: list[WriteResult]) -> None:
+    """Note that a file is whole, and what is where in it."""
+    partial = record.with_suffix(".partial")
+    with partial.open("wb") as file:
+        pickle.dump(results, file)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.rename(record)
 
 
 @dataclass(frozen=True)

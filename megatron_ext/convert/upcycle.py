@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from megatron_ext.convert.model_sources import Source, checkpoint_folder, open_c
 from megatron_ext.convert.release import Converted, Step, write_release
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.upcycle_config import UpcycleConfig
+from megatron_ext.convert.whole_folder import identity
 from megatron_ext.errors import UserError
 from megatron_ext.params import GlobalTensor
 from megatron_ext.params.parameter_names import split_global_name
@@ -72,6 +73,7 @@ def upcycle(
         settings,
         shape,
         lambda tensor: value(tensor).to(tensor.dtype),
+        {"upcycle": asdict(config), "of": identity([folder / ".metadata"])},
         tokenizer=source / "tokenizer",
         hf_config=_hf_config(settings, source / "hf_config.json"),
         overwrite=overwrite,

@@ -2,14 +2,17 @@
 """Every family: what transformers saved comes back bit for bit, by way of a checkpoint of Megatron's."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from megatron_ext.convert import torch_dist_writer
 from megatron_ext.convert.from_hf import from_hf
 from megatron_ext.convert.hf_names import hf_tensors
+from megatron_ext.convert.model_sources import is_checkpoint
 from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
 from tests.convert import models
@@ -105,6 +108,68 @@ def test_a_conversion_that_was_cut_off_resumes_after_the_whole_files(
     to_hf(task, lambda name, nbytes: rest.append(name))
     assert whole and not whole.keys() & set(rest)
     assert same(source, tmp_path / "back") and not (tmp_path / "back.partial").exists()
+
+
+@pytest.fixture
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of tiny models has several files."""
+    monkeypatch.setattr(torch_dist_writer, "_FILE_BYTES", 60_000)
+
+
+class Killed(BaseException):
+    """Ends a conversion at once."""
+
+
+def kill_at(number: int) -> Callable[[str, int], None]:
+    """Return a step that ends a conversion at this tensor."""
+    seen: list[str] = []
+
+    def step(name: str, nbytes: int) -> None:
+        seen.append(name)
+        if len(seen) == number:
+            raise Killed
+
+    return step
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files below a folder but `.metadata`, in which torch writes a random number."""
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name != ".metadata"]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_way_to_megatron_that_was_cut_off_resumes_after_the_whole_files(tmp_path: Path):
+    source = models.save("llama", tmp_path / "model")
+    from_hf(source, tmp_path / "whole")
+    with pytest.raises(Killed):
+        from_hf(source, tmp_path / "checkpoint", step=kill_at(14))
+    partial = tmp_path / "checkpoint.partial"
+    assert not (tmp_path / "checkpoint").exists()
+    assert not is_checkpoint(partial) and not is_checkpoint(partial / "release")
+    last = max(partial.glob("release/*.distcp"), key=lambda file: int(file.name.split("_")[2]))
+    last.write_bytes(last.read_bytes()[:-100])  # a kill may leave less than an exception does
+    rest: list[str] = []
+    from_hf(source, tmp_path / "checkpoint", step=lambda name, nbytes: rest.append(name))
+    assert "embedding.word_embeddings.weight" not in rest and "output_layer.weight" in rest
+    assert contents(tmp_path / "checkpoint") == contents(tmp_path / "whole") and not partial.exists()
+    to_hf(ToHf(source=tmp_path / "checkpoint", target=tmp_path / "back"))
+    assert same(source, tmp_path / "back")
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize("change", ["dtype", "weights"])
+def test_files_of_another_model_or_type_are_not_resumed(change: str, tmp_path: Path):
+    source = models.save("llama", tmp_path / "model")
+    with pytest.raises(Killed):
+        former = torch.bfloat16 if change == "dtype" else None
+        from_hf(source, tmp_path / "checkpoint", dtype=former, step=kill_at(14))
+    if change == "weights":
+        file = source / "model.safetensors"
+        save_file({name: values + 1 for name, values in load_file(file).items()}, file, metadata={"format": "pt"})
+    from_hf(source, tmp_path / "checkpoint")
+    to_hf(ToHf(source=tmp_path / "checkpoint", target=tmp_path / "back"))
+    assert same(source, tmp_path / "back")
 
 
 def test_files_of_another_task_are_not_resumed(tmp_path: Path):
@@ -203,4 +268,7 @@ def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path):
     from_hf(source, tmp_path / "checkpoint")
     with pytest.raises(UserError, match="--overwrite"):
         from_hf(source, tmp_path / "checkpoint")
-    from_hf(source, tmp_path / "checkpoint", overwrite=True)
+    from_hf(models.save("qwen3", tmp_path / "other"), tmp_path / "checkpoint", overwrite=True)
+    to_hf(ToHf(source=tmp_path / "checkpoint", target=tmp_path / "back"))
+    assert same(tmp_path / "other", tmp_path / "back")
+    assert not list(tmp_path.glob("*.former")) and not list(tmp_path.glob("*.partial"))
