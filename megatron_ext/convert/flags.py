@@ -10,7 +10,10 @@ from megatron_ext.convert.counterparts import ONLY
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["flag_of_field", "flags_of", "settings_of"]
+__all__ = ["PLAIN_QUERIES", "flag_of_field", "flags_of", "settings_of"]
+
+PLAIN_QUERIES = ("megatron_ext.layer_specs", "plain_queries")
+"""What --spec has for latent attention whose queries are not normalised."""
 
 _NAMES = {"layernorm_epsilon": "--norm-epsilon"}
 _DERIVED = ("add_bias_linear", "num_query_groups", "vocab_size", "moe_layer_freq", "qk_head_dim", "rope_type")
@@ -80,6 +83,9 @@ def settings_of(args: Any, vocab_size: int | None = None) -> ModelSettings:
         for name, value in ONLY.items()
         if getattr(args, name, value) != value
     ]
+    spec = getattr(args, "spec", None)
+    if spec is not None and tuple(spec) != PLAIN_QUERIES:
+        problems.append(f"spec is {' '.join(spec)!r} (layers of your own do not convert)")
     if problems:
         raise UserError("convert: the model has what a Hugging Face layout cannot say: " + "; ".join(problems))
     values: dict[str, Any] = {

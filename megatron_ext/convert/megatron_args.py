@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_ext.convert.flags import PLAIN_QUERIES
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 from megatron_ext.quietly import quietly
 
-__all__ = ["checkpoint_args", "keeps_common_beside", "read_args"]
+__all__ = ["checkpoint_args", "keeps_common_beside", "layer_flags", "read_args"]
 
 
 def checkpoint_args(settings: ModelSettings, rows: int) -> argparse.Namespace:
@@ -42,6 +44,15 @@ def keeps_common_beside() -> bool:
     return not hasattr(serialization, "load_common_state_dict") or not hasattr(
         serialization, "_legacy_common_state_exists"
     )
+
+
+def layer_flags(settings: ModelSettings) -> list[str]:
+    """Return flags that name the model's layers, where the installed Megatron has no option for them."""
+    needed = settings.multi_latent_attention and settings.qk_layernorm and settings.q_lora_rank is None
+    # Up to 0.18 Megatron builds no norm for queries that are not projected down.
+    if not needed or find_spec("megatron.core.transformer.mla_qk_norm_config") is None:
+        return []
+    return ["--spec", *PLAIN_QUERIES]
 
 
 def read_args(folder: Path) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from megatron_ext.convert.flags import flags_of
 from megatron_ext.convert.hf_writer import write_json
-from megatron_ext.convert.megatron_args import checkpoint_args, keeps_common_beside
+from megatron_ext.convert.megatron_args import checkpoint_args, keeps_common_beside, layer_flags
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.tokenizer_files import copy_tokenizer
 from megatron_ext.convert.torch_dist_writer import write_checkpoint
@@ -89,7 +89,7 @@ def write_release(
             homogeneous=settings.is_homogeneous,
             common_beside=keeps_common_beside(),
         )
-        flags = [*flags_of(settings), "--padded-vocab-size", str(shape.padded_vocab_size)]
+        flags = [*flags_of(settings), *layer_flags(settings), "--padded-vocab-size", str(shape.padded_vocab_size)]
         if copy_tokenizer(tokenizer, folder / "tokenizer"):
             flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(target / "tokenizer")]
         (folder / "megatron_flags.txt").write_text("\n".join(flags) + "\n", encoding="utf-8")

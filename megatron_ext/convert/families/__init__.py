@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megatron_ext.convert.families.deepseek import DeepseekV3
+from megatron_ext.convert.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_ext.convert.families.dense import Llama, Qwen2, Qwen3
 from megatron_ext.convert.families.family import Family, read_config, write_config
 from megatron_ext.convert.families.mixtures import Mixtral, Qwen2Moe, Qwen3Moe
@@ -19,7 +19,7 @@ __all__ = ["FAMILIES", "Family", "family_for", "family_named", "read_config", "w
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for family in (Llama(), Qwen2(), Qwen3(), Mixtral(), Qwen3Moe(), Qwen2Moe(), DeepseekV3())
+        for family in (Llama(), Qwen2(), Qwen3(), Mixtral(), Qwen3Moe(), Qwen2Moe(), DeepseekV3(), DeepseekV2())
     }
 )
 """By the name of the model type."""

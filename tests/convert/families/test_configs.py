@@ -49,6 +49,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**DENSE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
     "qwen2_moe": {**DENSE, **EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
     "deepseek_v3": {**DENSE, **LATENT},
+    "deepseek_v2": {**DENSE, **LATENT, "topk_method": "group_limited_greedy", "topk_group": 3},
 }
 
 
@@ -112,8 +113,13 @@ def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rota
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias is False"),
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05, and only 1e-06"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
-        ("deepseek_v3", {"q_lora_rank": None}, "q_lora_rank is null"),
+        ("deepseek_v3", {"q_lora_rank": MISSING}, "q_lora_rank is missing"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method is 'noaux_tc'"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid'"),
+        ("deepseek_v2", {"topk_group": 2}, "num_experts_per_tok is 4 and topk_group 2: Megatron chooses groups by"),
         ("deepseek_v3", {"num_experts_per_tok": 8}, "by their best 4 scores"),
+        ("deepseek_v3", {"topk_group": 0}, "n_group and topk_group are 4, 4 and 0"),
     ],
 )
 def test_what_does_not_convert_is_named(family: str, change: dict[str, Any], said: str):
@@ -148,12 +154,18 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_nearest_ones_reason(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("normalization", "LayerNorm"), ("squared_relu", True), ("mtp_num_layers", 1), ("window_size", [64, 0])],
+    [
+        ("normalization", "LayerNorm"),
+        ("squared_relu", True),
+        ("mtp_num_layers", 1),
+        ("window_size", [64, 0]),
+        ("spec", ["mine", "layers"]),
+    ],
 )
 def test_arguments_without_a_counterpart_are_named(name: str, value: Any):
     args = checkpoint_args(read_config(family_named("llama"), DENSE), 300)
     setattr(args, name, value)
-    with pytest.raises(UserError, match=rf"{name} is .*{str(value).strip('[]').split(',')[0]}"):
+    with pytest.raises(UserError, match=rf"{name} is .*{str(value).strip("[']").split(',')[0].strip("'")}"):
         settings_of(args)
 
 
