@@ -22,7 +22,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
-    for entry, text in zip(tree.body, tree.body[1:], strict=False):
+    for entry, text in zip(tree.body, [*tree.body[1:], None], strict=True):
         if not (isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)):
             continue
         if not (isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)):

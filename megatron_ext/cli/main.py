@@ -11,17 +11,22 @@ from megatron_ext.cli import convert, data, doctor, evaluate, hot_switch, local_
 from megatron_ext.errors import UserError
 from megatron_ext.version import __version__
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for bad input, 130 after Ctrl-C."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all subcommands."""
     parser = argparse.ArgumentParser(prog="megatron-ext", description="Tools of megatron_ext.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (patches, doctor, data, convert, evaluate, local_sgd, hot_switch, server, spes):
         module.add_parser(subparsers)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit code: 2 for bad input, 130 after Ctrl-C."""
+    options = make_parser().parse_args(argv)
     try:
         return int(options.func(options))
     except UserError as error:

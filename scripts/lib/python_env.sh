@@ -10,7 +10,7 @@
 # What is installed: this checkout (editable) with the extras below, at the versions of constraints.txt. The
 # quickstart and the tests use the same environment, so the download happens once.
 
-PYTHON_ENV_EXTRAS="tests,plots,data,spes,muon,instances"
+PYTHON_ENV_EXTRAS="tests,plots,data,spes,muon,instances,docs"
 PYTHON_ENV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 PYTHON_ENV_DIR="$PYTHON_ENV_ROOT/.venv"
 # Written first: says that the folder is ours, so that it may be removed when it is incomplete. Of others only an empty one is.
