@@ -54,9 +54,7 @@ CHECKPOINT_FORMATS = (
         says("ckpt_format", "torch"),
         cpu=RESUME,
         local_sgd=tested(f"{WORKERS}test_legacy_format.py::test_a_resume_follows_the_uninterrupted_run_bit_for_bit"),
-        hot_switch=refused(
-            "it has not been tested with several strategies", "use --ckpt-format torch_dist, the default"
-        ),
+        hot_switch=tested("tests/hot_switch/test_checkpoints.py::test_a_resumed_run_ends_with_the_same_bits"),
         sync_service=tested(f"{PEERS}test_legacy_format.py::test_a_killed_peer_resumes_with_the_same_bits"),
         spes=tested(f"{EXPERTS}test_legacy_format.py::test_a_killed_peer_resumes_with_the_same_bits"),
     ),

@@ -162,7 +162,9 @@ DATA_PARALLEL = (
         _has_instances,
         cpu=_INSTANCES,
         local_sgd=_INSTANCES,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=tested(
+            f"{STRATEGIES}test_instances.py::test_two_instances_compute_what_one_has_and_resume_with_the_same_bits"
+        ),
         sync_service=tested(f"{PEERS}test_instances.py::test_a_peer_with_optimizer_instances_computes_what_one_has"),
     ),
     *(

@@ -31,6 +31,7 @@ def saved(tmp_path, run, **options):
         pytest.param(HOT, {"optimizer": "sgd", "lr": 0.1}, id="SGD"),
         pytest.param(HOT, {"optimizer": "muon", "muon_tp_mode": "duplicated"}, id="Muon"),
         pytest.param(REPLICAS, {"optimizer": "muon", "use_distributed_optimizer": True}, id="Muon, layer-wise"),
+        pytest.param(REPLICAS, {"ckpt_format": "torch", "use_distributed_optimizer": True}, id="legacy format"),
     ],
 )
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot, options):

@@ -44,6 +44,7 @@ def build_guest(
     ddp_config = dataclasses.replace(
         context.ddp_config,
         use_distributed_optimizer=False,
+        num_distributed_optimizer_instances=1,
         overlap_grad_reduce=False,
         overlap_param_gather=False,
         grad_reduce_in_fp32=True,
