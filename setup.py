@@ -5,6 +5,7 @@ Ranges live here; the exact versions that the tests ran with are in ``constraint
 """
 
 import re
+import runpy
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -22,39 +23,8 @@ REQUIRES = [
     "psutil>=5.9",
 ]
 
-PLOTS = ["matplotlib>=3.8"]
-
-DATA = [
-    "pyarrow>=16",  # parquet input
-    "transformers>=4.50",  # tokenizer directories in Hugging Face's format
-]
-
-SPES = [
-    "grpcio>=1.74",
-    "protobuf>=6.31.1",  # the generated code of the protocol asks for no less
-    "grpcio-health-checking>=1.74",
-    "isal>=1.7",  # checksums
-    "prometheus-client>=0.20",  # metrics
-    "PyYAML>=6",  # configuration files of the server
-]
-
-HOT_SWITCH = ["pyyaml>=6"]  # strategy files
-
-# Transformer Engine compiles against the installed torch and CUDA; it is of no use without a GPU.
-TE = ["transformer-engine[pytorch]>=2.0"]
-
-# The writer of Megatron's own default, --async-strategy nvrx; Megatron 0.19 refuses earlier ones.
-ASYNC = ["nvidia-resiliency-ext>=0.6"]
-
-# Muon and its family; an entry of the same name with version 999 stands in another index.
-MUON = ["emerging-optimizers==0.3.0"]
-
-INSTANCES = ["einops>=0.7"]  # Megatron makes the groups of optimizer instances with it
-
-CONVERT = ["safetensors>=0.5"]  # Hugging Face's weights
-
-# Evaluation of Hugging Face models; the harness brings some fifty packages.
-EVAL = ["lm-eval[hf]>=0.4.9", "transformers>=4.50", *CONVERT, *PLOTS]
+# What users choose, by extra: the package's own messages name it, too.
+EXTRAS = {extra: list(found) for extra, found in runpy.run_path(str(HERE / "megatron_ext/extras.py"))["EXTRAS"].items()}
 
 DOCS = [
     "sphinx>=8",
@@ -69,13 +39,14 @@ TESTS = [
     "hypothesis>=6.100",
     "ruff>=0.9",
     "mypy>=1.15",
-    *HOT_SWITCH,
+    *EXTRAS["hot-switch"],
     "tensorboard>=2.16",  # Megatron's TensorBoard writer, which the logging tests read back
-    *CONVERT,  # reads the sync service's snapshots back, too
+    *EXTRAS["convert"],  # reads the sync service's snapshots back, too
     "trustme>=1.2",  # certificates for the sync service's tests
 ]
 
-DEV = [*TESTS, *PLOTS, *DATA, *SPES, *MUON, *INSTANCES, *DOCS, "build>=1.2"]
+DEV = [*TESTS, *DOCS, "build>=1.2"]
+DEV += [requirement for extra in ("plots", "data", "sync", "muon", "instances") for requirement in EXTRAS[extra]]
 
 
 def read_version() -> str:
@@ -117,21 +88,7 @@ setup(
         ]
     },
     install_requires=REQUIRES,
-    extras_require={
-        "spes": SPES,
-        "hot-switch": HOT_SWITCH,
-        "te": TE,
-        "async": ASYNC,
-        "muon": MUON,
-        "instances": INSTANCES,
-        "plots": PLOTS,
-        "data": DATA,
-        "convert": CONVERT,
-        "eval": EVAL,
-        "docs": DOCS,
-        "tests": TESTS,
-        "dev": DEV,
-    },
+    extras_require={**EXTRAS, "docs": DOCS, "tests": TESTS, "dev": DEV},
     entry_points={"console_scripts": ["megatron-ext = megatron_ext.cli.main:main"]},
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 
 __all__ = ["read_yaml"]
 
@@ -18,12 +19,11 @@ _MERGE = "tag:yaml.org,2002:merge"
 """Of the key `<<`."""
 
 
-def read_yaml(path: Path, extra: str) -> Any:
+def read_yaml(path: Path) -> Any:
     """Return the content of a YAML file.
 
     Args:
         path: the file.
-        extra: the package's extra that brings PyYAML, for the error without it.
 
     Raises:
         UserError: PyYAML is missing, or the file cannot be read or is not YAML.
@@ -31,9 +31,7 @@ def read_yaml(path: Path, extra: str) -> Any:
     try:
         import yaml
     except ImportError:
-        raise UserError(
-            f"{path}: reading YAML needs PyYAML; install it with: pip install 'megatron-ext[{extra}]'"
-        ) from None
+        raise UserError(f"{path}: reading YAML needs PyYAML; install it with: {pip_install('PyYAML')}") from None
     try:
         return _load(path.read_text(encoding="utf-8"))
     except OSError as error:

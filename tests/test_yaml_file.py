@@ -15,7 +15,7 @@ BASE = "base: &base {a: 1}\n"
 def read(tmp_path: Path, text: str) -> Any:
     path = tmp_path / "file.yaml"
     path.write_text(text)
-    return read_yaml(path, "spes")
+    return read_yaml(path)
 
 
 @pytest.mark.parametrize(

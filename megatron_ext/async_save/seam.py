@@ -19,6 +19,7 @@ from typing import Any
 from megatron_ext.async_save.writer_process import MCORE, NVRX, Loop, WriterLoops
 from megatron_ext.async_save.writer_watch import WatchedQueue, Writer, allow_open_files, newest_whole
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install_extra
 from megatron_ext.hooks import CutsWorkers, hooks
 from megatron_ext.patching import Patch
 
@@ -78,7 +79,7 @@ def missing_writer(args: Any) -> str | None:
             found = "is older"
     return (
         f"--async-save with --async-strategy nvrx, Megatron's default, needs {_RESILIENCY}{RESILIENCY_VERSIONS}, which "
-        f"{found}; pip install 'megatron-ext[async]', or add --async-strategy mcore"
+        f"{found}; {pip_install_extra('async')}, or add --async-strategy mcore"
     )
 
 

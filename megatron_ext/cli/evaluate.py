@@ -11,6 +11,7 @@ from typing import Any
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.perplexity_config import PerplexityConfig
+from megatron_ext.extras import pip_install
 
 __all__ = ["add_parser"]
 
@@ -121,7 +122,7 @@ def _loaded(folder: Path, device: str, dtype: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise UserError("evaluate: transformers is not installed; run `pip install transformers`") from error
+        raise UserError(f"evaluate: transformers is not installed; run `{pip_install('transformers')}`") from error
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     except (OSError, ValueError) as error:

@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.cli.local_sgd_suggest import add_suggest
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 
 __all__ = ["add_parser", "run_report"]
 
@@ -124,7 +125,7 @@ def _draw(rounds: Sequence[dict[str, Any]], file: Path) -> None:
     try:
         draw_rounds(rounds, file)
     except ImportError:
-        raise UserError("it needs matplotlib; install it with: pip install 'megatron-ext[plots]'") from None
+        raise UserError(f"it needs matplotlib; install it with: {pip_install('matplotlib')}") from None
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
     except ValueError as error:

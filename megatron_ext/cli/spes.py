@@ -66,7 +66,7 @@ def _translate(options: argparse.Namespace) -> int:
 def _read(path: Path) -> dict[str, Any]:
     from megatron_ext.yaml_file import read_yaml
 
-    content = read_yaml(path, "spes")
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: not a configuration (no keys at its top)")
     return content

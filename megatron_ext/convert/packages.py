@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 
 __all__ = ["safetensors"]
 
@@ -20,4 +21,6 @@ def safetensors(module: str = "") -> Any:
     try:
         return importlib.import_module(".".join(filter(None, ("safetensors", module))))
     except ImportError as error:
-        raise UserError("convert: the package safetensors is not installed; run `pip install safetensors`") from error
+        raise UserError(
+            f"convert: the package safetensors is not installed; run `{pip_install('safetensors')}`"
+        ) from error

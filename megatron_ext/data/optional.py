@@ -7,6 +7,7 @@ import importlib
 from types import ModuleType
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 
 __all__ = ["import_optional"]
 
@@ -26,6 +27,5 @@ def import_optional(module: str, purpose: str) -> ModuleType:
     except ImportError as error:
         package = module.partition(".")[0]
         raise UserError(
-            f"{purpose} needs the package {package} ({error}); install it with: "
-            "pip install 'megatron-ext[data]'"
+            f"{purpose} needs the package {package} ({error}); install it with: {pip_install(package)}"
         ) from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 
 __all__ = ["Task", "parse_tasks", "run_tasks"]
 
@@ -70,7 +71,9 @@ def run_tasks(
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError as error:
-        raise UserError(f"--tasks needs lm-evaluation-harness ({error}); run `pip install 'lm-eval[hf]'`") from error
+        raise UserError(
+            f"--tasks needs lm-evaluation-harness ({error}); run `{pip_install('lm-eval')}`"
+        ) from error
     manager = TaskManager(include_path=None if folder is None else str(folder))
     unknown = [task.name for task in tasks if not manager.match_tasks([task.name])]
     if unknown:

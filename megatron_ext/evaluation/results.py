@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 
 __all__ = ["Results", "draw", "read_results", "table"]
 
@@ -103,7 +104,7 @@ def draw(models: Sequence[Results], file: Path) -> None:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError as error:
-        raise UserError("--picture needs matplotlib; run `pip install matplotlib`") from error
+        raise UserError(f"--picture needs matplotlib; run `{pip_install('matplotlib')}`") from error
     found = [model.measures() for model in models]
     names = list(dict.fromkeys(name for measures in found for name in measures))
     apart = [[name for name in names if "perplexity" in name], [name for name in names if "perplexity" not in name]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.extras import pip_install
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_ANY_JOB,
@@ -31,7 +32,7 @@ _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _IN_BF16 = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
 _INSTANCES = tested(f"{WORKERS}test_instances.py::test_workers_with_optimizer_instances_compute_what_one_has")
-_NO_EINOPS = refused("Megatron makes the groups of instances with it", "pip install 'megatron-ext[instances]'")
+_NO_EINOPS = refused("Megatron makes the groups of instances with it", pip_install("einops"))
 
 
 def _has_instances(args: Any) -> bool:

@@ -8,6 +8,8 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from megatron_ext.extras import pip_install_extra
+
 __all__ = ["EMERGING_VERSIONS", "FAMILY", "missing_optimizers"]
 
 FAMILY = ("muon", "dist_muon", "adaptive_muon", "lion", "soap")
@@ -37,7 +39,7 @@ def missing_optimizers(args: Any) -> str | None:
         problem = f"is {found}"
     return (
         f"--optimizer {args.optimizer} needs {_PACKAGE}{EMERGING_VERSIONS}, which {problem}; "
-        "pip install 'megatron-ext[muon]'"
+        f"{pip_install_extra('muon')}"
     )
 
 

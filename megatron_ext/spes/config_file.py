@@ -37,7 +37,7 @@ def read_spes_config(path: Path) -> SpesConfig:
     Raises:
         UserError: the file cannot be read, or with all problems of its content and their fixes.
     """
-    content = read_yaml(path, "spes")
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise UserError(f"{path}: must be a mapping with using_spes and spes_config")
     inner = content.get("spes_config", {})

@@ -10,7 +10,7 @@
 # What is installed: this checkout (editable) with the extras below, at the versions of constraints.txt. The
 # quickstart and the tests use the same environment, so the download happens once.
 
-PYTHON_ENV_EXTRAS="tests,plots,data,spes,muon,instances,docs"
+PYTHON_ENV_EXTRAS="tests,plots,data,sync,muon,instances,docs"
 PYTHON_ENV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 PYTHON_ENV_DIR="$PYTHON_ENV_ROOT/.venv"
 # Written first: says that the folder is ours, so that it may be removed when it is incomplete. Of others only an empty one is.
@@ -144,7 +144,7 @@ MESSAGE
 _env_root_line() { printf 'root=%s\n' "$PYTHON_ENV_ROOT"; }
 _env_inputs_line() {
     local sum
-    sum="$(cat "$PYTHON_ENV_ROOT/setup.py" "$PYTHON_ENV_ROOT/constraints.txt" | cksum)" || return 1
+    sum="$(cd "$PYTHON_ENV_ROOT" && cat setup.py megatron_ext/extras.py constraints.txt | cksum)" || return 1
     printf 'inputs=%s extras=%s\n' "$sum" "$PYTHON_ENV_EXTRAS"
 }
 
@@ -212,7 +212,7 @@ _env_make_or_reuse() {
             _env_say "reusing .venv (Python $PROBE_VERSION)"
             return 0
         fi
-        _env_say "setup.py or constraints.txt changed: updating .venv"
+        _env_say "setup.py, megatron_ext/extras.py or constraints.txt changed: updating .venv"
     elif [[ ! -e $PYTHON_ENV_MARKER && -n "$(ls -A "$PYTHON_ENV_DIR" 2>/dev/null)" ]]; then
         _env_fail "$PYTHON_ENV_DIR was made by something else, so it is left alone;" \
             "move or remove it and run the command again"

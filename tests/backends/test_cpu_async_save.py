@@ -46,7 +46,7 @@ def test_a_run_that_would_wait_for_its_checkpoints_after_all_is_told(tmp_path):
 def test_a_writer_that_is_not_installed_is_refused_at_the_start_with_the_way_out(tmp_path):
     run = toy_gpt(ASYNC, async_strategy=None, save=os.fspath(tmp_path), save_interval=2)
     (rank,) = run_failing_pretrain(run, 1)
-    said = "nvidia-resiliency-ext>=0.6, which is not installed; pip install 'megatron-ext[async]', or add "
+    said = "nvidia-resiliency-ext>=0.6, which is not installed; pip install 'nvidia-resiliency-ext>=0.6', or add "
     assert f"{said}--async-strategy mcore" in rank.stderr
     assert "Traceback" not in rank.stderr
 

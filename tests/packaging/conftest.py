@@ -50,6 +50,8 @@ def make_repository(machine: Machine, wheelhouse: Path) -> Callable[[str], Path]
         root = machine.folder / name
         (root / "scripts" / "lib").mkdir(parents=True)
         shutil.copy(ROOT / "scripts/lib/python_env.sh", root / "scripts/lib")
+        (root / "megatron_ext").mkdir()
+        (root / "megatron_ext" / "extras.py").write_text("")
         (root / "constraints.txt").write_text("# no pins\n")
         (root / "tiny_module.py").write_text("ANSWER = 42\n")
         (root / "setup.py").write_text(

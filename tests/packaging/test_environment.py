@@ -52,10 +52,10 @@ def test_changed_inputs_update_the_environment_in_place(
     assert machine.bash(use(root)).returncode == 0
     kept = root / ".venv" / "kept"
     kept.touch()
-    for name in ("setup.py", "constraints.txt"):
+    for name in ("megatron_ext/extras.py", "constraints.txt"):
         (root / name).write_text((root / name).read_text() + "# changed\n")
         done = machine.bash(use(root))
-        assert "setup.py or constraints.txt changed: updating .venv" in done.stdout
+        assert "megatron_ext/extras.py or constraints.txt changed: updating .venv" in done.stdout
         assert "creating" not in done.stdout
         assert kept.exists()
         assert "reusing" in machine.bash(use(root)).stdout

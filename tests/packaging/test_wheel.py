@@ -78,8 +78,8 @@ def test_the_metadata_is_what_the_documentation_says(wheel: BuiltWheel, metadata
     releases = ("0.17.9", "0.18.2", "0.19.2", "0.20.0", "0.21.0")
     assert [base["megatron-core"].specifier.contains(r) for r in releases] == [False, True, True, True, False]
     assert str(base["megatron-core"].specifier) == str(SpecifierSet(MEGATRON_VERSIONS))
-    extras = {"spes", "hot-switch", "te", "async", "muon", "instances", "plots", "data", "convert", "eval", "docs"}
-    extras |= {"tests", "dev"}
+    extras = {"sync", "spes", "hot-switch", "te", "async", "muon", "instances", "plots", "data", "convert", "eval"}
+    extras |= {"all", "docs", "tests", "dev"}
     assert extras == set(metadata.get_all("Provides-Extra", []))
     texts = {name.split("/", 1)[-1]: text for name, text in wheel.texts().items()}
     assert b"megatron-ext = megatron_ext.cli.main:main" in texts["entry_points.txt"]

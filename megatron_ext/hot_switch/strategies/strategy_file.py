@@ -45,7 +45,7 @@ def read_strategy_file(
     Raises:
         UserError: the file cannot be read, or with all problems of its content and their fixes.
     """
-    content = read_yaml(path, "hot-switch")
+    content = read_yaml(path)
     if not isinstance(content, dict) or not isinstance(content.get("strategies"), list):
         raise UserError(
             f"{path}: there is no list 'strategies'; write one entry such as {{dp: 1, tp: 4, pp: 2}} per strategy"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config_options import FromArgs, one_of
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install_extra
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.options import refusals
 from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
@@ -185,7 +186,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems += file_problems(config)
     if importlib.util.find_spec("grpc") is None:
         problems.append(
-            "--sync-service needs the packages grpcio and protobuf; install them with: pip install 'megatron-ext[spes]'"
+            f"--sync-service needs the packages grpcio and protobuf; install them with: {pip_install_extra('sync')}"
         )
     if args.use_local_sgd and args.local_sgd_workers != 1:
         problems += _worker_problems(args, config)

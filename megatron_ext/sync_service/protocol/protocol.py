@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install_extra
 from megatron_ext.sync_service.protocol.message_size import MAX_MESSAGE
 
 try:
@@ -16,7 +17,7 @@ try:
 except ImportError as problem:
     raise UserError(
         f"the sync service needs the packages grpcio, grpcio-health-checking and protobuf ({problem}); install them "
-        "with: pip install 'megatron-ext[spes]'"
+        f"with: {pip_install_extra('sync')}"
     ) from problem
 
 __all__ = [

@@ -218,7 +218,7 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the file cannot be read, or a field is unknown or of the wrong type.
     """
-    given = _checked(read_yaml(path, "spes"), ServerConfig, str(path))
+    given = _checked(read_yaml(path), ServerConfig, str(path))
     shards = given.get("shards", [])
     if not isinstance(shards, list) or not all(isinstance(address, str) for address in shards):
         raise UserError(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install
 from megatron_ext.sync_service.status_page.health import LEVELS
 
 try:
@@ -17,7 +18,7 @@ try:
 except ImportError as problem:
     raise UserError(
         f"the sync service's metrics need the package prometheus-client ({problem}); install it with: "
-        "pip install 'megatron-ext[spes]'"
+        f"{pip_install('prometheus-client')}"
     ) from problem
 
 __all__ = ["metrics_text"]

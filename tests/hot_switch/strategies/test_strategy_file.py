@@ -102,5 +102,5 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_without_pyyaml_the_error_says_how_to_get_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(GOOD)
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(UserError, match=r"pip install 'megatron-ext\[hot-switch\]'"):
+    with pytest.raises(UserError, match=r"pip install 'PyYAML>=6'"):
         read_strategy_file(file)

@@ -270,14 +270,14 @@ def test_the_server_and_the_client_import_no_megatron():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_without_grpc_one_error_names_the_extra(tmp_path: Path):
+def test_without_grpc_one_error_names_what_to_install(tmp_path: Path):
     code = (
         "import sys\nsys.modules['grpc'] = None\nfrom megatron_ext.cli.main import main\n"
         f"sys.exit(main(['server', 'start', '--peers', '1', '--dir', {str(tmp_path)!r}]))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "pip install 'megatron-ext[spes]'" in done.stderr
+    assert "pip install 'grpcio>=1.74' 'protobuf>=" in done.stderr
 
 
 def test_files_that_are_no_pem_are_named_on_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
