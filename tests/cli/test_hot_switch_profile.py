@@ -102,6 +102,7 @@ def test_a_file_that_cannot_be_written_is_named_and_keeps_what_it_has(tmp_path: 
             _write(file, "{}")
 
 
+@pytest.mark.slow
 def test_a_measurement_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
     shape = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4", "--padded-vocab-size", "128"]
     endless = ["--lengths", "16", "128", "512", "--repeats", "1000000", "--output", str(tmp_path / "times.json")]

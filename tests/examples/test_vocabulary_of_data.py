@@ -15,6 +15,7 @@ from megatron_ext.data.tokenizers import TokenizerSpec
 from tests.examples.desk import RECORD_ARGUMENTS, Desk
 from tests.support.corpus import make, make_tokenizer, write_json_lines, write_without_record
 from tests.support.distributed import REPOSITORY
+from tests.support.every_run import one_of_each
 from tests.support.ports import free_port
 
 SPES = REPOSITORY / "examples/spes/run_single_node.sh"
@@ -24,7 +25,8 @@ LOCAL_SGD = REPOSITORY / "examples/local_sgd/train_gpt3_diloco_single_node.sh"
 HOT_SWITCH = REPOSITORY / "examples/hot_switch/llama_hot_switch.sh"
 STATIC = REPOSITORY / "examples/hot_switch/llama_static_parallel.sh"
 SCRIPTS = (SPES, LOCAL_SGD, HOT_SWITCH, STATIC)
-by_name = pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+# The static script reads its options with the hot one's code.
+by_name = pytest.mark.parametrize("script", one_of_each(SCRIPTS, {0, 1, 2}), ids=lambda path: path.stem)
 
 BYTES = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
 

@@ -13,6 +13,7 @@ from tests.hot_switch.runs import (
     says,
     stock_run,
 )
+from tests.support.every_run import one_of_each
 from tests.support.presets import MOE, Options, toy_gpt
 from tests.support.pretrain import run_pretrain
 
@@ -37,12 +38,15 @@ FIRST_AND_LAST: Options = {
 
 @pytest.mark.parametrize(
     ("strategies", "options", "guest"),
-    [
-        (["1,2,2", "2,1,2", "1,1,4"], INTERLEAVED, "2,1,2 vpp2"),
-        (["2,1,2", "1,2,2", "1,1,4"], ENDS_COUNT, "1,1,4 layers1-2-2-1"),
-        (["1,2,2", "2,1,2", "1,1,4"], LISTED, "2,1,2 vpp2 layers1-2-2-0"),
-        (["2,1,2", "4,1,1", "1,1,4"], FIRST_AND_LAST, "1,1,4 layers1-2-1-1"),
-    ],
+    one_of_each(
+        [
+            (["1,2,2", "2,1,2", "1,1,4"], INTERLEAVED, "2,1,2 vpp2"),
+            (["2,1,2", "1,2,2", "1,1,4"], ENDS_COUNT, "1,1,4 layers1-2-2-1"),
+            (["1,2,2", "2,1,2", "1,1,4"], LISTED, "2,1,2 vpp2 layers1-2-2-0"),
+            (["2,1,2", "4,1,1", "1,1,4"], FIRST_AND_LAST, "1,1,4 layers1-2-1-1"),
+        ],
+        {1, 2},
+    ),
     ids=["interleaved", "embedding and loss count", "listed", "first and last"],
 )
 def test_stages_of_the_command_line_are_homes(strategies, options, guest):

@@ -100,7 +100,7 @@ RESUMED: Options = {
 @pytest.mark.parametrize(
     ("points", "extra"),
     [
-        pytest.param((1, 4, 5), {**GATED, "bf16": True}, id="bf16-swiglu"),
+        pytest.param((1, 4, 5), {**GATED, "bf16": True}, id="bf16-swiglu", marks=pytest.mark.slow),
         pytest.param((4, 5), {**FSDP2, **GUARDED}, id="fp32-penalty"),
         pytest.param(
             (4,), {**FSDP2, "optimizer": "sgd", "local_sgd_codec": "int4"}, id="sgd-codec", marks=pytest.mark.slow

@@ -74,6 +74,7 @@ def test_ci_leaves_out_the_slow_tests_alone_and_ends_with_pytests_summary(reposi
     assert "1 passed" in done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_all_runs_the_slow_tests_too(repository: Path) -> None:
     done = run(repository, "tests/run.sh", "--all")
     assert done.returncode == 0, done.stdout
@@ -102,18 +103,22 @@ def test_running_no_test_is_a_failure(repository: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tool", "complaint"),
-    [("ruff", "import os\n"), ("mypy", "def untyped(x):\n    return x\n")],
-    ids=["ruff", "mypy"],
+    ("tools", "complaint"),
+    [
+        ("ruff mypy", "import os\ndef untyped(x):\n    return x\n"),
+        pytest.param("ruff", "import os\n", marks=pytest.mark.slow),
+        pytest.param("mypy", "def untyped(x):\n    return x\n", marks=pytest.mark.slow),
+    ],
+    ids=["both", "ruff", "mypy"],
 )
 def test_a_complaint_of_a_checker_fails_the_run_after_the_tests(
-    repository: Path, tool: str, complaint: str
+    repository: Path, tools: str, complaint: str
 ) -> None:
     (repository / "package" / "more.py").write_text(complaint)
     done = run(repository, "tests/run.sh")
     assert done.returncode == 1
     assert "1 passed" in done.stdout
-    assert f"failed in addition to the tests: {tool} (see above)" in done.stdout
+    assert f"failed in addition to the tests: {tools} (see above)" in done.stdout
 
 
 def test_a_failing_set_up_stops_before_the_checks(repository: Path) -> None:

@@ -201,6 +201,7 @@ def test_home_needs_an_expert_to_train_on_every_rank():
         SpesFeature().adjust_arguments(args)
 
 
+@pytest.mark.slow
 def test_workers_peers_and_strategies_in_one_run(make_service: Callable[..., Service], tmp_path: Path):
     workers = {"use_local_sgd": True, "local_sgd_workers": 2, "local_sgd_sync_interval": 2}
     options = {**COMMON, **workers, "sequence_parallel": True, "before": pack_nothing}

@@ -306,14 +306,12 @@ def test_a_tokenizer_of_the_hub_is_looked_at_in_the_cache(
     # The library reads the variable when it is imported.
     environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
 
-    def start(name: str) -> tuple[int, str]:
-        words = [sys.executable, "-m", "megatron_ext.cli.main", "data", "check", prefix, "--tokenizer", name]
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-        return done.returncode, done.stderr
-
-    assert start("org/own") == (0, "")
-    code, errors = start("org/other")
-    assert code == 2 and "but --tokenizer org/other has" in errors
+    lines = [["data", "check", prefix, "--tokenizer", f"org/{name}"] for name in ("own", "other")]
+    code = f"from megatron_ext.cli.main import main; print([main(line) for line in {lines!r}])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[0, 2]"
+    (error,) = done.stderr.splitlines()
+    assert "but --tokenizer org/other has" in error
 
 
 def test_another_tokenizer_of_the_same_size_and_end_is_refused(

@@ -121,7 +121,12 @@ def without_its_last_round(journal: Path, chance: random.Random) -> None:
 
 
 LOSSES = [gone, emptied, cut_at_a_line, cut_in_a_line, older_copy, without_its_last_round]
-TRIALS = [(lose, seed) for lose in LOSSES for seed in range(2 if lose in (gone, emptied) else 12)]
+DRAWN = [cut_at_a_line, cut_in_a_line, older_copy, without_its_last_round]
+TRIALS = [
+    *((lose, 0) for lose in LOSSES),
+    *((lose, seed) for lose in DRAWN for seed in (1, 2)),
+    *(pytest.param(lose, seed, marks=pytest.mark.slow) for lose in DRAWN for seed in range(3, 12)),
+]
 
 
 @pytest.mark.parametrize(("lose", "seed"), TRIALS)

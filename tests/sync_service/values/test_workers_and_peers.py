@@ -2,7 +2,7 @@
 """Workers in a job and peers at a server that bring the same values are at the same place after every round."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,8 @@ import torch
 from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from tests.support.distributed import run_ranks
-from tests.sync_service.service import Service
+from tests.sync_service.service import Service, Zygote
 
-MakeService = Callable[..., Service]
 Round = dict[str, list[float]]
 
 WORKERS, ROUNDS = 3, 4
@@ -115,15 +114,29 @@ def of_workers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[
     return [json.loads((folder / f"worker{rank}.json").read_text()) for rank in range(WORKERS)]
 
 
-def of_peers(service: Service, settings: dict[str, dict[str, Any]]) -> list[list[Round]]:
-    """Return by peer the values after every round at a server."""
-    service.start()
+@pytest.fixture(scope="module")
+def service(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """Return a server that has a run for every case."""
+    cases = CASES | EVERYTHING | CLOSE
+    runs = {_slug(name): run_of(settings) for name, settings in cases.items()}
+    found = Service(zygote, tmp_path_factory.mktemp("service"), runs)
+    found.start()
+    yield found
+    found.stop()
+
+
+def _slug(name: str) -> str:
+    return name.replace(" ", "-")
+
+
+def of_peers(service: Service, name: str, settings: dict[str, dict[str, Any]]) -> list[list[Round]]:
+    """Return by peer the values after every round of a case's run."""
     shapes, codec = shapes_of(settings), settings.get("penalty", {}).get("codec", "fp32")
     specs = [TensorSpec(name=name, shape=shape, unit=name.rpartition(".")[0]) for name, shape in shapes.items()]
 
     def peer(index: int) -> list[Round]:
         values, found = start(shapes), []
-        with service.client(f"p{index}", Catalog(specs), index=index, codec=codec) as client:
+        with service.client(f"p{index}", Catalog(specs), run=_slug(name), index=index, codec=codec) as client:
             client.start(values)
             for number in range(1, ROUNDS + 1):
                 train(values, index, number)
@@ -144,10 +157,9 @@ def run_of(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [*CASES, *EVERYTHING])
 def test_workers_and_peers_are_at_the_same_place_to_the_last_bit(
-    make_service: MakeService, of_workers: list[dict[str, list[Round]]], name: str
+    service: Service, of_workers: list[dict[str, list[Round]]], name: str
 ):
-    settings = (CASES | EVERYTHING)[name]
-    for peer in of_peers(make_service(**run_of(settings)), settings):
+    for peer in of_peers(service, name, (CASES | EVERYTHING)[name]):
         for worker in of_workers:
             assert peer == worker[name]
 
@@ -162,9 +174,9 @@ def test_the_default_is_the_linear_reducer_and_a_silent_guard_changes_no_bit(
 
 @pytest.mark.parametrize("name", list(CLOSE))
 def test_workers_and_peers_are_weighted_and_clipped_alike(
-    make_service: MakeService, of_workers: list[dict[str, list[Round]]], name: str
+    service: Service, of_workers: list[dict[str, list[Round]]], name: str
 ):
-    (first, *others) = of_peers(make_service(**run_of(CLOSE[name])), CLOSE[name])
+    (first, *others) = of_peers(service, name, CLOSE[name])
     assert others == [first] * (WORKERS - 1)
     for found, wanted in zip(first, of_workers[0][name], strict=True):
         for tensor, values in wanted.items():
