@@ -16,8 +16,8 @@ PAGES = [
 ]
 
 OTHERS = {
-    *("cd", "curl", "docker", "export", "git", "grpc_health_probe", "ip", "kubectl", "openssl", "pip", "sbatch"),
-    *("scp", "source", "sphinx-build", "srun", "ssh", "tc"),
+    *("cd", "curl", "docker", "export", "git", "grpc_health_probe", "ip", "kubectl", "openssl", "pip", "printf"),
+    *("sbatch", "scp", "source", "sphinx-build", "srun", "ssh", "tc"),
 }
 """Programs of others, whose options are not looked at; the files of this repository that they are given are."""
 

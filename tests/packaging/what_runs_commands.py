@@ -113,6 +113,13 @@ RUN_BY = {
 """A test, or a file or folder of tests, that runs the command, at toy size where it trains."""
 
 NOT_RUN = {
+    "docker": "a Docker daemon and NVIDIA's image: tests/examples/test_container.py reads the Dockerfile",
+    "kubectl": "a cluster: tests/examples/test_kubernetes.py reads the manifests",
+    "sbatch": "a SLURM cluster: tests/examples/test_launch_scripts.py runs the script as a job of two nodes on CPU",
+    "examples/sync_service/two_sites.sh": "root and network namespaces; docs/two-sites.md has what it printed",
+    "examples/local_sgd/train_gpt3_diloco_multi_node.sh": (
+        "8 GPUs a node; tests/examples/test_launch_scripts.py has Megatron accept what it starts, and trains on CPU"
+    ),
     "examples/hot_switch/llama_hot_switch.sh": (
         "8 GPUs a host; tests/examples/test_hot_switch_scripts.py has Megatron accept what it starts"
     ),
