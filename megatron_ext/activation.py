@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from megatron_ext.backends.cpu import CpuBackend
     from megatron_ext.patching import Patch, PatchRegistry
 
-__all__ = ["Backend", "known_patches", "patch_megatron", "registry", "unpatch_megatron"]
+__all__ = ["Backend", "known_patches", "patch_megatron", "patch_to_explain", "registry", "unpatch_megatron"]
 
 Backend = Literal["auto", "cpu", "cuda"]
 
@@ -41,11 +41,8 @@ def patch_megatron(backend: Backend = "auto") -> None:
         UserError: the installed Megatron is of a release that was not tested; `backend` is none of the three, or not
             the one that is in force; another package's feature cannot be used.
     """
-    global _cpu
     from megatron_ext.errors import UserError
     from megatron_ext.hooks import hooks
-    from megatron_ext.patching.gates import version_problem
-    from megatron_ext.patching.patch import MEGATRON_VERSIONS
 
     if backend not in ("auto", "cpu", "cuda"):
         raise UserError(f"backend is {backend!r}; use 'auto', 'cpu' or 'cuda'")
@@ -55,29 +52,56 @@ def patch_megatron(backend: Backend = "auto") -> None:
                 f"patch_megatron(backend={backend!r}) after the other backend was chosen; call unpatch_megatron() first"
             )
         return
+    import torch
+
+    use_cpu = backend == "cpu" or (backend == "auto" and not torch.cuda.is_available())
+    _activate(on_cpu=use_cpu, as_on_cpu=use_cpu)
+
+
+def patch_to_explain(backend: Literal["cpu", "cuda"]) -> None:
+    """Let this process, whether it has a GPU or not, look at runs on `backend` that others make.
+
+    Megatron runs on CPU here; the arguments have the defaults and are held to the rules of the other place.
+
+    Raises:
+        PatchError, UserError: as `patch_megatron`.
+    """
+    _activate(on_cpu=True, as_on_cpu=backend == "cpu")
+
+
+def _activate(*, on_cpu: bool, as_on_cpu: bool) -> None:
+    """Apply the patches of the backend and of the arguments, and register the features.
+
+    Args:
+        on_cpu: whether Megatron runs on CPU here.
+        as_on_cpu: whether the arguments are of a run on CPU.
+    """
+    global _cpu
+    from megatron_ext.errors import UserError
+    from megatron_ext.hooks import hooks
+    from megatron_ext.patching.gates import version_problem
+    from megatron_ext.patching.patch import MEGATRON_VERSIONS
+
     problem = version_problem("megatron-core", MEGATRON_VERSIONS)
     if problem:
         raise UserError(f"{problem}; install one of these: pip install 'megatron-core{MEGATRON_VERSIONS}'")
-    import torch
-
     from megatron_ext import async_save
     from megatron_ext.backends import cpu
     from megatron_ext.backends.cpu.feature import CpuFeature
     from megatron_ext.features import all_features
     from megatron_ext.seams import arguments, datasets, writers_queue
 
-    use_cpu = backend == "cpu" or (backend == "auto" and not torch.cuda.is_available())
     patches = registry()
     try:
-        if use_cpu:
+        if on_cpu:
             _cpu = cpu.CpuBackend()
             _cpu.activate(patches)
         patches.apply([cpu.compile_helpers_patch()])
-        loops = cpu.checkpoint_writer.LOOPS if use_cpu else async_save.LOOPS
-        patches.apply(arguments.patches(patches, cpu.set_argument_defaults if use_cpu else None, loops))
+        loops = cpu.checkpoint_writer.LOOPS if on_cpu else async_save.LOOPS
+        patches.apply(arguments.patches(patches, cpu.set_argument_defaults if as_on_cpu else None, loops))
         patches.apply(datasets.patches())
         patches.apply(writers_queue.patches())
-        hooks.register((*((CpuFeature(),) if use_cpu else ()), *all_features()))
+        hooks.register((*((CpuFeature(),) if as_on_cpu else ()), *all_features()))
     except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
         raise

@@ -9,9 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ext.params import DEFAULT_ORDER, Layout
 from megatron_ext.worker_groups import InstanceGroups, WorkerGroups
 
-__all__ = ["cut_workers"]
+__all__ = ["computed_places", "cut_workers"]
+
+Place = tuple[int, dict[str, list[int]]]
+"""The worker of a rank, and by name the ranks of the groups that it is in."""
 
 
 def cut_workers(workers: int, instances: int, gloo: bool, timeout: timedelta) -> WorkerGroups:
@@ -34,8 +38,7 @@ def cut_workers(workers: int, instances: int, gloo: bool, timeout: timedelta) ->
     }
     worker = full["dp"].rank() * workers // full["dp"].size()
     mine = (worker, {name: dist.get_process_group_ranks(group) for name, group in full.items()})
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = _everyone(mine, workers)
 
     def make(lists: list[list[int]], backend: str | None = None) -> Any:
         found = None
@@ -80,6 +83,55 @@ def cut_workers(workers: int, instances: int, gloo: bool, timeout: timedelta) ->
     )
     _check(groups)
     return groups
+
+
+def _everyone(mine: Place, workers: int) -> list[Place]:
+    """Return the place of every rank.
+
+    Args:
+        mine: this rank's.
+        workers: how many.
+    """
+    if dist.get_backend() != "fake":
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return everyone
+    # There is nobody else: `megatron_ext.explain` builds one rank of a job by itself.
+    computed = computed_places(workers)
+    if computed[dist.get_rank()] != mine:
+        raise RuntimeError(f"rank {dist.get_rank()} is in other groups than its layout says")
+    return computed
+
+
+def computed_places(workers: int) -> list[Place]:
+    """Return what `_everyone` does, by arithmetic."""
+    from megatron.core import parallel_state as state
+    from megatron.training import get_args
+
+    layout = Layout(
+        tp=state.get_tensor_model_parallel_world_size(),
+        pp=state.get_pipeline_model_parallel_world_size(),
+        cp=state.get_context_parallel_world_size(),
+        dp=state.get_data_parallel_world_size(),
+        ep=state.get_expert_model_parallel_world_size(),
+        etp=state.get_expert_tensor_parallel_world_size(),
+        order="tp-cp-ep-pp-dp" if get_args().use_tp_pp_dp_mapping else DEFAULT_ORDER,
+    )
+    keys = []
+    members: dict[tuple[Any, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        own = {
+            "dp": ("dp", at.tp, at.pp, at.cp),
+            "dp_cp": ("dp_cp", at.tp, at.pp),
+            "expert_dp": ("expert_dp", at.ep, at.etp, at.pp),
+            "tp_dp": ("tp_dp", at.cp, at.pp),
+            "tp_dp_cp": ("tp_dp_cp", at.pp),
+        }
+        keys.append((at.dp * workers // layout.dp, own))
+        for key in own.values():
+            members.setdefault(key, []).append(rank)
+    return [(worker, {name: members[key] for name, key in own.items()}) for worker, own in keys]
 
 
 def _cut_instances(

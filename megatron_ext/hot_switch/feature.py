@@ -151,7 +151,7 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
                 for chunk in context.model:
                     attend_by_document(chunk)
             return
-        group = self._place().group
+        group = self.place().group
         sizes = default_sizes(group)
         if config.hot_switch_direct_bytes is not None:
             sizes = replace(sizes, direct_bytes=config.hot_switch_direct_bytes)
@@ -205,7 +205,7 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
         for line in self._order_changes:
             say(line)
         self._profiles = HotSwitchConfig.from_args(context.args).hot_switch_profile
-        self._step = SwitchingStep(self._home, self._guests, reader, self._place(), profiles=self._profiles)
+        self._step = SwitchingStep(self._home, self._guests, reader, self.place(), profiles=self._profiles)
         self._step.install(context.config)
 
     def forward_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -237,7 +237,17 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
         """Return the lengths of all workers' documents, which every rank can work out."""
         return None if self._step is None else [int(length) for length in self._step.lengths]
 
-    def _place(self) -> Any:
+    @property
+    def guests(self) -> tuple[Any, ...]:
+        """The guests of this rank, in the order in which they run; none before the model is built."""
+        return tuple(self._guests)
+
+    @property
+    def strategies(self) -> StrategyList:
+        """Home and the guests, once the arguments are validated."""
+        return self._require_strategies()
+
+    def place(self) -> Any:
         """Return this rank's worker; the whole job is one where local SGD does not cut it."""
         import torch.distributed as dist
 

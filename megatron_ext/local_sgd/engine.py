@@ -114,6 +114,11 @@ class LocalSGD:
         require_room(sum(fragment.state.offloaded_bytes for fragment in self._fragments))
 
     @property
+    def fragments(self) -> Sequence[Fragment]:
+        """What rounds move, each by itself; one where the model is not cut."""
+        return tuple(self._fragments)
+
+    @property
     def steps_since_sync(self) -> int:
         """Inner steps of the interval that lie behind."""
         return self._schedule.steps

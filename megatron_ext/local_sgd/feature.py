@@ -171,7 +171,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def on_train_start(self, context: TrainStart) -> None:
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
-        engine = self._build_engine(context.args, context.model, context.optimizer)
+        engine = self.build_engine(context.args, context.model, context.optimizer)
         self._last_iteration = last_step(context.args.train_iters, context.args.iterations_to_skip)
         self._model = context.model
         self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
@@ -451,7 +451,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             self._account(engine.collect(), self._iteration)
         elif self._plan is not None:
             if context.optimizer is not None:
-                self._build_engine(context.args, context.model, context.optimizer)
+                self.build_engine(context.args, context.model, context.optimizer)
             groups = self._require_groups()
             if context.files is None:
                 checkpoint.request(context, self._plan, groups, self._engine, self._values)
@@ -473,7 +473,14 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
     # Parts.
 
-    def _build_engine(self, args: Any, model: Sequence[Any], optimizer: Any) -> LocalSGD:
+    def build_engine(self, args: Any, model: Sequence[Any], optimizer: Any) -> LocalSGD:
+        """Return the engine, which is built at the first call.
+
+        Args:
+            args: Megatron's argument namespace.
+            model: the model chunks.
+            optimizer: the `MegatronOptimizer`.
+        """
         if self._engine is None:
             groups = self._require_groups()
             view = ParameterView.from_model(model)

@@ -106,6 +106,19 @@ def optimizer_members(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
+def owned_parts(optimizer: Any) -> Iterator[tuple[torch.Tensor, int, int, torch.Tensor | None]]:
+    """Yield (parameter, start, stop, main values) for every parameter that a rank's optimizer knows.
+
+    Args:
+        optimizer: the `MegatronOptimizer`, chained or not.
+
+    Raises:
+        ParamsError: it is of a kind that is not known.
+    """
+    for member in optimizer_members(optimizer):
+        yield from _owned(member)
+
+
 def layer_wise_optimizers(optimizer: Any) -> list[Any]:
     """Return the parts of a (perhaps chained) ``MegatronOptimizer`` that give whole parameters to ranks."""
     if isinstance(optimizer, LayerWiseDistributedOptimizer):

@@ -183,6 +183,27 @@ class Fragment:
             dist.all_reduce(arrival, group=self._across)
             arrival.item()  # on a GPU the reduction has only been launched before
 
+    # What it costs.
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank sends in a round, in both directions."""
+        return self._round.bytes_sent
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of what is received in a round and not used up yet, at most, by arithmetic.
+
+        Coded messages are kept on both sides; others are received next to the values that they answer to, for all of
+        the fragment at once unless a plain mean takes them segment by segment.
+        """
+        if self._compressed is not None:
+            return self._round.bytes_sent
+        numel = sum(value.numel() for value in self.values)
+        if isinstance(self._round, PlainRound):
+            numel = min(numel, 2 * SEGMENT_NUMEL)
+        return 4 * numel * (self._owned.workers - 1) // self._owned.workers
+
     # A round that ends in the next forward pass.
 
     def launch(self, number: int) -> RoundReport | None:
@@ -335,7 +356,7 @@ class Fragment:
             fragment=self._index,
             units=self.units,
             decisions=decisions,
-            bytes_sent=self._round.bytes_sent,
+            bytes_sent=self.bytes_sent,
         )
 
     # The end of training.

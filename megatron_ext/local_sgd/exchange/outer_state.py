@@ -95,15 +95,36 @@ class OuterState:
         return self._shard
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether anchor and outer optimizer are kept on the host."""
+        return self._host is not None
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes of host memory that anchor and outer optimizer take from `begin` on."""
         if self._host is None:
             return 0
+        # torch rounds pinned memory up to powers of two.
+        return sum(self.kept_bytes(pinned=self._device.type == "cuda"))
+
+    def kept_bytes(self, *, pinned: bool = False) -> tuple[int, int]:
+        """Return the bytes that anchor and outer optimizer take from `begin` on.
+
+        Args:
+            pinned: every piece is rounded up to a power of two, as torch does it with pinned memory of the host.
+        """
         sizes = [4 * run.numel for _, run in self._owned.numbered]
-        if self._device.type == "cuda":
-            # torch rounds pinned memory up to powers of two.
+        if pinned:
             sizes = [1 << (size - 1).bit_length() for size in sizes]
-        return (1 + outer_states_per_anchor(self._outer)) * sum(sizes)
+        return sum(sizes), outer_states_per_anchor(self._outer) * sum(sizes)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes that this worker keeps besides anchor and outer optimizer: a codec's replicas and residuals, and what
+        others still have to give in eager rounds.
+        """
+        values = 4 * sum(value.numel() for value in self._values)
+        return values * (2 * (self._compressed is not None) + (self._eager is not None))
 
     def begin(self) -> None:
         """Take the present values, which must be equal on all workers, as the anchor."""

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank sends in an inner step, by cause.
+
+A ring among n ranks sends (n - 1) / n of a buffer from each for a reduce-scatter or an all-gather, and twice that for
+an all-reduce. The buffers of gradients and parameters are Megatron's own; messages of activations are by formula, with
+s x b x h of a micro-batch's positions on a rank, its samples and the hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_ext.explain.lone_rank import LoneRank
+from megatron_ext.explain.memory import buffers_of
+from megatron_ext.explain.rank_figures import TrafficUse
+
+__all__ = ["traffic_of"]
+
+
+def traffic_of(rank: LoneRank, *, layers: int, moe_layers: int, stage: int, micro_batches: int) -> list[TrafficUse]:
+    """Return what a rank sends in every inner step.
+
+    Args:
+        rank: the rank.
+        layers: of the decoder, on this rank.
+        moe_layers: how many of them have experts.
+        stage: its pipeline stage.
+        micro_batches: of a step.
+    """
+    found = [*_gradients(rank.model)]
+    found += _activations(rank.asked, layers, moe_layers, stage, micro_batches)
+    return [use for use in found if use.nbytes]
+
+
+def _gradients(model: list[Any]) -> Iterator[TrafficUse]:
+    sums: Counter[str] = Counter()
+    for buffer in buffers_of(model):
+        ranks = buffer.data_parallel_world_size
+        gradients, parameters = buffer.grad_data.nbytes, 0
+        if buffer.ddp_config.use_distributed_optimizer:
+            parameters = buffer.param_data.nbytes
+            sums[f"gradients (reduce-scatter, DP {ranks})"] += gradients * (ranks - 1) // ranks
+            sums[f"parameters (all-gather, DP {ranks})"] += parameters * (ranks - 1) // ranks
+        else:
+            sums[f"gradients (all-reduce, DP {ranks})"] += 2 * gradients * (ranks - 1) // ranks
+        instances = buffer.ddp_config.num_distributed_optimizer_instances
+        if instances > 1:
+            shard = gradients // ranks
+            sums[f"gradients (all-reduce, {instances} optimizer instances)"] += 2 * shard * (instances - 1) // instances
+    for cause, nbytes in sums.items():
+        yield TrafficUse(cause=cause, nbytes=nbytes, per="step")
+
+
+def _activations(asked: Any, layers: int, moe_layers: int, stage: int, micro_batches: int) -> Iterator[TrafficUse]:
+    tp, pp, ep = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size, asked.expert_model_parallel_size
+    positions = asked.seq_length // asked.context_parallel_size
+    message = positions * asked.micro_batch_size * asked.hidden_size * asked.params_dtype.itemsize
+    # Two all-reduces of a layer forward and two backward; with sequence parallelism they are pairs of halves.
+    reduced = micro_batches * layers * 4 * 2 * message * (tp - 1) // tp
+    yield TrafficUse(cause=f"activations (tensor parallel, TP {tp})", nbytes=reduced, per="step", by_formula=True)
+    chunks = asked.virtual_pipeline_model_parallel_size or 1
+    borders = chunks * 2 - (stage == 0) - (stage == pp - 1)
+    handed = message // (tp if asked.sequence_parallel else 1)
+    yield TrafficUse(
+        cause=f"activations and their gradients (pipeline, PP {pp})",
+        nbytes=micro_batches * borders * handed if pp > 1 else 0,
+        per="step",
+        by_formula=True,
+    )
+    if moe_layers and ep > 1:
+        # To the experts and back, forward and backward, of the positions that a tensor-parallel rank has.
+        routed = message // tp * asked.moe_router_topk * (ep - 1) // ep
+        yield TrafficUse(
+            cause=f"tokens to experts and back (EP {ep})",
+            nbytes=micro_batches * moe_layers * 4 * routed,
+            per="step",
+            by_formula=True,
+        )
