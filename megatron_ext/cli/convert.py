@@ -94,6 +94,9 @@ def _add_from_hf(actions: Any) -> None:
         metavar="NAME",
         help="field of config.json, or pattern of tensors' names, to leave out; may be repeated",
     )
+    parser.add_argument(
+        "--mtp", action="store_true", help="take layers of multi-token prediction, too (num_nextn_predict_layers)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
     parser.set_defaults(func=_from_hf)
 
@@ -137,6 +140,9 @@ def _add_to_hf(actions: Any) -> None:
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights, as 500MB (default: 5GB)"
     )
+    parser.add_argument(
+        "--drop-mtp", action="store_true", help="leave out layers of multi-token prediction (--mtp-num-layers)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
     parser.set_defaults(func=_to_hf)
 
@@ -167,6 +173,7 @@ def _from_hf(options: argparse.Namespace) -> int:
         dtype=_dtype(options.dtype),
         divisor=options.vocab_multiple,
         ignored=options.ignore,
+        mtp=options.mtp,
         overwrite=options.overwrite,
         step=_Steps("reading"),
     )
@@ -215,6 +222,7 @@ def _to_hf(options: argparse.Namespace) -> int:
             dtype=_dtype(options.dtype),
             vocab_size=options.vocab_size,
             max_shard_bytes=_bytes_of(options.max_shard_size),
+            drop_mtp=options.drop_mtp,
             overwrite=options.overwrite,
         ),
         _Steps("writing"),

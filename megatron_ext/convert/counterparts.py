@@ -36,7 +36,7 @@ ONLY: Mapping[str, Any] = MappingProxyType(
         "heterogeneous_layers_config_path": None,
         "heterogeneous_layers_config_encoded_json": None,
         "hybrid_layer_pattern": None,
-        "mtp_num_layers": None,
+        "mtp_use_repeated_layer": False,
         "rotary_interleaved": False,
         "rotary_seq_len_interpolation_factor": None,
         "no_rope_freq": None,

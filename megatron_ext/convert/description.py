@@ -4,10 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.convert.families import Family, family_for, family_named, read_config, write_config
+from megatron_ext.convert.families import (
+    Family,
+    family_for,
+    family_named,
+    no_place_for_predictions,
+    read_config,
+    write_config,
+)
 from megatron_ext.convert.flags import flag_of_field, settings_of
 from megatron_ext.convert.hf_reader import read_json
 from megatron_ext.convert.settings import ModelSettings
@@ -49,7 +57,7 @@ def given_config(path: Path) -> dict[str, Any]:
 
 
 def described_by_args(
-    args: Any, family: str | None, config: Mapping[str, Any] | None, vocab_size: int | None
+    args: Any, family: str | None, config: Mapping[str, Any] | None, vocab_size: int | None, *, drop_mtp: bool = False
 ) -> Description:
     """Return what a checkpoint's arguments describe.
 
@@ -58,34 +66,38 @@ def described_by_args(
         family: model type of the result; None for the first that can say all.
         config: a configuration that was given; it has to describe the same model.
         vocab_size: rows that are kept.
+        drop_mtp: whether layers of multi-token prediction are left out.
 
     Raises:
         UserError: no family, or not that one, can say all; or the configuration describes another model.
     """
     if config is None:
-        settings = settings_of(args, vocab_size)
+        settings = _kept(settings_of(args, vocab_size), drop_mtp)
         if family is not None:
             return family_named(family), settings, write_config(family_named(family), settings)
         found, written = family_for(settings)
         return found, settings, written
     named = family_named(config.get("model_type"))
     given = read_config(named, config)
-    settings = settings_of(args, vocab_size or given.vocab_size)
+    settings = _kept(settings_of(args, vocab_size or given.vocab_size), drop_mtp)
     different = settings.differences(given)
     if vocab_size is not None:
         different.pop("vocab_size", None)
     if different:
         told = "; ".join(f"{name} is {ours!r}, there {theirs!r}" for name, (ours, theirs) in different.items())
         raise UserError(f"--hf-config describes another model than the checkpoint: {told}")
-    return named, settings, dict(config)
+    return named, settings, _with_predictions(named, settings, config)
 
 
-def described_by_run(agreed: Mapping[str, str], config: Mapping[str, Any] | None) -> Description:
+def described_by_run(
+    agreed: Mapping[str, str], config: Mapping[str, Any] | None, prediction_layers: int
+) -> Description:
     """Return what the configuration for a sync service's snapshot describes.
 
     Args:
         agreed: what the run's peers agreed on; empty where nothing is known.
         config: the configuration that was given.
+        prediction_layers: layers of multi-token prediction that are kept of it.
 
     Raises:
         UserError: there is none, or the peers agreed on something else.
@@ -96,7 +108,7 @@ def described_by_run(agreed: Mapping[str, str], config: Mapping[str, Any] | None
             "architecture, or the checkpoint that the run began with"
         )
     family = family_named(config.get("model_type"))
-    settings = read_config(family, config)
+    settings = replace(read_config(family, config), mtp_num_layers=prediction_layers or None)
     arguments = settings.arguments()
     different = [
         f"{flag} is {agreed[flag]} in the run, and {arguments[name]} by --hf-config"
@@ -105,4 +117,17 @@ def described_by_run(agreed: Mapping[str, str], config: Mapping[str, Any] | None
     ]
     if different:
         raise UserError("--hf-config describes another model than the run's peers agreed on: " + "; ".join(different))
-    return family, settings, dict(config)
+    return family, settings, _with_predictions(family, settings, config)
+
+
+def _kept(settings: ModelSettings, drop_mtp: bool) -> ModelSettings:
+    return replace(settings, mtp_num_layers=None) if drop_mtp else settings
+
+
+def _with_predictions(family: Family, settings: ModelSettings, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, which says how many layers of multi-token prediction go with the model."""
+    problems = no_place_for_predictions(family, settings)
+    if problems:
+        raise UserError(f"convert: a {family.model_type} model cannot be what this one is: {problems[0]}")
+    number = {"num_nextn_predict_layers": settings.mtp_num_layers or 0} if family.predicts else {}
+    return {**config, **number}

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from megatron_ext.convert.families import family_named, read_config
-from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of
+from megatron_ext.convert.families import Family, family_named, read_config
+from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of, prediction_copies
 from megatron_ext.convert.hf_reader import HfModel
 from megatron_ext.convert.release import Converted, Step, write_release
 from megatron_ext.convert.whole_folder import identity
@@ -26,6 +27,7 @@ def from_hf(
     dtype: torch.dtype | None = None,
     divisor: int = 1,
     ignored: Iterable[str] = (),
+    mtp: bool = False,
     overwrite: bool = False,
     step: Step | None = None,
 ) -> Converted:
@@ -40,6 +42,7 @@ def from_hf(
         dtype: of the parameters; None for the embedding's in the source.
         divisor: the vocabulary's rows are padded with zeros to a multiple of it.
         ignored: fields of config.json, and tensors, to leave out.
+        mtp: whether its layers of multi-token prediction are taken, too.
         overwrite: whether a checkpoint in `target` is replaced.
         step: is told of the progress.
 
@@ -50,8 +53,13 @@ def from_hf(
     model = HfModel(source)
     family = family_named(model.config.get("model_type"))
     settings = read_config(family, model.config, ignored)
+    if mtp:
+        settings = replace(settings, mtp_num_layers=_prediction_layers(model, family))
     plain = settings.shape()
-    model.check(hf_tensors(plain, family.names), also=frozenset(ignored))
+    hint = "--mtp takes layers of multi-token prediction" if family.predicts and not mtp else None
+    model.check(hf_tensors(plain, family.names), also=frozenset(ignored), hint=hint)
+    for copy, of in prediction_copies(plain).items():
+        model.check_equal(copy, of)
     shape = settings.shape(dtype or _one_dtype(model, plain, family.names), divisor)
 
     return write_release(
@@ -65,6 +73,18 @@ def from_hf(
         overwrite=overwrite,
         step=step,
     )
+
+
+def _prediction_layers(model: HfModel, family: Family) -> int:
+    """How many layers of multi-token prediction the model has."""
+    number = model.config.get("num_nextn_predict_layers") if family.predicts else None
+    if not isinstance(number, int) or number < 1:
+        raise UserError(
+            f"{model.folder}: --mtp: num_nextn_predict_layers of config.json is {number!r}"
+            if family.predicts
+            else f"{model.folder}: --mtp: a {family.model_type} model has no layers of multi-token prediction"
+        )
+    return number
 
 
 def _one_dtype(model: HfModel, shape: GptShape, names: Names) -> torch.dtype:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters, qkv_rows
-from megatron_ext.params.parameter_names import split_global_name
+from megatron_ext.params.parameter_names import split_global_name, split_prediction_name
 
-__all__ = ["HfTensor", "Names", "RowRange", "hf_tensors", "parts_of"]
+__all__ = ["HfTensor", "Names", "RowRange", "hf_tensors", "parts_of", "prediction_copies"]
 
 _OUTSIDE = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -29,6 +29,12 @@ _IN_LAYER = {
     "self_attention.linear_proj.bias": "self_attn.o_proj.bias",
     "mlp.linear_fc2.weight": "mlp.down_proj.weight",
     "mlp.linear_fc2.bias": "mlp.down_proj.bias",
+}
+_OF_PREDICTION = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "final_layernorm.weight": "shared_head.norm.weight",
 }
 _NORMS = {"self_attention.q_layernorm.weight": "q_norm", "self_attention.k_layernorm.weight": "k_norm"}
 _LATENT = {
@@ -111,7 +117,10 @@ def parts_of(tensor: GlobalTensor, shape: GptShape, names: Names) -> tuple[RowRa
     rows = tensor.shape[0] if tensor.valid_rows is None else tensor.valid_rows
     number, expert, leaf = split_global_name(tensor.name)
     if number is None:
-        return (RowRange(name=_OUTSIDE[tensor.name], rows=(0, rows), at=(0, rows)),)
+        depth, expert, leaf = split_prediction_name(tensor.name)
+        if depth is None:
+            return (RowRange(name=_OUTSIDE[tensor.name], rows=(0, rows), at=(0, rows)),)
+        number = shape.num_layers + depth  # counted on after the decoder's layers
     layer = f"model.layers.{number}."
     if leaf.startswith("self_attention.linear_qkv."):
         return tuple(_qkv_parts(shape, f"{layer}self_attn.", leaf.rpartition(".")[2]))
@@ -126,11 +135,17 @@ def parts_of(tensor: GlobalTensor, shape: GptShape, names: Names) -> tuple[RowRa
 
 
 def hf_tensors(shape: GptShape, names: Names) -> tuple[HfTensor, ...]:
-    """Return all tensors of Hugging Face's model, in the order of the model."""
+    """Return all tensors of Hugging Face's model, in the order of the model.
+
+    Those of `prediction_copies` are among them.
+    """
     made: dict[str, list[tuple[GlobalTensor, RowRange]]] = {}
     for tensor in gpt_parameters(shape):
         for part in parts_of(tensor, shape, names):
             made.setdefault(part.name, []).append((tensor, part))
+    for name, of in prediction_copies(shape).items():
+        ((tensor, part),) = made[of]
+        made[name] = [(tensor, replace(part, name=name))]
     return tuple(
         HfTensor(
             name=name,
@@ -139,6 +154,19 @@ def hf_tensors(shape: GptShape, names: Names) -> tuple[HfTensor, ...]:
         )
         for name, sources in made.items()
     )
+
+
+def prediction_copies(shape: GptShape) -> dict[str, str]:
+    """Return the tensors that layers of multi-token prediction share with the model, and whose copies they are.
+
+    Megatron has no copies; Hugging Face's layout has both in every such layer.
+    """
+    head = "model.embed_tokens.weight" if shape.share_embeddings_and_output_weights else "lm_head.weight"
+    return {
+        f"model.layers.{shape.num_layers + depth}.{copy}.weight": of
+        for depth in range(shape.mtp_num_layers)
+        for copy, of in (("embed_tokens", "model.embed_tokens.weight"), ("shared_head.head", head))
+    }
 
 
 def _qkv_parts(shape: GptShape, prefix: str, kind: str) -> Iterator[RowRange]:
@@ -170,6 +198,7 @@ def _whole(leaf: str, expert: int | None, shape: GptShape, names: Names) -> str:
         "mlp.router.expert_bias": f"{names.router}.e_score_correction_bias",
         "mlp.shared_experts.gate_weight": f"{names.shared}_gate.weight",
         **_IN_LAYER,
+        **_OF_PREDICTION,
     }
     inside = _LATENT if shape.latent_attention is not None else _NORMS
     others |= {ours: f"self_attn.{theirs}.weight" for ours, theirs in inside.items()}

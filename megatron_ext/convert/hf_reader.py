@@ -19,6 +19,8 @@ __all__ = ["HfModel", "read_json"]
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_ROWS = 4096
+"""That are compared at a time."""
 
 
 class HfModel:
@@ -60,12 +62,13 @@ class HfModel:
         found: torch.Tensor = self._slice(name)[begin:end]
         return found
 
-    def check(self, tensors: tuple[HfTensor, ...], also: frozenset[str] = frozenset()) -> None:
+    def check(self, tensors: tuple[HfTensor, ...], also: frozenset[str] = frozenset(), hint: str | None = None) -> None:
         """Check that the folder has the tensors of a model, and no others.
 
         Args:
             tensors: those of the model.
             also: patterns of names that may be there besides, and are not read.
+            hint: what else can be done about tensors too many.
 
         Raises:
             UserError: one is missing, has another shape, or is not of the model; it is named.
@@ -86,8 +89,23 @@ class HfModel:
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             raise UserError(
                 f"{self.folder}: the weights have {unknown[0]}{more}, which config.json does not ask for; "
-                "--ignore PATTERN leaves tensors out"
+                f"{'' if hint is None else hint + ', '}--ignore PATTERN leaves tensors out"
             )
+
+    def check_equal(self, copy: str, name: str) -> None:
+        """Check that a tensor is a copy of another one of the same shape.
+
+        Raises:
+            UserError: it is not.
+        """
+        rows = self.shape(name)[0]
+        for begin in range(0, rows, _ROWS):
+            end = min(rows, begin + _ROWS)
+            if not torch.equal(self.rows(copy, begin, end), self.rows(name, begin, end)):
+                raise UserError(
+                    f"{self.folder}: {copy} is not equal to {name}, and in Megatron it is the same tensor; "
+                    "without --mtp, --ignore leaves the layer out"
+                )
 
     def _weight_map(self) -> dict[str, str]:
         """By name, the file that has a tensor."""

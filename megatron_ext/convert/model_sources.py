@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,15 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.values.snapshot import Snapshot, newest_of, snapshot_name
 
-__all__ = ["Snapshots", "Source", "checkpoint_folder", "find_snapshots", "is_checkpoint", "open_checkpoint"]
+__all__ = [
+    "Snapshots",
+    "Source",
+    "checkpoint_folder",
+    "find_snapshots",
+    "is_checkpoint",
+    "open_checkpoint",
+    "prediction_layers",
+]
 
 _TRACKER = "latest_checkpointed_iteration.txt"
 _WORKER, _ANCHOR = "local_sgd.worker_{}.", "local_sgd.outer.anchor."
@@ -66,6 +75,11 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
         there = ", ".join(sorted(found.parent.name for found in path.glob("*/.metadata"))) or "none"
         raise UserError(f"{folder}: not a torch_dist checkpoint (no .metadata); those in {path}: {there}")
     return folder
+
+
+def prediction_layers(source: Source) -> int:
+    """Return how many layers of multi-token prediction a source has."""
+    return next(depth for depth in itertools.count() if f"mtp.layers.{depth}.eh_proj.weight" not in source)
 
 
 def open_checkpoint(folder: Path, weights: str = "model") -> TorchDistReader:

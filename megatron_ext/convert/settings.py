@@ -21,7 +21,7 @@ class ModelSettings:
     """A GPT with rotary positions and RMSNorm, as Megatron's arguments describe it.
 
     Fields have the names of Megatron's arguments (its parser's destinations), except where the docstring says so.
-    Those that only training looks at take no part in a comparison.
+    Those that do not say what the model computes for the next token take no part in a comparison.
     """
 
     num_layers: int
@@ -139,6 +139,9 @@ class ModelSettings:
     mscale_all_dim: float = 0.0
     """Its temperature of the scores."""
 
+    mtp_num_layers: int | None = field(default=None, compare=False)
+    """Layers of multi-token prediction; they say nothing about the next token, and only some families have them."""
+
     moe_aux_loss_coeff: float = field(default=0.0, compare=False)
     """Weight of the loss that balances experts; only training looks at it."""
 
@@ -189,6 +192,7 @@ class ModelSettings:
             moe_shared_expert_intermediate_size=self.moe_shared_expert_intermediate_size,
             moe_shared_expert_gate=self.moe_shared_expert_gate,
             moe_router_enable_expert_bias=self.moe_router_enable_expert_bias,
+            mtp_num_layers=self.mtp_num_layers or 0,
             dtype=dtype,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from megatron_ext.convert.model_sources import (
     find_snapshots,
     is_checkpoint,
     open_checkpoint,
+    prediction_layers,
 )
 from megatron_ext.convert.tokenizer_files import copy_tokenizer
 from megatron_ext.convert.whole_folder import identity, resumed_folder
@@ -71,6 +72,9 @@ class ToHf:
     max_shard_bytes: int = 5 * 10**9
     """Size that a file should not exceed."""
 
+    drop_mtp: bool = False
+    """Whether layers of multi-token prediction are left out."""
+
     overwrite: bool = False
     """Whether a model in the target's folder is replaced."""
 
@@ -116,7 +120,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
     dtype = options.dtype or source.dtype("embedding.word_embeddings.weight")
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     shape = settings.shape(dtype)
-    stored = _check(source, shape)
+    stored = _check(source, shape, prediction_layers(source) if options.drop_mtp else 0)
     tensors = hf_tensors(shape, family.names)
     read = functools.lru_cache(maxsize=2)(source.read)
 
@@ -153,16 +157,22 @@ def _opened(options: ToHf) -> tuple[Source, tuple[Path, ...], Description]:
     if is_checkpoint(options.source):
         folder = checkpoint_folder(options.source, options.iteration)
         reader = open_checkpoint(folder, options.weights)
-        described = described_by_args(read_args(folder), options.family, config, options.vocab_size)
+        described = described_by_args(
+            read_args(folder), options.family, config, options.vocab_size, drop_mtp=options.drop_mtp
+        )
         return reader, (folder / ".metadata",), described
     if options.weights != "model" or options.iteration is not None:
         raise UserError(f"{options.source}: --weights and --iteration choose in a checkpoint, and it is none")
     snapshots = Snapshots(find_snapshots(options.source))
-    return snapshots, snapshots.files, described_by_run(snapshots.agreed(), config)
+    predictions = 0 if options.drop_mtp else prediction_layers(snapshots)
+    return snapshots, snapshots.files, described_by_run(snapshots.agreed(), config, predictions)
 
 
-def _check(source: Source, shape: GptShape) -> int:
-    """Check that the source has the model's tensors and no others; return the rows of its embedding."""
+def _check(source: Source, shape: GptShape, dropped: int) -> int:
+    """Check that the source has the model's tensors and no others; return the rows of its embedding.
+
+    `dropped` layers of multi-token prediction may be there besides.
+    """
     tensors = gpt_parameters(shape)
     rows = 0
     for tensor in tensors:
@@ -174,7 +184,8 @@ def _check(source: Source, shape: GptShape) -> int:
             rows, wanted = found[0], (found[0], *wanted[1:])
         if found != wanted:
             raise UserError(f"{tensor.name} has shape {found} in the source, and the model says {wanted}")
-    unknown = source.unknown(frozenset(tensor.name for tensor in tensors))
+    also = gpt_parameters(replace(shape, mtp_num_layers=dropped)) if dropped else ()
+    unknown = source.unknown(frozenset(tensor.name for tensor in (*tensors, *also)))
     if unknown:
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise UserError(f"the source has {unknown[0]}{more}, which the model does not have")

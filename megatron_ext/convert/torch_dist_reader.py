@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_ext.errors import UserError
-from megatron_ext.params.parameter_names import FUSED_NORMS, split_global_name
+from megatron_ext.params.parameter_names import FUSED_NORMS, split_global_name, split_prediction_name
 
 __all__ = ["TorchDistReader", "key_candidates"]
 
@@ -35,14 +35,20 @@ def key_candidates(name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
         name: the tensor's global name.
     """
     layer, expert, leaf = split_global_name(name)
+    depth = None
     if layer is None:
-        yield name, ()
-        return
+        depth, expert, leaf = split_prediction_name(name)
+        if ".mtp_model_layer." not in name:
+            yield name, ()
+            return
     place: tuple[int, ...] = ()
     if expert is not None:
         place, leaf = (expert,), f"mlp.experts.experts.{leaf}"
     fused = [other + leaf.removeprefix(norm) for other, norm in FUSED_NORMS.items() if leaf.startswith(norm)]
     for candidate in (leaf, *fused):
+        if layer is None:
+            yield f"mtp.layers.{depth}.transformer_layer.{candidate}", place  # its former name
+            continue
         yield f"decoder.layers.{candidate}", (layer, *place)
         yield f"decoder.layers.{layer}.{candidate}", place
 

@@ -37,7 +37,7 @@ __all__ = ["write_checkpoint"]
 _FILE_BYTES = 4 << 30
 """A file is closed when it has as much."""
 
-_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_", "linear_kv_")
+_LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_", "linear_kv_", "eh_proj")
 
 Values = Callable[[GlobalTensor], torch.Tensor]
 """Returns a tensor's value, of its shape and type."""
@@ -170,8 +170,8 @@ def _entries(shape: GptShape, homogeneous: bool) -> Iterator[_Entry]:
             # With a layer's number in the key, the layers are not stacked.
             if tensor.layer is not None and (f"decoder.layers.{tensor.layer}." in key) == homogeneous:
                 continue
-            stack = (*((shape.num_layers,) if homogeneous else ()), *((experts,) if tensor.is_expert else ()))
-            stack = stack if tensor.layer is not None else ()
+            layers = (shape.num_layers,) if homogeneous and tensor.layer is not None else ()
+            stack = (*layers, *((experts,) if tensor.is_expert else ()))
             yield _Entry(key, place, stack, tensor)
             module, _, kind = key.rpartition(".")
             if kind == "weight" and module.rpartition(".")[2].startswith(_LINEAR):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # The layer of the decoder's kind in each of those for multi-token prediction; checkpoints call it by its former name.
 _PREDICTION = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
+_OF_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # Transformer Engine's grouped linear keeps its experts as weight0, weight1, ... of one module.
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d+)")
@@ -65,6 +66,19 @@ def split_global_name(name: str) -> tuple[int | None, int | None, str]:
     if (expert := _GLOBAL_EXPERT.fullmatch(rest)) is None:
         return layer, None, rest
     return layer, int(expert[1]), expert[2]
+
+
+def split_prediction_name(name: str) -> tuple[int | None, int | None, str]:
+    """Return the layer of multi-token prediction and the routed expert in a global name, as `split_global_name` does.
+
+    What follows is the name of the layer's own (``enorm.weight``), or as in a decoder layer.
+    """
+    if (match := _OF_PREDICTION.fullmatch(name)) is None:
+        return None, None, name
+    depth, rest = int(match[1]), match[2]
+    if (expert := _GLOBAL_EXPERT.fullmatch(rest)) is None:
+        return depth, None, rest
+    return depth, int(expert[1]), expert[2]
 
 
 def checkpoint_key(

@@ -9,12 +9,20 @@ from typing import Any
 
 from megatron_ext.convert.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_ext.convert.families.dense import Llama, Qwen2, Qwen3
-from megatron_ext.convert.families.family import Family, read_config, write_config
+from megatron_ext.convert.families.family import Family, no_place_for_predictions, read_config, write_config
 from megatron_ext.convert.families.mixtures import Mixtral, Qwen2Moe, Qwen3Moe
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["FAMILIES", "Family", "family_for", "family_named", "read_config", "write_config"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "family_for",
+    "family_named",
+    "no_place_for_predictions",
+    "read_config",
+    "write_config",
+]
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {

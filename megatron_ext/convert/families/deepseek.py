@@ -22,6 +22,7 @@ class DeepseekV3:
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
     names = Names(shared="mlp.shared_experts")
+    predicts = True
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""
@@ -52,6 +53,7 @@ class DeepseekV2:
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"
     names = Names(shared="mlp.shared_experts")
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""

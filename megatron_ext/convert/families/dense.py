@@ -19,6 +19,7 @@ class Llama:
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     names = Names()
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""
@@ -39,6 +40,7 @@ class Qwen2:
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     names = Names()
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""
@@ -56,6 +58,7 @@ class Qwen3:
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
     names = Names()
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""

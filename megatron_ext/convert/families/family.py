@@ -11,7 +11,7 @@ from megatron_ext.convert.hf_names import Names
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["Family", "common_config", "common_settings", "read_config", "write_config"]
+__all__ = ["Family", "common_config", "common_settings", "no_place_for_predictions", "read_config", "write_config"]
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has beside the factor."""
@@ -37,6 +37,9 @@ class Family(Protocol):
 
     names: Names
     """Of its tensors."""
+
+    predicts: bool
+    """Whether it has a place for layers of multi-token prediction."""
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """Return the model that a configuration describes; what does not convert is noted in `fields`."""
@@ -127,6 +130,13 @@ def _rotary(fields: ConfigFields) -> tuple[int, dict[str, Any]]:
     return int(base), read
 
 
+def no_place_for_predictions(family: Family, settings: ModelSettings) -> list[str]:
+    """Return what hinders a model's layers of multi-token prediction from going with it."""
+    if not settings.mtp_num_layers or family.predicts:
+        return []
+    return [f"mtp_num_layers is {settings.mtp_num_layers} (there only None, --drop-mtp leaves these layers out)"]
+
+
 def read_config(family: Family, config: Mapping[str, Any], ignored: Iterable[str] = ()) -> ModelSettings:
     """Return the model that a ``config.json`` describes.
 
@@ -151,9 +161,12 @@ def write_config(family: Family, settings: ModelSettings) -> dict[str, Any]:
         UserError: the family cannot say something of the model; it is named.
     """
     config = {"architectures": [family.architecture], "model_type": family.model_type, **family.write(settings)}
+    if family.predicts:
+        config["num_nextn_predict_layers"] = settings.mtp_num_layers or 0
     fields = ConfigFields(config, family.model_type)
     lost = settings.differences(family.read(fields))
     told = [f"{name} is {ours!r} (there only {theirs!r})" for name, (ours, theirs) in lost.items()]
+    told += no_place_for_predictions(family, settings)
     if told or fields.problems:
         raise UserError(
             f"convert: a {family.model_type} model cannot be what this one is: " + "; ".join((*told, *fields.problems))

@@ -22,6 +22,7 @@ class Mixtral:
     names = Names(
         router="block_sparse_moe.gate", experts="block_sparse_moe.experts", gate="w1", up="w3", down="w2"
     )
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""
@@ -55,6 +56,7 @@ class Qwen3Moe:
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
     names = Names()
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""
@@ -74,6 +76,7 @@ class Qwen2Moe:
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
     names = Names()
+    predicts = False
 
     def read(self, fields: ConfigFields) -> ModelSettings:
         """See `Family.read`."""

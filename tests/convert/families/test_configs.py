@@ -157,7 +157,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_nearest_ones_reason(
     [
         ("normalization", "LayerNorm"),
         ("squared_relu", True),
-        ("mtp_num_layers", 1),
+        ("mtp_use_repeated_layer", True),
         ("window_size", [64, 0]),
         ("spec", ["mine", "layers"]),
     ],
