@@ -11,15 +11,20 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_ext.convert.families import family_named
 from megatron_ext.convert.from_hf import from_hf
+from megatron_ext.convert.hf_names import hf_tensors
 from megatron_ext.convert.megatron_args import read_args
+from megatron_ext.convert.model_sources import open_checkpoint
 from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.values.snapshot import Snapshot, snapshot_name
 from tests.convert import models
 from tests.local_sgd.runs import arguments
 from tests.support.pretrain import run_pretrain
 from tests.support.pretrain_rank import digest
 from tests.support.waiting import until
+from tests.sync_service.cluster import Cluster
 from tests.sync_service.conftest import make_service, zygote  # noqa: F401  # fixtures
 from tests.sync_service.jobs import SINGLE, has_joined, job_arguments
 from tests.sync_service.service import Service
@@ -105,6 +110,36 @@ def test_the_server_has_the_model_that_spes_peers_have(make_service: Callable[..
     shutil.rmtree(run / "snapshots")
     with pytest.raises(UserError, match="neither a checkpoint, a snapshot nor the folder of a sync service"):
         exported(service.state, tmp_path / "hf", config=source)
+
+
+def test_several_servers_have_one_model(make_service: Callable[..., Service], tmp_path: Path):  # noqa: F811
+    source = models.save("qwen3_moe", tmp_path / "model")
+    start = from_hf(source, tmp_path / "start")
+    family = family_named("qwen3_moe")
+    tensors = hf_tensors(start.settings.shape(), family.names)
+    reader = open_checkpoint(start.folder / "release")
+    values = {ours.name: reader.read(ours.name) for tensor in tensors for ours, _ in tensor.sources}
+    cluster = Cluster(make_service({"demo": {"peers": 1, "sync_steps": 1}}), 2)
+    cluster.start_all()
+    with cluster.service.client("a", values, index=0) as client:
+        moved = {name: value + 1 for name, value in client.start(values).items()}
+        client.upload(1, moved)
+        values = client.fetch(1, moved).values
+    cluster.service.stop()
+    state = cluster.service.state
+    parts = [folder / "runs" / "demo" / "snapshots" / snapshot_name(1) for folder in (state, state / "shard-1")]
+    held = [set(Snapshot(part).tensors) for part in parts]
+    assert all(held) and not held[0] & held[1]
+    server = exported(state, tmp_path / "hf", config=source)
+    begun = load_file(source / "model.safetensors")
+    assert server.keys() == begun.keys()
+    for tensor in tensors:
+        rows = torch.cat([values[ours.name][slice(*part.at)] for ours, part in tensor.sources])
+        assert torch.equal(server[tensor.name], rows), tensor.name
+        assert (server[tensor.name] - begun[tensor.name]).mean() > 0.9, tensor.name
+    parts[1].unlink()
+    with pytest.raises(UserError, match=r"shard-1.*round-.*: the snapshot of a shard is missing"):
+        exported(state, tmp_path / "hf", config=source)
 
 
 def in_background(words: list[str]) -> Future[object]:
