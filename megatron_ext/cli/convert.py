@@ -38,7 +38,7 @@ Write a model as a Hugging Face folder that transformers loads with from_pretrai
 
 SOURCE is
   - a folder given to --save, or one iteration in it: of a stock job, of a job with local SGD, or of a SPES
-    peer, in the torch_dist format, whatever TP, PP and EP it has;
+    peer, in the torch_dist format or the legacy one, whatever TP, PP and EP it has;
   - the folder of a sync service, DIR, or DIR/runs/RUN, or a file round-N.safetensors in it: no peer is
     needed. A snapshot does not say how its tensors are used, so --hf-config has to.
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_ext.convert.legacy_reader import is_legacy
 from megatron_ext.convert.torch_dist_reader import TorchDistReader
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.rounds.run_record import RunRecord
@@ -51,7 +52,11 @@ class Source(Protocol):
 
 def is_checkpoint(path: Path) -> bool:
     """Return whether a folder is a checkpoint, or one iteration of it."""
-    return (path / ".metadata").exists() or (path / _TRACKER).exists()
+    return _is_iteration(path) or (path / _TRACKER).exists()
+
+
+def _is_iteration(folder: Path) -> bool:
+    return (folder / ".metadata").exists() or is_legacy(folder)
 
 
 def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
@@ -64,16 +69,16 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     Raises:
         UserError: there is none.
     """
-    if (path / ".metadata").exists():
+    if _is_iteration(path):
         return path
     tracker = path / _TRACKER
     if not tracker.exists():
         raise UserError(f"{path}: neither a checkpoint (no {_TRACKER}) nor one iteration of it (no .metadata)")
     said = tracker.read_text(encoding="utf-8").strip() if iteration is None else str(iteration)
     folder = path / (said if said == "release" else f"iter_{int(said):07d}")
-    if not (folder / ".metadata").exists():
-        there = ", ".join(sorted(found.parent.name for found in path.glob("*/.metadata"))) or "none"
-        raise UserError(f"{folder}: not a torch_dist checkpoint (no .metadata); those in {path}: {there}")
+    if not _is_iteration(folder):
+        there = ", ".join(sorted(found.name for found in path.iterdir() if _is_iteration(found))) or "none"
+        raise UserError(f"{folder}: not a torch_dist checkpoint, nor a legacy one; those in {path}: {there}")
     return folder
 
 

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from megatron_ext.convert.description import Description, described_by_args, des
 from megatron_ext.convert.families import Family
 from megatron_ext.convert.hf_names import HfTensor, hf_tensors
 from megatron_ext.convert.hf_writer import grouped, write_json, write_weights
+from megatron_ext.convert.legacy_reader import LegacyFiles, LegacyReader, is_legacy
 from megatron_ext.convert.megatron_args import read_args
 from megatron_ext.convert.model_sources import (
     Snapshots,
@@ -156,6 +158,8 @@ def _opened(options: ToHf) -> tuple[Source, tuple[Path, ...], Description]:
     config = None if options.config is None else given_config(options.config)
     if is_checkpoint(options.source):
         folder = checkpoint_folder(options.source, options.iteration)
+        if is_legacy(folder):
+            return _opened_legacy(folder, options, config)
         reader = open_checkpoint(folder, options.weights)
         described = described_by_args(
             read_args(folder), options.family, config, options.vocab_size, drop_mtp=options.drop_mtp
@@ -166,6 +170,21 @@ def _opened(options: ToHf) -> tuple[Source, tuple[Path, ...], Description]:
     snapshots = Snapshots(find_snapshots(options.source))
     predictions = 0 if options.drop_mtp else prediction_layers(snapshots)
     return snapshots, snapshots.files, described_by_run(snapshots.agreed(), config, predictions)
+
+
+def _opened_legacy(
+    folder: Path, options: ToHf, config: dict[str, Any] | None
+) -> tuple[Source, tuple[Path, ...], Description]:
+    """The same of a checkpoint in the legacy format."""
+    if options.weights != "model":
+        raise UserError(
+            f"{folder}: --weights {options.weights} chooses in torch_dist checkpoints; load this one without "
+            "--ckpt-format torch in the run that wrote it, and save"
+        )
+    files = LegacyFiles(folder)
+    described = described_by_args(files.args, options.family, config, options.vocab_size, drop_mtp=options.drop_mtp)
+    whole = replace(described[1], mtp_num_layers=getattr(files.args, "mtp_num_layers", None))
+    return LegacyReader(files, whole), tuple(files.paths.values()), described
 
 
 def _check(source: Source, shape: GptShape, dropped: int) -> int:

@@ -20,6 +20,7 @@ import torch
 from megatron_ext.convert.families import family_for
 from megatron_ext.convert.flags import settings_of
 from megatron_ext.convert.hf_reader import read_json
+from megatron_ext.convert.legacy_reader import is_legacy
 from megatron_ext.convert.megatron_args import read_args
 from megatron_ext.convert.model_sources import Source, checkpoint_folder, open_checkpoint
 from megatron_ext.convert.release import Converted, Step, write_release
@@ -59,6 +60,11 @@ def upcycle(
         UserError: the source is not a dense model, cannot be read, or cannot become this mixture.
     """
     folder = checkpoint_folder(source, iteration)
+    if is_legacy(folder):
+        raise UserError(
+            f"{folder}: in the legacy format; load it without --ckpt-format torch, and save, or go by way of to-hf and "
+            "from-hf"
+        )
     reader = open_checkpoint(folder)
     dense = settings_of(read_args(folder))
     config.check(dense)
