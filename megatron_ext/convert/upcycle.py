@@ -29,6 +29,7 @@ from megatron_ext.convert.upcycle_config import UpcycleConfig
 from megatron_ext.convert.whole_folder import identity
 from megatron_ext.errors import UserError
 from megatron_ext.params import GlobalTensor
+from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.params.parameter_names import split_global_name
 
 __all__ = ["upcycle"]
@@ -69,8 +70,8 @@ def upcycle(
     dense = settings_of(read_args(folder))
     config.check(dense)
     settings = config.settings(dense)
-    rows = reader.shape("embedding.word_embeddings.weight")[0]
-    shape = settings.shape(reader.dtype("embedding.word_embeddings.weight"))
+    rows = reader.shape(WORD_EMBEDDING)[0]
+    shape = settings.shape(reader.dtype(WORD_EMBEDDING))
     shape = replace(shape, padded_vocab_size=rows)
     value = _values(reader, config, dense.ffn_hidden_size // config.granularity)
 
@@ -96,6 +97,8 @@ def _values(source: Source, config: UpcycleConfig, width: int) -> Callable[[Glob
         mlp = f"decoder.layers.{layer}.mlp."
         if leaf == "mlp.router.weight":
             return _router(tensor, config, lambda: dense(f"{mlp}linear_fc2.weight"))
+        if tensor.name == OUTPUT_WEIGHT and tensor.name not in source:
+            return source.read(WORD_EMBEDDING)
         if expert is None:
             return source.read(tensor.name)
         begin = expert % config.granularity * width

@@ -44,6 +44,9 @@ class UpcycleConfig:
     aux_loss_coeff: float = 1e-3
     """Weight of the loss that balances experts (``--moe-aux-loss-coeff``)."""
 
+    untie_embeddings: bool = False
+    """Give the output layer weights of its own, which begin as the embedding's, where the dense model shares them."""
+
     seed: int = 1234
     """Of the noise and the router."""
 
@@ -70,6 +73,11 @@ class UpcycleConfig:
             problems.append(f"--router-std {self.router_std}: give 0 or more")
         if dense.num_experts is not None:
             problems.append(f"the model has experts already ({dense.num_experts})")
+        if dense.mtp_num_layers:
+            problems.append(
+                "the model has layers of multi-token prediction, of which no mixture is made; leave them out with "
+                "`convert to-hf --drop-mtp`, and read that with `convert from-hf`"
+            )
         if dense.add_bias_linear:
             problems.append("the model's linear layers have biases, and experts here have none")
         if problems:
@@ -79,6 +87,7 @@ class UpcycleConfig:
         """Return the mixture's settings."""
         return replace(
             dense,
+            untie_embeddings_and_output_weights=self.untie_embeddings or dense.untie_embeddings_and_output_weights,
             num_experts=self.num_experts * self.granularity,
             moe_ffn_hidden_size=dense.ffn_hidden_size // self.granularity,
             moe_router_topk=self.topk * self.granularity,

@@ -2,6 +2,7 @@
 """A mixture of experts that starts as the dense model it was made of."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_ext.convert.families import family_named, read_config
 from megatron_ext.convert.from_hf import from_hf
 from megatron_ext.convert.to_hf import ToHf, to_hf
+from megatron_ext.convert.torch_dist_reader import TorchDistReader
 from megatron_ext.convert.upcycle import upcycle
 from megatron_ext.convert.upcycle_config import UpcycleConfig
 from megatron_ext.errors import UserError
 from tests.convert import models
+from tests.convert.families.test_configs import CONFIGS
 from tests.convert.test_logits import TRAINING, logits
 from tests.support.pretrain import run_pretrain
 
@@ -75,6 +79,16 @@ def test_slices_are_the_dense_mlp_in_turn_and_sum_to_it(dense: Path, tmp_path: P
     torch.testing.assert_close(found, models.logits("qwen3"), rtol=0, atol=5e-6)
 
 
+def test_an_output_layer_of_its_own_begins_as_the_embedding(tmp_path: Path):
+    start = from_hf(models.save("llama, scaled, tied", tmp_path / "model"), tmp_path / "start").folder
+    tied = upcycle(start, tmp_path / "tied", UpcycleConfig())
+    made = upcycle(start, tmp_path / "mixture", UpcycleConfig(untie_embeddings=True))
+    assert "--untie-embeddings-and-output-weights" in {*made.flags} - {*tied.flags}
+    reader = TorchDistReader(made.folder / "release")
+    output, embedding = (reader.read(name) for name in ("output_layer.weight", "embedding.word_embeddings.weight"))
+    assert torch.equal(output, embedding)
+
+
 def test_noise_is_added_to_a_part_of_the_weights_and_is_the_same_every_time(dense: Path, tmp_path: Path):
     options = {"num_experts": 3, "noise_std": 0.5, "noise_fraction": 0.25}
     weights, whole = mixture(dense, tmp_path / "one", **options), of_dense(dense)
@@ -116,3 +130,10 @@ def test_a_model_that_cannot_become_one_is_refused(name: str, said: str, tmp_pat
     with pytest.raises(UserError) as refused:
         upcycle(made.folder, tmp_path / "mixture", UpcycleConfig())
     assert said in str(refused.value)
+
+
+def test_a_model_with_multi_token_prediction_is_refused_with_the_way_out():
+    dense = read_config(family_named("qwen3"), CONFIGS["qwen3"])
+    UpcycleConfig().check(dense)
+    with pytest.raises(UserError, match="convert to-hf --drop-mtp"):
+        UpcycleConfig().check(replace(dense, mtp_num_layers=1))

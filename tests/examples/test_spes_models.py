@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.convert.families import family_named, read_config
+from megatron_ext.convert.flags import settings_of
+from megatron_ext.convert.settings import ModelSettings
+from megatron_ext.convert.upcycle_config import UpcycleConfig
 from tests.examples.desk import RECORD_ARGUMENTS, Desk, split_at_script, validated
 from tests.support.distributed import REPOSITORY, run_ranks
 
@@ -36,8 +40,30 @@ SAME = {
 OWN = ("moe_router_pre_softmax", "seq_length", "rotary_base", "lr", "lr_warmup_iters", "lr_decay_iters", "train_iters")
 
 
-def look(arguments: list[str]) -> tuple[dict[str, Any], list[int], int]:
-    """Return what a node asks for, the parameters (all, those of a token, a peer's), and the rows of the embedding."""
+QWEN3_1_7B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "vocab_size": 151_936,
+    "max_position_embeddings": 40_960,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
+"""The dense model that the released 9B began with."""
+
+
+def look(arguments: list[str]) -> tuple[dict[str, Any], list[int], int, ModelSettings]:
+    """Return what a node asks for.
+
+    Its options, the parameters (all, those of a token, a peer's), the rows of the embedding, and the model that
+    conversions see.
+    """
     import torch
     from megatron.core import parallel_state
     from megatron.core.tokenizers.utils.build_tokenizer import vocab_size_with_padding
@@ -70,7 +96,7 @@ def look(arguments: list[str]) -> tuple[dict[str, Any], list[int], int]:
     owned = len(ownership.owned_by(args.sync_service_index))
     shared = total - experts
     parts = [shared + experts * count // args.num_experts for count in (args.moe_router_topk, owned)]
-    return asked, [total, *parts], padded
+    return asked, [total, *parts], padded, settings_of(args, padded)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +117,18 @@ def test_a_model_has_the_size_the_rules_and_the_schedule_of_the_released_one(
     code, output = desk.run(NODE, ["0"], RECORDED_ARGUMENTS=str(recorded), OUTPUT=str(desk.folder), MODEL=model)
     assert code == 0, output
     _, training = split_at_script(recorded.read_text().splitlines())
-    ((asked, counts, padded),) = run_ranks(look, 1, training)
+    ((asked, counts, padded, settings),) = run_ranks(look, 1, training)
     coefficient = asked["moe_aux_loss_coeff"]
     asked["moe_aux_loss_coeff"] = coefficient if isinstance(coefficient, list) else [coefficient]
     assert asked == {**SAME, **dict(zip(OWN, own, strict=True)), "lr_to_min_lr": 10.0}
     assert tuple(round(count / 1e9, 2) for count in counts) == pytest.approx(billions, abs=0.011)
     assert padded == rows
+    if model == "9b":
+        # What `upcycle --untie-embeddings` makes of the dense model can be loaded, and computes the same.
+        dense = read_config(family_named("qwen3"), QWEN3_1_7B)
+        begun = UpcycleConfig(untie_embeddings=True).settings(dense)
+        assert settings.differences(begun) == {"max_position_embeddings": (4096, 40_960)}
+        assert settings.differences(UpcycleConfig().settings(dense)).keys() >= {"untie_embeddings_and_output_weights"}
 
 
 def test_a_run_of_another_length_decays_over_all_of_it(desk: Desk) -> None:
