@@ -79,6 +79,13 @@ RUN_BY = {
     "examples/spes/run_parameter_server.sh": (
         "tests/examples/test_spes_scripts.py::test_the_server_starts_with_the_scripts_variables"
     ),
+    "examples/spes/dense_to_evaluation.sh": (
+        "tests/examples/test_dense_to_evaluation.py::"
+        "test_a_dense_model_is_upcycled_trained_by_four_peers_exported_and_evaluated"
+    ),
+    "examples/local_sgd/train_gpt3_diloco_single_node.sh": (
+        "tests/examples/test_launch_scripts.py::test_a_single_node_trains_on_cpu_on_given_text"
+    ),
     "patches/apply.sh": (
         "tests/fork/test_apply_set.py::"
         "test_a_dry_run_by_default_then_in_and_out_again_with_every_byte_as_before"
