@@ -3,12 +3,13 @@
 #
 # Trains a LLaMA with hot switching: several parallel strategies in every step, by the length of the documents.
 #
-#   llama_hot_switch.sh [--dry-run] [3b|7b|13b|32b] [CONTEXT] [GLOBAL_BATCH] [HOSTFILE] [STEPS] [EPOCHS] [DATA_PATH] [c1|c2]
+#   llama_hot_switch.sh [--dry-run | --print] [3b|7b|13b|32b] [CONTEXT] [GLOBAL_BATCH] [HOSTFILE] [STEPS] [EPOCHS] [DATA_PATH] [c1|c2]
 #
 # Defaults: 3b 32768 512 examples/hot_switch/hostfile 50 1, mock data, c1. A hostfile has lines like `10.0.0.1 slots=8`; torchrun
 # is started here, and over ssh on the other hosts, in the same folder. Trains STEPS * EPOCHS steps. The strategies are those of
-# configs/hot_switch_strategies.txt for the model, the number of GPUs, the context and the combination. --dry-run prints the
-# command lines, one for each host, with the vocabulary of the data where these are on this machine.
+# configs/hot_switch_strategies.txt for the model, the number of GPUs, the context and the combination. --print prints the
+# command lines, one for each host, with the vocabulary of the data where these are on this machine, and starts nothing; so does
+# --dry-run, which also says what they would do (docs/explain.md).
 #
 # Environment:
 #   BUCKET_SIZES, ALL_PARALLEL_STRATEGY  other strategies, e.g.

@@ -5,10 +5,11 @@
 # two rounds nothing leaves a node. Start it on every node, with the same arguments:
 #
 #   NUM_NODES=4 NODE_RANK=0 MASTER_ADDR=node0 \
-#       train_gpt3_diloco_multi_node.sh [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
+#       train_gpt3_diloco_multi_node.sh [--dry-run] [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
 # Defaults: folders in outputs/gpt3_diloco_multi_node_BACKEND, mock data. The paths must be on storage that all nodes share.
-# Arguments come before variables.
+# Arguments come before variables. --dry-run prints
+# the command line and what it would do (docs/explain.md), and starts nothing.
 #
 # Environment:
 #   BACKEND        gpu, or cpu for the same job at toy size on this machine, by default with 4 processes (gpu)
@@ -25,6 +26,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help data "$@"
+read_dry_run "$@"
+set -- ${REST[@]+"${REST[@]}"}
 
 BACKEND="${BACKEND:-gpu}"
 if [[ $BACKEND == cpu ]]; then
@@ -42,7 +45,7 @@ check_counts NUM_NODES MASTER_PORT
 if ! is_number "$NODE_RANK" || ((NODE_RANK >= NUM_NODES)); then
     launch_error "NODE_RANK is '$NODE_RANK'; give a whole number from 0 to $((NUM_NODES - 1)) (NUM_NODES is $NUM_NODES)"
 fi
-if ((NUM_NODES > 1)) && [[ $BACKEND == gpu && $MASTER_ADDR == localhost ]]; then
+if ((NUM_NODES > 1)) && [[ $DRY_RUN == 0 && $BACKEND == gpu && $MASTER_ADDR == localhost ]]; then
     launch_error "MASTER_ADDR is not set: give the address of the node with NODE_RANK=0"
 fi
 read_paths "gpt3_diloco_multi_node_$BACKEND" "$@"
@@ -118,7 +121,7 @@ read_extra_args
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
-exec torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
+launch torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \

@@ -3,9 +3,10 @@
 #
 # Trains a GPT-3 of 1.3B parameters with DiLoCo on one node: two workers, each with TP 2 and DP 2.
 #
-#   train_gpt3_diloco_single_node.sh [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
+#   train_gpt3_diloco_single_node.sh [--dry-run] [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
-# Defaults: folders in outputs/gpt3_diloco_single_node_BACKEND, mock data. Arguments come before variables.
+# Defaults: folders in outputs/gpt3_diloco_single_node_BACKEND, mock data. Arguments come before variables. --dry-run prints
+# the command line and what it would do (docs/explain.md), and starts nothing.
 #
 # Environment:
 #   BACKEND        gpu, or cpu for the same job at toy size on this machine, by default with 4 processes (gpu)
@@ -20,6 +21,8 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help data "$@"
+read_dry_run "$@"
+set -- ${REST[@]+"${REST[@]}"}
 
 BACKEND="${BACKEND:-gpu}"
 if [[ $BACKEND == cpu ]]; then
@@ -103,7 +106,7 @@ read_extra_args
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
-exec torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
+launch torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \

@@ -5,10 +5,11 @@
 # Submit it from the repository's folder:
 #
 #   sbatch examples/local_sgd/train_gpt3_diloco_slurm.sh \
-#       [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
+#       [--dry-run] [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]
 #
 # Defaults: folders in outputs/gpt3_diloco_slurm_BACKEND, mock data. The paths must be on storage that all nodes share.
-# Arguments come before variables. With BACKEND=cpu it also starts outside of a SLURM job, on this machine alone.
+# Arguments come before variables. --dry-run, also outside of a job, prints the command line and what it would do
+# (docs/explain.md), and starts nothing. With BACKEND=cpu it also starts outside of a SLURM job, on this machine alone.
 #
 # Environment:
 #   BACKEND        gpu, or cpu for the same job at toy size on this machine, by default with 4 processes (gpu)
@@ -36,6 +37,8 @@ fi
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help data "$@"
+read_dry_run "$@"
+set -- ${REST[@]+"${REST[@]}"}
 
 BACKEND="${BACKEND:-gpu}"
 if [[ $BACKEND == cpu ]]; then
@@ -49,8 +52,9 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
     MASTER_ADDR="${HOSTS[0]:?scontrol names no host of the job}"
     MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
     LAUNCHER=(srun --kill-on-bad-exit=1)
-elif [[ $BACKEND == cpu ]]; then
+elif [[ $BACKEND == cpu || $DRY_RUN == 1 ]]; then
     NUM_NODES=1
+    [[ $BACKEND == cpu ]] || NUM_NODES=64 # of the job that this file asks for
     MASTER_ADDR=localhost
     MASTER_PORT="${MASTER_PORT:-29500}"
     LAUNCHER=()
@@ -134,7 +138,7 @@ find_python
 # One task per node, which starts one process per GPU. SLURM_NODEID is known inside of the task only.
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
 # shellcheck disable=SC2016 # the task expands it
-exec "${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$@"' torchrun \
+launch "${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$@"' torchrun \
     "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

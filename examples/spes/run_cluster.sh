@@ -3,13 +3,16 @@
 #
 # Starts one peer of a SPES run per node, and on the node of rank 0 the server as well.
 #
-#   run_cluster.sh [--resume]                   on every node, as schedulers do that set RANK and MASTER_ADDR
+#   run_cluster.sh [--resume] [--dry-run]       on every node, as schedulers do that set RANK and MASTER_ADDR
 #   srun --ntasks-per-node=1 run_cluster.sh     under SLURM, which says both
 #   run_cluster.sh --hosts HOSTFILE [--resume]  on one machine: starts the others over ssh, in the same folder. A line of the
 #                                               file is HOST slots=GPUS, and the first host has the server
 #
 # The server ends when the last peer has left, or when its own node's peer is done and no other peer has called for WAIT_SECONDS,
 # which must be longer than the time between their rounds.
+#
+# --dry-run prints the command line of a node's peer and what it would do (docs/explain.md), and starts nothing; RANK is 0 and
+# MASTER_ADDR localhost where they are not set.
 #
 # Environment: all variables of run_parameter_server.sh and run_single_node.sh (see their --help), except that here
 #   RANK           is which peer this node is: 0, 1, ...
@@ -38,6 +41,11 @@ say() { printf '%s: %s\n' "$(basename "$0")" "$*" >&2; }
 OF_A_NODE=(BACKEND DATA_ARGS_PATH DATA_PATH EXTRA_ARGS MERGE_FILE MODE MODEL OUTPUT SPES_CONFIG SYNC_STEPS TOKENIZER
     TRAIN_ITERS VERBOSE VOCAB_FILE VOCAB_SIZE)
 
+DRY_RUN=0
+for word in "$@"; do
+    [[ $word != --dry-run ]] || DRY_RUN=1
+done
+
 if [[ ${1:-} == --hosts ]]; then
     # shellcheck source=scripts/lib/hosts.sh
     source "$ROOT/scripts/lib/hosts.sh"
@@ -46,6 +54,10 @@ if [[ ${1:-} == --hosts ]]; then
     shift 2
     ((${#HOSTS[@]} == ${TOTAL_PEERS:-4})) ||
         launch_error "there are ${#HOSTS[@]} hosts for ${TOTAL_PEERS:-4} peers; set TOTAL_PEERS, and num_peers in SPES_CONFIG"
+    if [[ $DRY_RUN == 1 ]]; then
+        # The first peer, which stands for all.
+        exec env RANK=0 MASTER_ADDR="${HOSTS[0]#*@}" NPROC_PER_NODE="$SLOTS" "$ROOT/examples/spes/run_cluster.sh" "$@"
+    fi
     # shellcheck disable=SC2034 # over_ssh reads it
     PASSED_ON=("${OF_A_NODE[@]}" BIND INSECURE MERGE_ALPHA_START MERGE_DECAY_STEPS MERGE_INTERVAL PEER_MASTER_PORT PORT RUN
         STATE_DIR TLS_CA TLS_CERT TLS_KEY TOKEN_FILE TOTAL_PEERS WAIT_SECONDS)
@@ -74,6 +86,9 @@ if [[ -z ${RANK:-} && -n ${SLURM_PROCID:-} ]]; then
         mapfile -t NODES < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
         MASTER_ADDR="${NODES[0]:-}"
     fi
+fi
+if [[ $DRY_RUN == 1 ]]; then
+    RANK="${RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}"
 fi
 is_number "${RANK:-}" || launch_error "RANK is ${RANK:-not set}; set it to 0, 1, ..., another number on every node"
 [[ -n ${MASTER_ADDR:-} ]] || launch_error "MASTER_ADDR is not set; set it to the address of the node of RANK 0"
@@ -105,7 +120,7 @@ find_python
 node=(env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u MASTER_ADDR -u MASTER_PORT -u BIND -u TOKEN_FILE -u TLS_CA -u INSECURE
     SERVER_ADDR="$MASTER_ADDR:$PORT" "${PEER_SECURITY[@]}" ${PEER_MASTER_PORT:+MASTER_PORT="$PEER_MASTER_PORT"}
     "$ROOT/examples/spes/run_single_node.sh" "$RANK" "$@")
-if ((RANK > 0)); then
+if ((RANK > 0 || DRY_RUN)); then
     exec "${node[@]}"
 fi
 # A server without this node's peer would wait for the others, and for this one's next start.

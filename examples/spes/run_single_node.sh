@@ -3,10 +3,11 @@
 #
 # Trains one peer of a SPES run: a mixture of experts, of which this peer trains a fourth.
 #
-#   run_single_node.sh NODE_ID [--resume] [--check]
+#   run_single_node.sh NODE_ID [--resume] [--check] [--dry-run]
 #
 # NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. --resume continues from this peer's checkpoint. --check reports
-# problems of arguments and environment, and starts nothing. Start examples/spes/run_parameter_server.sh first.
+# problems of arguments and environment, and starts nothing. --dry-run prints the command line and what it would do
+# (docs/explain.md) instead of starting it. Start examples/spes/run_parameter_server.sh first.
 #
 # Environment:
 #   MODEL          one of the paper's: 1b (16 experts), 7b (32) or 9b (8) (9b)
@@ -31,13 +32,14 @@ source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help data "$@"
 NODE_ID="${1:-}"
-is_number "$NODE_ID" || launch_error "takes NODE_ID [--resume] [--check], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
-RESUME="" CHECK=""
+is_number "$NODE_ID" || launch_error "takes NODE_ID [--resume] [--check] [--dry-run], and NODE_ID is ${NODE_ID:-missing}; give 0, 1, ..."
+RESUME="" CHECK="" DRY_RUN=0
 for option in "${@:2}"; do
     case $option in
         --resume) RESUME=1 ;;
         --check) CHECK=1 ;;
-        *) launch_error "takes NODE_ID [--resume] [--check], but was given: $*" ;;
+        --dry-run) DRY_RUN=1 ;;
+        *) launch_error "takes NODE_ID [--resume] [--check] [--dry-run], but was given: $*" ;;
     esac
 done
 
@@ -88,7 +90,7 @@ esac
 
 case $BACKEND in
     gpu)
-        nvidia-smi -L &>/dev/null ||
+        [[ $DRY_RUN == 1 ]] || nvidia-smi -L &>/dev/null ||
             launch_error "no NVIDIA GPU here (nvidia-smi finds none); BACKEND=cpu starts the same job at toy size"
         export CUDA_DEVICE_MAX_CONNECTIONS=1
         GPUS_PER_NODE="${GPUS_PER_NODE:-8}"
@@ -167,7 +169,9 @@ fi
 [[ -z $CHECK ]] || exit 0
 find_python
 LAUNCH=(run_quietly "$CHECKPOINT_PATH.log")
-if [[ ${VERBOSE:-0} == 1 ]]; then
+if [[ $DRY_RUN == 1 ]]; then
+    LAUNCH=(launch)
+elif [[ ${VERBOSE:-0} == 1 ]]; then
     LAUNCH=(exec)
 fi
 

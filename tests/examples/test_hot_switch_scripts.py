@@ -58,7 +58,7 @@ def paper_script(dataset: str, model: str, gpus: int) -> Path:
 
 def dry_run(desk: Desk, script: Path, arguments: list[str], **environment: str) -> list[list[str]]:
     """Return the command lines that a script would start on this machine or over ssh, word by word."""
-    code, output = desk.run(script, ["--dry-run", *arguments], **environment)
+    code, output = desk.run(script, ["--print", *arguments], **environment)
     assert code == 0, output
     # Data that are not here may be of another tokenizer, which the script says beside the lines.
     return [shlex.split(line) for line in output.splitlines() if ".sh: DATA_PATH: there is no" not in line]
@@ -256,7 +256,7 @@ def test_a_host_that_fails_ends_the_others(desk: Desk) -> None:
     ],
 )
 def test_a_bad_hostfile_is_refused_with_its_line(desk: Desk, lines: list[str], message: str) -> None:
-    code, output = desk.run(HOT, ["--dry-run", "7b", "4096", "512", hostfile(desk, *lines)])
+    code, output = desk.run(HOT, ["--print", "7b", "4096", "512", hostfile(desk, *lines)])
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
 

@@ -108,7 +108,7 @@ def test_the_papers_runs_and_baselines_are_what_megatron_gets(desk: Desk) -> Non
     [
         ([], {}, "NODE_ID is missing"),
         (["one"], {}, "NODE_ID is one; give 0, 1, ..."),
-        (["1", "again"], {}, "takes NODE_ID [--resume] [--check], but was given: 1 again"),
+        (["1", "again"], {}, "takes NODE_ID [--resume] [--check] [--dry-run], but was given: 1 again"),
         (["1"], {"BACKEND": "tpu"}, "BACKEND=tpu is unknown; use gpu or cpu"),
         (["1"], {}, "no NVIDIA GPU here"),
         (["1"], {"MODEL": "3b"}, "MODEL=3b is unknown; use 1b, 7b or 9b"),

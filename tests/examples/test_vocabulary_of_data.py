@@ -235,7 +235,7 @@ def dry_run(desk: Desk, script: Path, data: str, **environment: str) -> tuple[in
     arguments = {HOT_SWITCH: ["7b", "4096", "512", "", "1", "1", data]}.get(
         script, ["7b", "4096", "512", "1", "", "1", "1", data]
     )
-    return desk.run(script, ["--dry-run", *arguments], **environment)
+    return desk.run(script, ["--print", *arguments], **environment)
 
 
 @pytest.mark.parametrize("script", [HOT_SWITCH, STATIC], ids=lambda path: path.stem)

@@ -35,7 +35,7 @@ run_experiment() {
     local name="$1" script="$ROOT/examples/hot_switch/$2"
     shift 2
     if [[ $DRY_RUN == 1 ]]; then
-        "$script" --dry-run "$@"
+        "$script" --print "$@"
         return
     fi
     mkdir -p "$OUTPUT"

@@ -11,14 +11,16 @@ source "$ROOT/scripts/lib/hosts.sh"
 STRATEGY_TABLE="$ROOT/configs/hot_switch_strategies.txt"
 MODEL_TABLE="$ROOT/megatron_ext/hot_switch/cost_model/presets.txt"
 
-# Takes --dry-run and --help from a script's arguments: sets DRY_RUN, and POSITIONAL to the rest, of which there may be $1.
+# Takes --dry-run, --print and --help from a script's arguments: sets DRY_RUN and, unless it is to print alone, EXPLAIN, and
+# POSITIONAL to the rest, of which there may be $1.
 read_options() {
     local most="$1"
     shift
-    DRY_RUN=0 POSITIONAL=()
+    DRY_RUN=0 EXPLAIN=0 POSITIONAL=()
     while (($# > 0)); do
         case $1 in
-            --dry-run) DRY_RUN=1 ;;
+            --dry-run) DRY_RUN=1 EXPLAIN=1 ;;
+            --print) DRY_RUN=1 ;;
             -h | --help) answer_help data --help ;;
             -*) launch_error "does not know the option $1; see --help" ;;
             *) POSITIONAL+=("$1") ;;
@@ -171,19 +173,24 @@ start_llama() {
             ;;
         cpu) export CUDA_VISIBLE_DEVICES= ;;
     esac
-    if [[ $DRY_RUN == 1 ]] && ! (find_python) &>/dev/null; then
+    if [[ $DRY_RUN == 1 && $EXPLAIN == 0 ]] && ! (find_python) &>/dev/null; then
         # The command line is available without a Python that could run it.
         export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     else
         find_python
     fi
     # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
-    train_on_hosts "$ROOT/examples/pretrain_gpt.py" \
-        "${GPT_MODEL_ARGS[@]}" \
-        "${TRAINING_ARGS[@]}" \
-        "${MODEL_PARALLEL_ARGS[@]}" \
-        "${HOT_SWITCH_ARGS[@]}" \
-        "${DATA_ARGS[@]}" \
-        "${EVAL_AND_LOGGING_ARGS[@]}" \
+    local arguments=(
+        "${GPT_MODEL_ARGS[@]}"
+        "${TRAINING_ARGS[@]}"
+        "${MODEL_PARALLEL_ARGS[@]}"
+        "${HOT_SWITCH_ARGS[@]}"
+        "${DATA_ARGS[@]}"
+        "${EVAL_AND_LOGGING_ARGS[@]}"
         ${EXTRA[@]+"${EXTRA[@]}"}
+    )
+    train_on_hosts "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}"
+    if [[ $EXPLAIN == 1 ]]; then
+        explain_command "$SLOTS" "${#HOSTS[@]}" "${arguments[@]}"
+    fi
 }

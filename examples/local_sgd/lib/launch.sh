@@ -25,6 +25,39 @@ TEXT
     exit 0
 }
 
+# Takes --dry-run out of a script's arguments: sets DRY_RUN to 1 where it is among them, else 0, and REST to the others.
+read_dry_run() {
+    local word
+    DRY_RUN=0 REST=()
+    for word in "$@"; do
+        if [[ $word == --dry-run ]]; then DRY_RUN=1; else REST+=("$word"); fi
+    done
+}
+
+# Gives its place to a command: torchrun with its options, a training script, and the script's arguments. In a dry run it
+# prints it, says what it would do, and ends with the status of that.
+launch() {
+    [[ $DRY_RUN == 1 ]] || exec "$@"
+    printf '%q ' "$@" && echo
+    local processes=1 nodes=1
+    while [[ $1 != *.py ]]; do
+        case $1 in
+            --nproc_per_node) processes="$2" ;;
+            --nnodes) nodes="$2" ;;
+        esac
+        shift
+    done
+    explain_command "$processes" "$nodes" "${@:2}"
+}
+
+# Says what a training script would do with the arguments after $1, the processes of a node, and $2, the number of nodes, and
+# ends with the status of that: an error for a command that is refused.
+explain_command() {
+    local backend=cuda
+    [[ $BACKEND == gpu ]] || backend=cpu
+    exec python -m megatron_ext.cli.main explain --nproc-per-node "$1" --nnodes "$2" --backend "$backend" -- "${@:3}"
+}
+
 # Sets the array named $1 to the words of $2, which may be on several lines.
 split_words() {
     local -n split_into="$1"
@@ -214,12 +247,12 @@ check_files() {
     done
 }
 
-# Checks BACKEND and, for cpu, replaces the arrays by those of a toy run.
+# Checks BACKEND and, for cpu, replaces the arrays by those of a toy run; after read_dry_run.
 choose_backend() {
     check_counts GPUS_PER_NODE NUM_NODES TRAIN_ITERS MASTER_PORT
     case $BACKEND in
         gpu)
-            if ! nvidia-smi -L &>/dev/null; then
+            if [[ $DRY_RUN == 0 ]] && ! nvidia-smi -L &>/dev/null; then
                 launch_error "no NVIDIA GPU here (nvidia-smi finds none); BACKEND=cpu starts the same job at toy size"
             fi
             # Megatron overlaps communication with computation in the order that one connection keeps.
