@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 
 from megatron_ext.explain.child import in_child
@@ -10,6 +11,9 @@ from megatron_ext.explain.config import ExplainConfig
 from megatron_ext.explain.rank_figures import JobFigures, RankFigures
 
 __all__ = ["Explanation", "explain"]
+
+_LARGE = ("megatron.training.training", "megatron_ext.explain.rank_survey", "torch._subclasses.fake_tensor")
+"""What takes long to import."""
 
 _BACKEND_LINE = "training runs on CPU with gloo"
 """The end of a line about this process."""
@@ -39,6 +43,9 @@ def explain(asked: ExplainConfig) -> Explanation:
         RuntimeError: building failed for another reason.
     """
     asked.check()
+    # Once for all ranks, which are forks of this process.
+    for module in _LARGE:
+        importlib.import_module(module)
     first = in_child(_build, asked, asked.rank or 0)
     job, own, others = first.value
     ranks = [own]

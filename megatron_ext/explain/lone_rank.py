@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +50,10 @@ _KERNELS = {
     "fp4": None,
     "cuda_graph_impl": "none",
     "use_precision_aware_optimizer": False,
+    "main_grads_dtype": torch.float32,
+    "main_params_dtype": torch.float32,
+    "exp_avg_dtype": torch.float32,
+    "exp_avg_sq_dtype": torch.float32,
     "optimizer_cpu_offload": False,
 }
 """Likewise, what asks for kernels of a GPU."""
@@ -89,6 +95,22 @@ def patches() -> list[Patch]:
             reason="there are no other ranks to ask: all are taken to say what this one does",
         ),
         Patch(
+            name="explain/groups",
+            target="torch.distributed.distributed_c10d:new_group",
+            wrap=_wrap_new_group,
+            parameters=("ranks", "backend", "pg_options"),
+            distribution="torch",
+            versions=">=2.6",
+            reason="groups carry nothing, whatever backend and options Megatron asks for",
+        ),
+        Patch(
+            name="explain/attention",
+            target="megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
+            wrap=_wrap_attention,
+            parameters=("self", "config"),
+            reason="Megatron's own attention stands for Transformer Engine's, which context parallelism needs",
+        ),
+        Patch(
             name="explain/conversion",
             target="torch.nn.modules.module:Module._apply",
             wrap=_wrap_apply,
@@ -123,6 +145,12 @@ def build(args: Any) -> LoneRank:
 
     if not hasattr(argument_utils, "gpt_config_from_args"):
         raise UserError("in this release of Megatron a script's own function builds the model; explain needs 0.19")
+    for option in ("use_torch_fsdp2", "use_megatron_fsdp"):
+        if getattr(args, option):
+            raise UserError(
+                f"--{option.replace('_', '-')}: the arguments are valid, but ranks with FSDP cannot be built without "
+                "memory for tensors; drop the option to have the rest explained"
+            )
     registry().apply(patches())
     asked = argparse.Namespace(**vars(args))
     changes: dict[str, Any] = {**_QUIET, **_KERNELS}
@@ -156,6 +184,29 @@ def _wrap_gather(original: Callable[..., Any]) -> Callable[..., Any]:
         object_list[:] = [obj] * len(object_list)
 
     return all_gather_object
+
+
+def _wrap_new_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        left_out = ("backend", "pg_options", "device_id")
+        return original(**{name: value for name, value in given.items() if name not in left_out})
+
+    return new_group
+
+
+def _wrap_attention(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        alone = copy.copy(config)
+        alone.context_parallel_size = 1
+        original(self, alone, *args, **kwargs)
+        self.config = config
+
+    return init
 
 
 def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:

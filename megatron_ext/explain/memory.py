@@ -20,8 +20,6 @@ def memory_of(rank: LoneRank) -> list[MemoryUse]:
     """Return what a rank needs without what features add, activations aside."""
     held = [tensor for chunk in rank.model for tensor in (*chunk.parameters(), *_buffers(chunk))]
     gradients = [buffer.grad_data for buffer in buffers_of(rank.model)]
-    if not gradients:  # FSDP2, which gives every parameter one of its own
-        gradients = [parameter for chunk in rank.model for parameter in chunk.parameters() if parameter.requires_grad]
     return [
         MemoryUse(cause="weights", nbytes=_storage_bytes(held)),
         MemoryUse(cause="gradients", nbytes=_storage_bytes(gradients)),
