@@ -32,13 +32,17 @@ def field_docstrings(cls: type) -> dict[str, str]:
 
 
 def add_fields(parser: argparse._ActionsContainer, cls: type) -> None:
-    """Add a flag for every field of a dataclass of numbers, names and texts, each with a default."""
+    """Add a flag for every field of a dataclass of numbers, names and texts, each with a default, and switches."""
     hints, told = get_type_hints(cls), field_docstrings(cls)
     for entry in fields(cls):
-        hint = hints[entry.name]
+        hint, flag = hints[entry.name], "--" + entry.name.replace("_", "-")
+        if hint is bool:
+            assert entry.default is False
+            parser.add_argument(flag, action="store_true", help=told[entry.name].rstrip(".").replace("%", "%%"))
+            continue
         choices = get_args(hint) if get_origin(hint) is Literal else None
         parser.add_argument(
-            "--" + entry.name.replace("_", "-"),
+            flag,
             type=str if choices else hint,
             choices=choices,
             default=entry.default,

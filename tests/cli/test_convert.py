@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`megatron-ext convert` as people call it."""
 
+import argparse
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.cli.main import main
 from megatron_ext.convert.upcycle_config import UpcycleConfig
 from tests.convert import models
@@ -71,6 +73,10 @@ def test_the_flags_of_upcycling_are_the_fields_of_its_config(capsys: pytest.Capt
     for entry in fields(UpcycleConfig):
         assert f"--{entry.name.replace('_', '-')}" in told
     assert "Copies of every MLP (default: 8)" in told and "{normal,zeros,mlp}" in told
+    parser = argparse.ArgumentParser()
+    add_fields(parser, UpcycleConfig)
+    for words, untied in (([], False), (["--untie-embeddings"], True)):
+        assert from_options(UpcycleConfig, parser.parse_args(words)) == UpcycleConfig(untie_embeddings=untied)
 
 
 def test_a_dense_checkpoint_becomes_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
