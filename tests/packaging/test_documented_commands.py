@@ -19,7 +19,7 @@ COMMANDS = all_commands()
 
 NUMBERS = {"K", "N", "PORT", "S"}
 """Words of a synopsis that stand for numbers."""
-STANDS_FOR_MORE = {"...", "SUBSTITUTED"}
+STANDS_FOR_MORE = {"...", "ARGS", "SUBSTITUTED"}
 OF_EXAMPLES = {"--parameter-norm-interval"}
 """Options of the package in examples/extension, which is not installed."""
 
@@ -42,7 +42,7 @@ def complaint(parse, words: list[str]) -> str:
 
 
 def flags_of_megatron(command: Command) -> list[str]:
-    """Return the words that Megatron's parser gets, of a command under torchrun or of flags alone."""
+    """Return the words that Megatron's parser gets: those under torchrun, those behind `explain --`, or flags alone."""
     words = list(command.words)
     if words[0] == "torchrun":
         options = get_args_parser().parse_args([word for word in words[1:] if word != "..."])
@@ -52,6 +52,8 @@ def flags_of_megatron(command: Command) -> list[str]:
             words = words[1:]
         else:
             assert (ROOT / options.training_script).is_file(), command
+    elif words[0] == "megatron-ext":
+        words = words[words.index("--") + 1 :]
     return [word for word in words if word not in STANDS_FOR_MORE]
 
 
@@ -96,7 +98,8 @@ def test_the_megatron_ext_command_takes_what_is_written():
 
 
 def test_megatron_takes_the_flags_that_are_written():
-    found = [command for command in COMMANDS if command.head == "torchrun" or command.head.startswith("--")]
+    heads = ("torchrun ", "megatron-ext explain ", "--")
+    found = [command for command in COMMANDS if command.line.startswith(heads)]
     assert len(found) > 8
     lines = []
     for command in found:

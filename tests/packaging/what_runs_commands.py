@@ -40,6 +40,7 @@ RUN_BY = {
         "tests/sync_service/server/test_recovery.py::"
         "test_recovering_says_what_it_finds_keeps_the_old_journal_and_does_nothing_twice"
     ),
+    "megatron-ext explain": "tests/explain/test_command.py",
     "megatron-ext spes translate-config": "tests/spes/test_official_config.py",
     "torchrun": "tests/test_activation.py::test_the_module_form_runs_an_unchanged_script",
     "torchrun --nproc-per-node 2 examples/pretrain_gpt.py": (
@@ -60,6 +61,13 @@ RUN_BY = {
     "examples/hot_switch/quickstart.sh": "tests/examples/test_hot_switch_quickstart.py",
     "examples/hot_switch/create_web_dataset.sh": (
         "tests/examples/test_hot_switch_scripts.py::test_web_pages_become_a_corpus_once"
+    ),
+    "examples/hot_switch/exprs_for_A100_40G.sh": (
+        "tests/examples/test_hot_switch_scripts.py::test_the_small_evaluation_compares_hot_and_static"
+    ),
+    "examples/hot_switch/exprs_for_paper/commoncrawl/commoncrawl_7b_8gpus.sh": (
+        "tests/examples/test_hot_switch_scripts.py::"
+        "test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it"
     ),
     "examples/spes/quickstart.sh": "tests/examples/test_spes_quickstart.py",
     "examples/spes/tokenize_data.py": "tests/data/shards/test_tokenize_texts.py",
