@@ -12,7 +12,7 @@ from megatron_ext.explain.config import ExplainConfig
 from megatron_ext.explain.units import gigabytes
 from tests.explain.commands import given, run_all
 from tests.support.distributed import REPOSITORY
-from tests.support.presets import MOE, TOY_GPT, toy_gpt
+from tests.support.presets import MOE, PRECISIONS, TOY_GPT, toy_gpt
 
 LLAMA_LIKE = toy_gpt(
     num_layers=5,
@@ -47,9 +47,10 @@ COMMANDS = {
     "a feature's rule": [*given(4), "--", *toy_gpt(use_local_sgd=True, local_sgd_workers=3)],
     "Megatron's rule": [*given(4), "--", *toy_gpt(save="nowhere")],
     "a rule without words": [*given(3), "--", *toy_gpt(tensor_model_parallel_size=2)],
+    "FSDP": [*given(2), "--", *toy_gpt(PRECISIONS["fp32-fsdp2"])],
     "many workers": [
         *("--nproc-per-node", "8", "--nnodes", "8", "--", "pretrain_gpt.py", *LLAMA_LIKE),
-        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"),
+        *("--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2", "--context-parallel-size", "2"),
         *("--decoder-first-pipeline-num-layers", "2", "--use-local-sgd", "--local-sgd-workers", "8"),
         *("--local-sgd-sync-interval", "50", "--local-sgd-codec", "int8", "--local-sgd-cpu-offload"),
     ],
@@ -74,6 +75,7 @@ def outcomes() -> dict[str, tuple[int, str, str]]:
         ("a feature's rule", "--local-sgd-workers"),
         ("Megatron's rule", "args.save_interval is not None does not hold"),
         ("a rule without words", "world size (3)"),
+        ("FSDP", "--use-torch-fsdp2: the arguments are valid, but ranks with FSDP cannot be built"),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_in_one_line(name: str, said: str):
@@ -89,7 +91,7 @@ def test_a_job_of_any_size_is_explained_without_its_gpus():
     code, output, errors = outcomes()["many workers"]
     assert code == 0, errors
     lines = output.splitlines()
-    assert lines[0] == "valid: 64 ranks, TP 2, PP 2, CP 1, EP 1, DP 16; local-sgd"
+    assert lines[0] == "valid: 64 ranks, TP 2, PP 2, CP 2, EP 1, DP 8; local-sgd"
     assert lines[1].startswith("8 workers of 8 ranks: worker 0: ranks 0-3, 32-35; worker 1: ranks 4-7, 36-39; ")
     assert "worker 7: ranks 28-31, 60-63" in lines[1]
     assert lines[4].startswith("8 workers meet every 50 steps; outer optimizer sgd, values travel as int8")
