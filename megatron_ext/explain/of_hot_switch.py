@@ -42,7 +42,7 @@ def traffic_of_switches(feature: HotSwitchFeature) -> Iterator[TrafficUse]:
     """Yield what a rank sends in the switches of a step in which every guest trains."""
     rank = dist.get_rank(feature.place().group)
     guests = feature.guests
-    for guest, after in zip(guests, (*guests[1:], None), strict=True):
+    for guest, after in zip(guests, (*guests, None)[1:], strict=True):
         taken = guest.from_before if guest.may_follow else guest.from_home
         given = guest.to_home if after is None or not after.takes_gradients else after.gradients_from_before
         factor = _GRADIENT_BYTES / taken.tensors[0].tensor.dtype.itemsize
