@@ -127,7 +127,8 @@ case $BACKEND in
         EVAL_AND_LOGGING_ARGS=(--log-interval 10 --save-interval 1000 --eval-interval 1000 --eval-iters 10)
         ;;
     cpu)
-        export CUDA_VISIBLE_DEVICES=
+        # Peers of one process each share a few cores at toy size, and torchrun leaves threads to such a job.
+        export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
         GPUS_PER_NODE="${GPUS_PER_NODE:-1}"
         MODEL_ARGS=(
             --num-layers 2
