@@ -10,12 +10,15 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
+import torch.distributed.nn
+from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.training.models.gpt import default_layer_spec
 
-__all__ = ["PlainQueryAttention", "plain_queries"]
+__all__ = ["KeyNorm", "PlainQueryAttention", "QueryNorm", "norms_over_heads", "plain_queries"]
 
 
 class PlainQueryAttention(MLASelfAttention):  # type: ignore[misc]  # Megatron is Any
@@ -49,3 +52,73 @@ def plain_queries(config: Any, vp_stage: int | None = None) -> Any:
     for layer in getattr(layers, "layer_specs", [layers]):
         layer.submodules.self_attention.module = PlainQueryAttention
     return layers
+
+
+class _NormOverHeads(torch.nn.Module):
+    """RMSNorm over all channels of all heads, with a weight for each of them.
+
+    Every tensor-parallel rank has the whole weight, and uses its heads' part: Megatron sums the gradients of what is
+    called a norm of queries or keys over these ranks, and what a rank has none for is zero there.
+    """
+
+    def __init__(self, heads: int, head_size: int, config: Any, eps: float) -> None:
+        super().__init__()
+        self._group = parallel_state.get_tensor_model_parallel_group()
+        if heads % self._group.size():
+            raise ValueError(f"norms_over_heads: {heads} heads cannot be cut for TP {self._group.size()}")
+        self._eps = eps
+        on_cpu = config.use_cpu_initialization or not torch.cuda.is_available()
+        device = "cpu" if on_cpu else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(heads * head_size, dtype=config.params_dtype, device=device))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Normalise.
+
+        Args:
+            values: this rank's heads, of shape (..., heads, head size).
+        """
+        exact = values.float()
+        squares = exact.square().sum((-2, -1), keepdim=True)
+        if self._group.size() > 1:
+            squares = torch.distributed.nn.all_reduce(squares, group=self._group)  # type: ignore[no-untyped-call]
+        normed = exact * torch.rsqrt(squares / self.weight.numel() + self._eps)
+        own = self.weight.view(self._group.size(), *values.shape[-2:])[self._group.rank()]
+        return own * normed.to(values.dtype)
+
+
+class QueryNorm(_NormOverHeads):
+    """Of the queries."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        """Take what Megatron gives a norm of one head: its size, the `TransformerConfig`, and epsilon."""
+        super().__init__(config.num_attention_heads, hidden_size, config, eps)
+
+
+class KeyNorm(_NormOverHeads):
+    """Of the keys."""
+
+    def __init__(self, hidden_size: int, config: Any, eps: float) -> None:
+        """See `QueryNorm`."""
+        super().__init__(config.num_query_groups, hidden_size, config, eps)
+
+
+def norms_over_heads(config: Any, vp_stage: int | None = None) -> Any:
+    """Return the layers that Megatron would take, with norms over all heads at once, as OLMoE has them.
+
+    Args:
+        config: Megatron's configuration of the model.
+        vp_stage: which part of the rank's layers is meant, with virtual stages.
+
+    Raises:
+        ValueError: the model has latent attention, no ``--qk-layernorm``, or another norm than RMSNorm.
+    """
+    model = config.transformer
+    if model.multi_latent_attention or not model.qk_layernorm or model.normalization != "RMSNorm":
+        raise ValueError("norms_over_heads is for --qk-layernorm and --normalization RMSNorm without latent attention")
+    model.qk_norm_over_heads = True  # by which megatron_ext.params knows the weights
+    layers = default_layer_spec(config, vp_stage)
+    for layer in getattr(layers, "layer_specs", [layers]):
+        parts = layer.submodules.self_attention.submodules
+        parts.q_layernorm, parts.k_layernorm = QueryNorm, KeyNorm
+    return layers
+

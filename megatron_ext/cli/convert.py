@@ -27,10 +27,10 @@ Write a Hugging Face model as a torch_dist checkpoint that stock Megatron loads 
 PP and EP the job has. Training begins at iteration 0 with a new optimizer. The flags that make the model
 are printed, and are in OUT/megatron_flags.txt, one word a line.
 
-Families: llama, qwen2, qwen3, mixtral, qwen3_moe, qwen2_moe, deepseek_v3, deepseek_v2. What of the
-configuration has no counterpart in Megatron is refused by name; --ignore says that it has no meaning for the
-model. A conversion that was cut off, started again with the same options, resumes after the files that are
-whole.
+Families: llama, qwen2, qwen3, mixtral, qwen3_moe, qwen2_moe, olmoe, deepseek_v3, deepseek_v2. What of
+the configuration has no counterpart in Megatron is refused by name; --ignore says that it has no meaning
+for the model. A conversion that was cut off, started again with the same options, resumes after the files
+that are whole.
 """
 
 _TO_HF = """\

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_ext.convert.counterparts import ONLY
-from megatron_ext.convert.settings import ModelSettings
+from megatron_ext.convert.settings import NORMS_OVER_HEADS, ModelSettings
 from megatron_ext.errors import UserError
 
 __all__ = ["PLAIN_QUERIES", "flag_of_field", "flags_of", "settings_of"]
@@ -16,7 +16,15 @@ PLAIN_QUERIES = ("megatron_ext.layer_specs", "plain_queries")
 """What --spec has for latent attention whose queries are not normalised."""
 
 _NAMES = {"layernorm_epsilon": "--norm-epsilon"}
-_DERIVED = ("add_bias_linear", "num_query_groups", "vocab_size", "moe_layer_freq", "qk_head_dim", "rope_type")
+_DERIVED = (
+    "add_bias_linear",
+    "num_query_groups",
+    "vocab_size",
+    "moe_layer_freq",
+    "qk_head_dim",
+    "qk_norm_over_heads",
+    "rope_type",
+)
 """Fields whose flags are not simply their names."""
 
 _LATENT = (
@@ -53,6 +61,8 @@ def flags_of(settings: ModelSettings) -> list[str]:
         # Without --rope-type Megatron takes yarn there.
         flags += ["--multi-latent-attention", "--qk-head-dim", str(settings.qk_head_dim)]
         flags += ["--rope-type", settings.rope_type]
+    if settings.qk_norm_over_heads:
+        flags += ["--spec", *NORMS_OVER_HEADS]
     if settings.moe_layer_freq != 1:
         flags += ["--moe-layer-freq", str(arguments["moe_layer_freq"]).replace(" ", "")]
     for entry in fields(settings):
@@ -84,13 +94,14 @@ def settings_of(args: Any, vocab_size: int | None = None) -> ModelSettings:
         if getattr(args, name, value) != value
     ]
     spec = getattr(args, "spec", None)
-    if spec is not None and tuple(spec) != PLAIN_QUERIES:
+    if spec is not None and tuple(spec) not in (PLAIN_QUERIES, NORMS_OVER_HEADS):
         problems.append(f"spec is {' '.join(spec)!r} (layers of your own do not convert)")
     if problems:
         raise UserError("convert: the model has what a Hugging Face layout cannot say: " + "; ".join(problems))
     values: dict[str, Any] = {
         entry.name: getattr(args, entry.name, entry.default) for entry in fields(ModelSettings)
     }
+    values["qk_norm_over_heads"] = spec is not None and tuple(spec) == NORMS_OVER_HEADS
     values["vocab_size"] = _rows(args, vocab_size)
     values["moe_layer_freq"] = _layer_pattern(args)
     if isinstance(values["moe_aux_loss_coeff"], list):

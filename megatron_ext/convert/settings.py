@@ -11,7 +11,10 @@ import torch
 
 from megatron_ext.params import GptShape, LatentAttention
 
-__all__ = ["ModelSettings"]
+__all__ = ["NORMS_OVER_HEADS", "ModelSettings"]
+
+NORMS_OVER_HEADS = ("megatron_ext.layer_specs", "norms_over_heads")
+"""What --spec has for queries and keys whose heads are normalised all at once."""
 
 _MLA = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -75,6 +78,9 @@ class ModelSettings:
 
     qk_layernorm: bool = False
     """Whether queries and keys, or with latent attention what they are projected up from, are normalised."""
+
+    qk_norm_over_heads: bool = False
+    """Whether all heads are normalised at once; in Megatron's arguments that is a ``--spec``."""
 
     num_experts: int | None = None
     """Routed experts per layer; None for a dense model."""
@@ -184,6 +190,7 @@ class ModelSettings:
             add_bias_linear=self.add_bias_linear,
             add_qkv_bias=self.add_qkv_bias,
             qk_layernorm=self.qk_layernorm,
+            qk_norm_over_heads=self.qk_norm_over_heads,
             latent_attention=latent,
             normalization="RMSNorm",
             num_moe_experts=self.num_experts,
@@ -211,7 +218,8 @@ class ModelSettings:
         """Return the values of Megatron's arguments, by their names in its namespace."""
         layers = self.moe_layer_freq
         return {
-            **{entry.name: getattr(self, entry.name) for entry in fields(self)},
+            **{entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "qk_norm_over_heads"},
+            "spec": list(NORMS_OVER_HEADS) if self.qk_norm_over_heads else None,
             "group_query_attention": self._groups_queries,
             "num_query_groups": self.num_query_groups if self._groups_queries else 1,
             "moe_layer_freq": layers if isinstance(layers, int) else list(layers),

@@ -163,8 +163,9 @@ def _attention(shape: GptShape, prefix: str, place: _Place) -> Iterator[GlobalTe
     if shape.add_bias_linear or shape.add_qkv_bias:
         yield _column(shape, prefix + "linear_qkv.bias", (fused,), place, None)
     if shape.qk_layernorm:
-        for name in ("q_layernorm", "k_layernorm"):
-            yield from _norm(shape, prefix + name, shape.head_size, place)
+        over_heads = shape.qk_norm_over_heads
+        for name, count in (("q_layernorm", shape.num_attention_heads), ("k_layernorm", shape.query_groups)):
+            yield from _norm(shape, prefix + name, (count if over_heads else 1) * shape.head_size, place)
 
 
 def _latent_attention(

@@ -100,6 +100,9 @@ class GptShape:
     qk_layernorm: bool = False
     """Whether queries and keys, or what they are projected up from, are normalised by a norm with weights."""
 
+    qk_norm_over_heads: bool = False
+    """Whether that norm is over all heads at once, with a weight for each channel of each head (OLMoE)."""
+
     latent_attention: LatentAttention | None = None
     """Multi-latent attention in place of the fused QKV projection; None without it."""
 

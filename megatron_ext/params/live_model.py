@@ -79,6 +79,7 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         attention_output_gate=config.attention_output_gate,
         learnable_softmax=config.softmax_type == "learnable",
         qk_layernorm=config.qk_layernorm,
+        qk_norm_over_heads=getattr(config, "qk_norm_over_heads", False),  # by megatron_ext.layer_specs
         latent_attention=_latent_attention(config) if config.multi_latent_attention else None,
         normalization=config.normalization,
         num_moe_experts=config.num_moe_experts,

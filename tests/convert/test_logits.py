@@ -47,6 +47,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     [
         ("llama, scaled, tied", "--tensor-model-parallel-size 2"),
         ("qwen3_moe, dense layer", "--expert-model-parallel-size 2"),
+        ("olmoe", "--tensor-model-parallel-size 2 --sequence-parallel"),
     ],
 )
 def test_any_layout_loads_it_and_what_it_saves_comes_back(name: str, layout: str, tmp_path: Path):

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_ext.convert.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_ext.convert.families.dense import Llama, Qwen2, Qwen3
 from megatron_ext.convert.families.family import Family, no_place_for_predictions, read_config, write_config
-from megatron_ext.convert.families.mixtures import Mixtral, Qwen2Moe, Qwen3Moe
+from megatron_ext.convert.families.mixtures import Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
@@ -27,7 +27,11 @@ __all__ = [
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         family.model_type: family
-        for family in (Llama(), Qwen2(), Qwen3(), Mixtral(), Qwen3Moe(), Qwen2Moe(), DeepseekV3(), DeepseekV2())
+        for family in (
+            *(Llama(), Qwen2(), Qwen3()),
+            *(Mixtral(), Qwen3Moe(), Qwen2Moe(), Olmoe()),
+            *(DeepseekV3(), DeepseekV2()),
+        )
     }
 )
 """By the name of the model type."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixtures of experts with ordinary attention: Mixtral, Qwen2-MoE and Qwen3-MoE."""
+"""Mixtures of experts with ordinary attention: Mixtral, OLMoE, Qwen2-MoE and Qwen3-MoE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_ext.convert.families.family import common_config, common_settings
 from megatron_ext.convert.hf_names import Names
 from megatron_ext.convert.settings import ModelSettings
 
-__all__ = ["Mixtral", "Qwen2Moe", "Qwen3Moe"]
+__all__ = ["Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"]
 
 
 class Mixtral:
@@ -47,6 +47,48 @@ class Mixtral:
             "num_experts_per_tok": settings.moe_router_topk,
             "router_aux_loss_coef": settings.moe_aux_loss_coeff,
             "sliding_window": None,
+        }
+
+
+class Olmoe:
+    """OLMoE: every layer has experts, and queries and keys are normalised over all heads at once."""
+
+    model_type = "olmoe"
+    architecture = "OlmoeForCausalLM"
+    names = Names()
+    predicts = False
+
+    def read(self, fields: ConfigFields) -> ModelSettings:
+        """See `Family.read`."""
+        fields.must_be("attention_bias", False)
+        fields.must_be("clip_qkv", None)
+        common = common_settings(fields)
+        return ModelSettings(
+            qk_layernorm=True,
+            qk_norm_over_heads=True,
+            num_experts=fields.size("num_experts"),
+            moe_ffn_hidden_size=common["ffn_hidden_size"],
+            moe_router_topk=fields.size("num_experts_per_tok"),
+            # Normalised afterwards, a softmax over all is one over those chosen.
+            moe_router_pre_softmax=not fields.need("norm_topk_prob", False),
+            moe_aux_loss_coeff=fields.take("router_aux_loss_coef", 0.0),
+            **common,
+        )
+
+    def write(self, settings: ModelSettings) -> dict[str, Any]:
+        """See `Family.write`."""
+        config = common_config(settings)
+        del config["head_dim"]
+        return {
+            **config,
+            # No layer is dense, so that this is the experts' width.
+            "intermediate_size": settings.moe_ffn_hidden_size or settings.ffn_hidden_size,
+            "attention_bias": False,
+            "clip_qkv": None,
+            "num_experts": settings.num_experts or 0,
+            "num_experts_per_tok": settings.moe_router_topk,
+            "norm_topk_prob": not settings.moe_router_pre_softmax,
+            "router_aux_loss_coef": settings.moe_aux_loss_coeff,
         }
 
 

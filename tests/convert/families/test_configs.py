@@ -48,6 +48,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixtral": {**DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {**DENSE, **EXPERTS, "head_dim": 16, "mlp_only_layers": [1]},
     "qwen2_moe": {**DENSE, **EXPERTS, "norm_topk_prob": True, "shared_expert_intermediate_size": 48},
+    "olmoe": {**DENSE, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": False},
     "deepseek_v3": {**DENSE, **LATENT},
     "deepseek_v2": {**DENSE, **LATENT, "topk_method": "group_limited_greedy", "topk_group": 3},
 }
