@@ -49,8 +49,8 @@ def plain_queries(config: Any, vp_stage: int | None = None) -> Any:
     if not config.transformer.multi_latent_attention or config.transformer.q_lora_rank is not None:
         raise ValueError("plain_queries is for --multi-latent-attention without --q-lora-rank")
     layers = default_layer_spec(config, vp_stage)
-    for layer in getattr(layers, "layer_specs", [layers]):
-        layer.submodules.self_attention.module = PlainQueryAttention
+    for attention in _attentions(layers):
+        attention.module = PlainQueryAttention
     return layers
 
 
@@ -117,8 +117,11 @@ def norms_over_heads(config: Any, vp_stage: int | None = None) -> Any:
         raise ValueError("norms_over_heads is for --qk-layernorm and --normalization RMSNorm without latent attention")
     model.qk_norm_over_heads = True  # by which megatron_ext.params knows the weights
     layers = default_layer_spec(config, vp_stage)
-    for layer in getattr(layers, "layer_specs", [layers]):
-        parts = layer.submodules.self_attention.submodules
-        parts.q_layernorm, parts.k_layernorm = QueryNorm, KeyNorm
+    for attention in _attentions(layers):
+        attention.submodules.q_layernorm, attention.submodules.k_layernorm = QueryNorm, KeyNorm
     return layers
 
+
+def _attentions(layers: Any) -> list[Any]:
+    """Return the attention's specification of each layer: Megatron has one for all, or a list in a block."""
+    return [layer.submodules.self_attention for layer in getattr(layers, "layer_specs", [layers])]

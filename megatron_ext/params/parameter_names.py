@@ -60,12 +60,7 @@ def split_global_name(name: str) -> tuple[int | None, int | None, str]:
     Of ``decoder.layers.7.mlp.experts.3.linear_fc1.weight`` these are 7, 3 and ``linear_fc1.weight``; of
     ``decoder.layers.7.mlp.router.weight`` 7, None and ``mlp.router.weight``.
     """
-    if (match := _LAYER.fullmatch(name)) is None:
-        return None, None, name
-    layer, rest = int(match[1]), match[2]
-    if (expert := _GLOBAL_EXPERT.fullmatch(rest)) is None:
-        return layer, None, rest
-    return layer, int(expert[1]), expert[2]
+    return _split(_LAYER, name)
 
 
 def split_prediction_name(name: str) -> tuple[int | None, int | None, str]:
@@ -73,12 +68,17 @@ def split_prediction_name(name: str) -> tuple[int | None, int | None, str]:
 
     What follows is the name of the layer's own (``enorm.weight``), or as in a decoder layer.
     """
-    if (match := _OF_PREDICTION.fullmatch(name)) is None:
+    return _split(_OF_PREDICTION, name)
+
+
+def _split(layers: re.Pattern[str], name: str) -> tuple[int | None, int | None, str]:
+    """Return the layer that a pattern finds in a global name, the routed expert, and what follows."""
+    if (match := layers.fullmatch(name)) is None:
         return None, None, name
-    depth, rest = int(match[1]), match[2]
+    layer, rest = int(match[1]), match[2]
     if (expert := _GLOBAL_EXPERT.fullmatch(rest)) is None:
-        return depth, None, rest
-    return depth, int(expert[1]), expert[2]
+        return layer, None, rest
+    return layer, int(expert[1]), expert[2]
 
 
 def checkpoint_key(
