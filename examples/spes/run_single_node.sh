@@ -24,6 +24,7 @@
 #   OUTPUT         folder of the checkpoints, in node0, node1, ... (outputs/spes)
 #   VERBOSE        1 to see all that Megatron and torch print, which otherwise is in OUTPUT/node0.log, ... (0)
 #   MASTER_PORT    where this peer's processes find each other (29500 + NODE_ID)
+#   OMP_NUM_THREADS  threads of each process with BACKEND=cpu (1)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
