@@ -30,7 +30,7 @@ from tests.support.presets import Options
 INTERVALS = (16, 64)
 """Steps between two rounds."""
 
-RATES = {"diloco": (2e-3, 4e-3, 8e-3), "muloco": (8e-3, 1.6e-2, 3.2e-2)}
+RATES = {"diloco": (2e-3, 4e-3, 8e-3), "muloco": (8e-3, 1.6e-2, 3.2e-2, 6.4e-2)}
 """Learning rates that each optimizer tries."""
 
 ADAM: Options = {"optimizer": "adam"}
