@@ -7,13 +7,10 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_ext.convert.counterparts import ONLY
-from megatron_ext.convert.settings import NORMS_OVER_HEADS, ModelSettings
+from megatron_ext.convert.settings import NORMS_OVER_HEADS, PLAIN_QUERIES, ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["PLAIN_QUERIES", "flag_of_field", "flags_of", "settings_of"]
-
-PLAIN_QUERIES = ("megatron_ext.layer_specs", "plain_queries")
-"""What --spec has for latent attention whose queries are not normalised."""
+__all__ = ["flag_of_field", "flags_of", "settings_of"]
 
 _NAMES = {"layernorm_epsilon": "--norm-epsilon"}
 _DERIVED = (
@@ -61,8 +58,8 @@ def flags_of(settings: ModelSettings) -> list[str]:
         # Without --rope-type Megatron takes yarn there.
         flags += ["--multi-latent-attention", "--qk-head-dim", str(settings.qk_head_dim)]
         flags += ["--rope-type", settings.rope_type]
-    if settings.qk_norm_over_heads:
-        flags += ["--spec", *NORMS_OVER_HEADS]
+    if settings.layer_spec is not None:
+        flags += ["--spec", *settings.layer_spec]
     if settings.moe_layer_freq != 1:
         flags += ["--moe-layer-freq", str(arguments["moe_layer_freq"]).replace(" ", "")]
     for entry in fields(settings):

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_ext.convert.flags import PLAIN_QUERIES
-from megatron_ext.convert.settings import ModelSettings
+from megatron_ext.convert.flags import flags_of
+from megatron_ext.convert.settings import NORMS_OVER_HEADS, ModelSettings
 from megatron_ext.errors import UserError
 from megatron_ext.quietly import quietly
 
-__all__ = ["checkpoint_args", "keeps_common_beside", "layer_flags", "read_args"]
+__all__ = ["checkpoint_args", "command_line", "keeps_common_beside", "read_args"]
 
 
 def checkpoint_args(settings: ModelSettings, rows: int) -> argparse.Namespace:
@@ -46,13 +46,23 @@ def keeps_common_beside() -> bool:
     )
 
 
-def layer_flags(settings: ModelSettings) -> list[str]:
-    """Return flags that name the model's layers, where the installed Megatron has no option for them."""
-    needed = settings.multi_latent_attention and settings.qk_layernorm and settings.q_lora_rank is None
+def command_line(settings: ModelSettings) -> list[str]:
+    """Return `flags_of` a model as the installed Megatron takes them.
+
+    Raises:
+        UserError: that Megatron has no such layers.
+    """
+    flags = flags_of(settings)
+    if settings.layer_spec is None or find_spec("megatron.core.transformer.mla_qk_norm_config") is not None:
+        return flags
+    if settings.layer_spec == NORMS_OVER_HEADS:
+        raise UserError(
+            "convert: norms over all heads at once are layers of megatron_ext.layer_specs, which needs Megatron-core "
+            "0.19 or later; install it, or convert with an environment that has it"
+        )
     # Up to 0.18 Megatron builds no norm for queries that are not projected down.
-    if not needed or find_spec("megatron.core.transformer.mla_qk_norm_config") is None:
-        return []
-    return ["--spec", *PLAIN_QUERIES]
+    at = flags.index("--spec")
+    return flags[:at] + flags[at + 3 :]
 
 
 def read_args(folder: Path) -> Any:

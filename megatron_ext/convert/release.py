@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from megatron_ext.convert.flags import flags_of
 from megatron_ext.convert.hf_writer import write_json
-from megatron_ext.convert.megatron_args import checkpoint_args, keeps_common_beside, layer_flags
+from megatron_ext.convert.megatron_args import checkpoint_args, command_line, keeps_common_beside
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.tokenizer_files import copy_tokenizer
 from megatron_ext.convert.torch_dist_writer import write_checkpoint
@@ -70,6 +69,9 @@ def write_release(
         hf_config: the model's ``config.json``, for the way back; None where there is none.
         overwrite: whether a checkpoint in `target` is replaced.
         step: is told of the progress.
+
+    Raises:
+        UserError: the installed Megatron has no such layers, or `target` has a checkpoint.
     """
 
     def told(tensor: GlobalTensor) -> torch.Tensor:
@@ -79,7 +81,8 @@ def write_release(
         return value
 
     args = checkpoint_args(settings, shape.padded_vocab_size)
-    task = {**task, "flags": flags_of(settings), "rows": shape.padded_vocab_size, "dtype": str(shape.dtype)}
+    flags = command_line(settings)
+    task = {**task, "flags": flags, "rows": shape.padded_vocab_size, "dtype": str(shape.dtype)}
     with resumed_folder(target, task, overwrite=overwrite) as folder:
         write_checkpoint(
             folder / "release",
@@ -89,7 +92,7 @@ def write_release(
             homogeneous=settings.is_homogeneous,
             common_beside=keeps_common_beside(),
         )
-        flags = [*flags_of(settings), *layer_flags(settings), "--padded-vocab-size", str(shape.padded_vocab_size)]
+        flags = [*flags, "--padded-vocab-size", str(shape.padded_vocab_size)]
         if copy_tokenizer(tokenizer, folder / "tokenizer"):
             flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(target / "tokenizer")]
         (folder / "megatron_flags.txt").write_text("\n".join(flags) + "\n", encoding="utf-8")

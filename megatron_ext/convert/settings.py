@@ -11,10 +11,13 @@ import torch
 
 from megatron_ext.params import GptShape, LatentAttention
 
-__all__ = ["NORMS_OVER_HEADS", "ModelSettings"]
+__all__ = ["NORMS_OVER_HEADS", "PLAIN_QUERIES", "ModelSettings"]
 
 NORMS_OVER_HEADS = ("megatron_ext.layer_specs", "norms_over_heads")
 """What --spec has for queries and keys whose heads are normalised all at once."""
+
+PLAIN_QUERIES = ("megatron_ext.layer_specs", "plain_queries")
+"""What --spec has for latent attention that normalises keys and values, and no queries."""
 
 _MLA = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 
@@ -157,6 +160,15 @@ class ModelSettings:
         return self.kv_lora_rank is not None
 
     @property
+    def layer_spec(self) -> tuple[str, str] | None:
+        """What ``--spec`` has where Megatron has no option for the model's layers; None where it has one."""
+        if self.qk_norm_over_heads:
+            return NORMS_OVER_HEADS
+        if self.multi_latent_attention and self.qk_layernorm and self.q_lora_rank is None:
+            return PLAIN_QUERIES
+        return None
+
+    @property
     def is_homogeneous(self) -> bool:
         """Whether all layers have the same tensors, which Megatron's checkpoints then stack."""
         return self.moe_layer_freq == 1
@@ -219,7 +231,7 @@ class ModelSettings:
         layers = self.moe_layer_freq
         return {
             **{entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "qk_norm_over_heads"},
-            "spec": list(NORMS_OVER_HEADS) if self.qk_norm_over_heads else None,
+            "spec": list(self.layer_spec) if self.layer_spec is not None else None,
             "group_query_attention": self._groups_queries,
             "num_query_groups": self.num_query_groups if self._groups_queries else 1,
             "moe_layer_freq": layers if isinstance(layers, int) else list(layers),

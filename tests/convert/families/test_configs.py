@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from megatron_ext.convert import megatron_args
 from megatron_ext.convert.families import FAMILIES, family_for, family_named, read_config, write_config
 from megatron_ext.convert.flags import flags_of, settings_of
-from megatron_ext.convert.megatron_args import checkpoint_args
+from megatron_ext.convert.megatron_args import checkpoint_args, command_line
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
@@ -174,3 +175,29 @@ def test_megatrons_list_of_balancing_weights_becomes_the_one_that_a_family_has()
     args = checkpoint_args(read_config(family_named("mixtral"), CONFIGS["mixtral"]), 300)
     args.moe_aux_loss_coeff = [0.01]
     assert family_for(settings_of(args))[1]["router_aux_loss_coef"] == 0.01
+
+
+def settings_without_an_option(name: str, **fields: Any) -> ModelSettings:
+    """Return a model whose layers are for Megatron's ``--spec``."""
+    return read_config(family_named(name), {**CONFIGS[name], **fields})
+
+
+def test_layers_without_an_option_are_named_by_the_flags_and_by_the_checkpoint():
+    for settings, layers in [
+        (settings_without_an_option("olmoe"), "norms_over_heads"),
+        (settings_without_an_option("deepseek_v3", q_lora_rank=None), "plain_queries"),
+    ]:
+        flags = flags_of(settings)
+        at = flags.index("--spec")
+        assert flags[at + 1 : at + 3] == checkpoint_args(settings, 300).spec == ["megatron_ext.layer_specs", layers]
+        assert command_line(settings) == flags
+    assert checkpoint_args(settings_without_an_option("deepseek_v3"), 300).spec is None
+
+
+def test_a_megatron_without_these_layers_gets_its_own_or_refuses_the_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(megatron_args, "find_spec", lambda name: None)
+    unprojected = settings_without_an_option("deepseek_v3", q_lora_rank=None)
+    assert "--spec" not in command_line(unprojected)
+    assert len(command_line(unprojected)) == len(flags_of(unprojected)) - 3
+    with pytest.raises(UserError, match=r"norms over all heads at once .* needs Megatron-core 0\.19 or later"):
+        command_line(settings_without_an_option("olmoe"))
