@@ -40,6 +40,7 @@ from benchmarks.convergence.runs import (
     make_missing_of,
 )
 from benchmarks.convergence.settings import MODEL, TRAINING, Method, Run, Study
+from megatron_ext.hot_switch.data.padded_corpus import whole_rows
 from tests.support.distributed import REPOSITORY
 from tests.support.presets import Options, command_line, toy_gpt
 from tests.support.pretrain import run_pretrain
@@ -195,7 +196,7 @@ def prepare_corpus(study: HotSwitchStudy) -> None:
     first = round((1 - HELD_OUT) * len(documents))
     forms: dict[Path, Iterable[Tokens]] = {
         study.held_out: (row for tokens in documents[first:] for row in rows_of_pieces(tokens)),
-        study.padded: map(whole_rows, documents[:first]),
+        study.padded: (whole_rows(tokens, CONTEXT) for tokens in documents[:first]),
         study.validation: documents[first:],
     }
     for prefix, some in forms.items():
@@ -217,12 +218,7 @@ def write_documents(prefix: Path, documents: Iterable[Tokens], kind: Any) -> Non
 def rows_of_pieces(tokens: Tokens) -> list[Tokens]:
     """Return a document cut into pieces, each filled up to a row: none is predicted into the next one."""
     pieces = [tokens[at : at + CONTEXT - 1] for at in range(0, len(tokens), CONTEXT - 1)]
-    return [whole_rows(np.append(piece, tokens[-1])) for piece in pieces]
-
-
-def whole_rows(tokens: Tokens) -> Tokens:
-    """Return a document filled up to whole rows with its end, behind which no loss is taken."""
-    return np.pad(tokens, (0, -len(tokens) % CONTEXT), constant_values=tokens[-1])
+    return [whole_rows(np.append(piece, tokens[-1]), CONTEXT) for piece in pieces]
 
 
 def quickstart() -> ModuleType:

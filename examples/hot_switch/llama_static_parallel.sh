@@ -28,16 +28,7 @@ DATA_PATH="${POSITIONAL[7]:-${DATA_PATH:-}}"
 BACKEND="${BACKEND:-gpu}"
 
 require_positive CONTEXT GLOBAL_BATCH MICRO_BATCH STEPS EPOCHS
-read_model "$MODEL"
-read_hostfile "$HOSTFILE"
-if [[ -n ${ALL_PARALLEL_STRATEGY:-} ]]; then
-    STRATEGIES=("$ALL_PARALLEL_STRATEGY") BUCKETS=("$CONTEXT" 0)
-    check_strategies $((${#HOSTS[@]} * SLOTS)) "$CONTEXT"
-else
-    choose_strategies "$MODEL" $((${#HOSTS[@]} * SLOTS)) "$CONTEXT" c1
-    STRATEGIES=("${STRATEGIES[0]}")
-fi
-BUCKETS=("$CONTEXT" 0)
+choose_one_strategy
 check_batch
 check_data
 

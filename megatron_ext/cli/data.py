@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ext.cli import data_check, data_list
+from megatron_ext.cli import data_check, data_list, data_pad
 from megatron_ext.data.documents import ID_TYPES
 from megatron_ext.errors import UserError
 
@@ -77,6 +77,7 @@ def add_parser(subparsers: Any) -> None:
     commands = data.add_subparsers(dest="data_command", metavar="COMMAND", required=True)
     data_check.add_parser(commands)
     data_list.add_parser(commands)
+    data_pad.add_parser(commands)
     parser = commands.add_parser(
         "prepare",
         help="text, code, JSON, Parquet or Arrow to Megatron's .bin/.idx",

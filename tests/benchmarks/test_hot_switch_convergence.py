@@ -63,11 +63,11 @@ def rows_validated(study, prefix):
 
 def test_padded_rows_have_a_document_or_a_piece_as_hot_switching_has_it():
     document = np.arange(1, 2 * CONTEXT + 11)
-    rows = study_main.whole_rows(document).reshape(-1, CONTEXT)
+    rows = study_main.whole_rows(document, CONTEXT).reshape(-1, CONTEXT)
     assert len(rows) == 3
     assert np.array_equal(rows[0], document[:CONTEXT]) and np.array_equal(rows[1], document[CONTEXT : 2 * CONTEXT])
     assert np.array_equal(rows[2, :10], document[2 * CONTEXT :]) and (rows[2, 10:] == document[-1]).all()
-    assert np.array_equal(study_main.whole_rows(document[:CONTEXT]), document[:CONTEXT])
+    assert np.array_equal(study_main.whole_rows(document[:CONTEXT], CONTEXT), document[:CONTEXT])
 
 
 def test_all_methods_keep_documents_apart_and_validate_on_as_many_rows(tmp_path: Path):

@@ -25,6 +25,7 @@ OWN_HELP = "usage()"
 """A quickstart's."""
 REFERENCES = {
     "run_cluster.sh": ["spes/run_parameter_server.sh", "spes/run_single_node.sh"],
+    "llama_baseline.sh": ["hot_switch/llama_hot_switch.sh"],
     "llama_static_parallel.sh": ["hot_switch/llama_hot_switch.sh"],
     "exprs_for_A100_40G.sh": ["hot_switch/llama_hot_switch.sh"],
     "run_paper_case": ["hot_switch/llama_hot_switch.sh"],

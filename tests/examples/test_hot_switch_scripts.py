@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.examples.command_lines import dry_run, launched, training_arguments, values
 from tests.examples.desk import RECORD_ARGUMENTS, TRAIN_UNTIL_TOLD, Desk, validated
 from tests.support.corpus import write_without_record
 from tests.support.distributed import REPOSITORY, run_ranks
@@ -56,34 +57,10 @@ def paper_script(dataset: str, model: str, gpus: int) -> Path:
     return FOLDER / "exprs_for_paper" / dataset / f"{dataset}_{model}_{gpus}gpus.sh"
 
 
-def dry_run(desk: Desk, script: Path, arguments: list[str], **environment: str) -> list[list[str]]:
-    """Return the command lines that a script would start on this machine or over ssh, word by word."""
-    code, output = desk.run(script, ["--print", *arguments], **environment)
-    assert code == 0, output
-    # Data that are not here may be of another tokenizer, which the script says beside the lines.
-    return [shlex.split(line) for line in output.splitlines() if ".sh: DATA_PATH: there is no" not in line]
-
-
 def hostfile(desk: Desk, *lines: str) -> str:
     path = desk.folder / "hosts"
     path.write_text("".join(f"{line}\n" for line in lines))
     return str(path)
-
-
-def values(words: list[str], option: str) -> list[str]:
-    """Return what follows an option."""
-    rest = words[words.index(option) + 1 :]
-    end = next((number for number, word in enumerate(rest) if word.startswith("--")), len(rest))
-    return rest[:end]
-
-
-def launched(words: list[str]) -> list[str]:
-    """Return what comes after the variables."""
-    return words[words.index("torchrun") :]
-
-
-def training_arguments(words: list[str]) -> list[str]:
-    return words[words.index(str(REPOSITORY / "examples/pretrain_gpt.py")) + 1 :]
 
 
 def test_bash_can_read_and_run_every_script() -> None:

@@ -11,6 +11,9 @@ RUN_BY = {
     "megatron-ext doctor": "tests/cli/test_doctor.py::test_it_says_what_works_and_what_does_not_with_reasons",
     "megatron-ext data prepare": "tests/data/test_cli.py::test_the_summary_ends_with_the_flags_for_megatron",
     "megatron-ext data check": "tests/data/checks/test_vocabulary.py::test_the_record_of_a_corpus_says_its_vocabulary",
+    "megatron-ext data pad": (
+        "tests/examples/test_hot_switch_baseline.py::test_padded_rows_are_made_once_and_their_ends_count_nothing"
+    ),
     "megatron-ext data list": "tests/data/test_manifest.py::test_megatron_trains_on_what_is_listed_as_on_one_corpus",
     "megatron-ext convert": "tests/cli/test_convert.py::test_a_model_goes_there_and_back_and_takes_its_tokenizer_along",
     "megatron-ext convert upcycle": "tests/cli/test_convert.py::test_a_dense_checkpoint_becomes_a_mixture",
@@ -65,6 +68,7 @@ RUN_BY = {
     "examples/hot_switch/exprs_for_A100_40G.sh": (
         "tests/examples/test_hot_switch_scripts.py::test_the_small_evaluation_compares_hot_and_static"
     ),
+    "examples/hot_switch/baseline/exprs_for_A100_40G.sh": "tests/examples/test_hot_switch_baseline.py",
     "examples/hot_switch/exprs_for_paper/commoncrawl/commoncrawl_7b_8gpus.sh": (
         "tests/examples/test_hot_switch_scripts.py::"
         "test_the_ten_cases_start_what_the_tables_say_and_megatron_accepts_it"
@@ -139,6 +143,7 @@ NOT_RUN = {
         "8 GPUs a host; tests/examples/test_hot_switch_scripts.py has Megatron accept what it starts"
     ),
     "examples/hot_switch/llama_static_parallel.sh": "likewise",
+    "examples/hot_switch/baseline/llama_baseline.sh": "likewise, in tests/examples/test_hot_switch_baseline.py",
     "examples/spes/run_cluster.sh": (
         "8 GPUs a node; tests/examples/test_spes_scripts.py runs it with two nodes on CPU, and has Megatron accept it"
     ),

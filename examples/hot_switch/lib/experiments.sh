@@ -64,11 +64,13 @@ summary_of() {
                     if (values[j] < values[i]) { kept = values[i]; values[i] = values[j]; values[j] = kept }
             return count ? (values[int((count + 1) / 2)] + values[int(count / 2) + 1]) / 2 : 0
         }
+        /^tokens of a step: / { each = number("tokens of a step: ") }
         / iteration +[0-9]+\// && / elapsed time per iteration / {
             gsub(/\(ms\): */, "")
             if (++seen <= 2) next
             taken[++count] = number("elapsed time per iteration "); moved[count] = number("switching ")
-            tokens += number("tokens: "); total += taken[count]
+            # Stock Megatron says none.
+            tokens += each ? each : number("tokens: "); total += taken[count]
         }
         END {
             if (!count) { printf "%-24s (fewer than three steps)", name; exit }

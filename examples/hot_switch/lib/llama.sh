@@ -85,6 +85,21 @@ choose_strategies() {
         "\`megatron-ext hot-switch suggest\` proposes"
 }
 
+# Reads MODEL and HOSTFILE, and sets BUCKETS and STRATEGIES to one strategy: ALL_PARALLEL_STRATEGY, or the one that the table gives
+# the longest documents, because it fits.
+choose_one_strategy() {
+    read_model "$MODEL"
+    read_hostfile "$HOSTFILE"
+    if [[ -n ${ALL_PARALLEL_STRATEGY:-} ]]; then
+        STRATEGIES=("$ALL_PARALLEL_STRATEGY") BUCKETS=("$CONTEXT" 0)
+        check_strategies $((${#HOSTS[@]} * SLOTS)) "$CONTEXT"
+    else
+        choose_strategies "$MODEL" $((${#HOSTS[@]} * SLOTS)) "$CONTEXT" c1
+        STRATEGIES=("${STRATEGIES[0]}")
+    fi
+    BUCKETS=("$CONTEXT" 0)
+}
+
 # Refuses BUCKET_SIZES and ALL_PARALLEL_STRATEGY of a user's that cannot be, before anything starts on other hosts.
 check_strategies() {
     local gpus="$1" context="$2" strategy sizes size above=""
