@@ -7,7 +7,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_ext.cli import convert, data, doctor, evaluate, explain, hot_switch, local_sgd, patches, server, spes
+from megatron_ext.cli import (
+    convert,
+    data,
+    doctor,
+    evaluate,
+    explain,
+    hot_switch,
+    local_sgd,
+    patches,
+    server,
+    simulate,
+    spes,
+)
 from megatron_ext.errors import UserError
 from megatron_ext.version import __version__
 
@@ -19,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-ext", description="Tools of megatron_ext.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (patches, doctor, explain, data, convert, evaluate, local_sgd, hot_switch, server, spes):
+    for module in (patches, doctor, explain, data, convert, evaluate, local_sgd, hot_switch, simulate, server, spes):
         module.add_parser(subparsers)
     return parser
 

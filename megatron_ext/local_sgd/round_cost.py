@@ -6,9 +6,11 @@ as many bytes as a ring's all-reduce. So a round of n values among W workers mov
 
     bytes(round) = (W - 1) / W * (out(n) + home(n)),        seconds(round) = 8 bytes / bandwidth + 2 (W - 1) latency,
 
-out and home being the codec's bytes of n values. Training continues for a delay of tau steps, so that
+out and home being the codec's bytes of n values. Training continues for a delay of tau steps, the second half of which,
+rounded down, is for the way home, so that with the seconds of each way
 
-    waiting = max(0, seconds(round) - tau * step),          utilisation = H step / (H step + waiting).
+    waiting = max(0, out - ceil(tau / 2) step) + max(0, home - floor(tau / 2) step),
+    utilisation = H step / (H step + waiting).
 """
 
 from __future__ import annotations
@@ -19,8 +21,18 @@ from dataclasses import dataclass
 
 from megatron_ext.errors import combine
 from megatron_ext.outer.codecs.all_codecs import build_codec
+from megatron_ext.outer.codecs.codec import Codec
 
-__all__ = ["MeetingCost", "WorkerLink", "compare", "plainest", "synchronous_step"]
+__all__ = [
+    "MeetingCost",
+    "WorkerLink",
+    "compare",
+    "gradient_bytes",
+    "message_bytes",
+    "plainest",
+    "synchronous_step",
+    "way_seconds",
+]
 
 _GRADIENT_BYTES = 2
 """Of a gradient that is reduced in every step of synchronous training, in bf16."""
@@ -85,10 +97,45 @@ class MeetingCost:
     """Part of the time in which a worker trains, from 0 to 1."""
 
 
-def synchronous_step(link: WorkerLink) -> float:
-    """Return the seconds of a step of synchronous training, whose gradients' all-reduce nothing hides."""
-    nbytes = 2 * (link.workers - 1) / link.workers * _GRADIENT_BYTES * link.parameters
-    return link.step_seconds + 8 * nbytes / link.bandwidth + 2 * (link.workers - 1) * link.latency
+def message_bytes(codec: Codec, values: int, workers: int) -> tuple[float, float]:
+    """Return the bytes that a worker sends in a round: outward to the owners of values, and homeward as an owner.
+
+    Args:
+        codec: of the pseudo-gradients.
+        values: of the worker that the round moves.
+        workers: how many meet.
+    """
+    share = (workers - 1) / workers
+    return share * codec.nbytes(values), share * codec.for_results(workers).nbytes(values)
+
+
+def way_seconds(nbytes: float, bandwidth: float, latency: float, workers: int) -> float:
+    """Return the seconds of one way of a round, outward or homeward.
+
+    Args:
+        nbytes: that go through a link.
+        bandwidth: of the link, in bits per second.
+        latency: of a message, in seconds.
+        workers: how many meet.
+    """
+    return 8 * nbytes / bandwidth + (workers - 1) * latency
+
+
+def gradient_bytes(parameters: int, workers: int) -> float:
+    """Return the bytes that a worker sends in a step of synchronous training: a ring's all-reduce in bf16."""
+    return 2 * (workers - 1) / workers * _GRADIENT_BYTES * parameters
+
+
+def synchronous_step(link: WorkerLink, hidden: float = 0.0) -> float:
+    """Return the seconds of a step of synchronous training.
+
+    Args:
+        link: between the workers.
+        hidden: seconds of the step during which gradients travel while the step computes; 0 where nothing hides them.
+    """
+    nbytes = gradient_bytes(link.parameters, link.workers)
+    seconds = 8 * nbytes / link.bandwidth + 2 * (link.workers - 1) * link.latency
+    return link.step_seconds + max(0.0, seconds - hidden)
 
 
 def compare(link: WorkerLink, intervals: Sequence[int], codecs: Sequence[str]) -> Iterator[MeetingCost]:
@@ -101,21 +148,21 @@ def compare(link: WorkerLink, intervals: Sequence[int], codecs: Sequence[str]) -
     """
     for codec in codecs:
         kind = build_codec(codec)
-        both = kind.nbytes(link.parameters) + kind.for_results(link.workers).nbytes(link.parameters)
-        nbytes = (link.workers - 1) / link.workers * both
-        seconds = 8 * nbytes / link.bandwidth + 2 * (link.workers - 1) * link.latency
+        ways = message_bytes(kind, link.parameters, link.workers)
+        out, home = (way_seconds(nbytes, link.bandwidth, link.latency, link.workers) for nbytes in ways)
         for interval in intervals:
             # A round ends before the next one begins.
-            hiding = min(math.ceil(seconds / link.step_seconds), interval - 1)
+            hiding = min(2 * math.ceil(max(out, home) / link.step_seconds), interval - 1)
             for delay in dict.fromkeys((0, hiding)):
-                waiting = max(0.0, seconds - delay * link.step_seconds)
+                waiting = max(0.0, out - (delay - delay // 2) * link.step_seconds)
+                waiting += max(0.0, home - delay // 2 * link.step_seconds)
                 training = interval * link.step_seconds
                 yield MeetingCost(
                     interval=interval,
                     codec=codec,
                     delay=delay,
-                    round_bytes=nbytes,
-                    round_seconds=seconds,
+                    round_bytes=sum(ways),
+                    round_seconds=out + home,
                     utilisation=training / (training + waiting),
                 )
 

@@ -7,6 +7,7 @@ most about one step of the slowest worker, whose window ends at the same time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,41 @@ import torch.distributed as dist
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
 
-__all__ = ["AsyncSchedule"]
+__all__ = ["AsyncSchedule", "makes_round", "share_of_rest", "window_end"]
+
+
+def window_end(config: LocalSGDConfig, opened: float) -> float:
+    """Return until when a worker makes steps: the one during which that time comes is its last before it meets.
+
+    Args:
+        config: the window's length.
+        opened: when the window was, in seconds.
+    """
+    return opened + config.local_sgd_sync_time
+
+
+def makes_round(config: LocalSGDConfig, since: int, *, finished: bool) -> bool:
+    """Return whether workers that have met make a round.
+
+    Args:
+        config: the fewest steps of a round.
+        since: steps of all workers together since the last round.
+        finished: whether training is over after this meeting.
+    """
+    return since >= config.min_total_global_steps or (finished and since > 0)
+
+
+def share_of_rest(left: int, own: int, together: int) -> int:
+    """Return a worker's share of the steps that are left of a run, by what the workers made last.
+
+    So the run ends within a global batch after its samples, however long an interval is.
+
+    Args:
+        left: steps of all workers together.
+        own: steps of the worker between the last two meetings.
+        together: those of all workers.
+    """
+    return max(math.ceil(left * own / together), 1)
 
 
 class AsyncSchedule:
@@ -75,7 +110,7 @@ class AsyncSchedule:
         """Return whether the window is over after this worker's step number `step`, the same on all its ranks."""
         if self._replay:
             return step >= self._replay[0]
-        over = self._clock() - self._window >= self._config.local_sgd_sync_time
+        over = self._clock() >= window_end(self._config, self._window)
         if self._inside is None:
             return over
         decision = torch.tensor(float(over), device=self._device)
@@ -107,7 +142,7 @@ class AsyncSchedule:
             )
         self._counted = counts
         since = (counts - self._synced).tolist()
-        if sum(since) < self._config.min_total_global_steps and not (self.finished and sum(since)):
+        if not makes_round(self._config, sum(since), finished=self.finished):
             return None
         self._synced = counts
         return since

@@ -30,10 +30,13 @@ def test_results_of_the_largest_values_take_as_many_as_there_are_workers():
 
 
 def test_a_delay_hides_whole_steps_and_a_round_ends_before_the_next_begins():
-    assert (found(9, "fp32", delayed=True).delay, found(9, "fp32", delayed=True).utilisation) == (5, 1.0)
+    assert (found(9, "fp32", delayed=True).delay, found(9, "fp32", delayed=True).utilisation) == (6, 1.0)
     short = found(3, "fp32", delayed=True)
     assert (short.delay, short.utilisation) == (2, pytest.approx(6 / 11))
     assert [one.delay for one in compare(LINK, [1], ["fp32"])] == [0]
+    # Two steps hide 4 of the 4.5 s outward, one hides 2 of those homeward.
+    odd = found(4, "fp32", delayed=True)
+    assert (odd.delay, odd.utilisation) == (3, pytest.approx(8 / (8 + 0.5 + 2.5)))
 
 
 def test_synchronous_training_reduces_in_every_step():

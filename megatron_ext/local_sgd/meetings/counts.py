@@ -21,7 +21,7 @@ import torch
 
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.time_based import AsyncSchedule
+from megatron_ext.local_sgd.time_based import AsyncSchedule, share_of_rest
 from megatron_ext.seams.arguments import say
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -121,12 +121,9 @@ class Meetings:
         return not self._schedule.is_over(self._counts[self._worker] + made)
 
     def _most(self) -> int:
-        """Return this worker's share of the steps that are left, by what the workers made last.
-
-        So the run ends within a global batch after its samples, however long an interval is.
-        """
+        """Return this worker's share of the steps that are left, by what the workers made last."""
         last = self.record[-1] if self.record else [1] * len(self._counts)
-        return max(math.ceil(self._left * last[self._worker] / sum(last)), 1)
+        return share_of_rest(self._left, last[self._worker], sum(last))
 
     def meet(self, made: int) -> Meeting:
         """Wait for the other workers, and count.

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of `megatron-ext simulate`, and what they have in common."""

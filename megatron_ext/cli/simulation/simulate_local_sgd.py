@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext simulate local-sgd`: a job whose workers train apart, beside synchronous training."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.cli.dataclass_options import add_fields, from_options
+from megatron_ext.cli.shape_options import add_shape_options, read_shape
+from megatron_ext.cli.simulation.simulated_flags import ProductFlags
+from megatron_ext.cli.simulation.simulation_output import add_output_options
+from megatron_ext.errors import UserError, combine
+
+if TYPE_CHECKING:
+    from megatron_ext.simulate.job_run import SimulatedRun
+
+__all__ = ["add_local_sgd"]
+
+_DESCRIPTION = """\
+Simulate a job with local SGD, event by event, and synchronous training with the same workers, links and
+failures. What is decided in a round (when it begins, turns and ends, what it moves, who waits for whom) is
+decided by the functions of the run; docs/simulate.md says what is modelled and what is not.
+"""
+
+_SIMULATED = frozenset(
+    (
+        *("local_sgd_sync_interval", "local_sgd_warmup_steps", "codec", "codec_density"),
+        *("use_async", "local_sgd_sync_time", "min_total_global_steps"),
+        *("fragments", "pattern", "sync_delay", "update_alpha", "eager"),
+    )
+)
+
+
+def _flags() -> ProductFlags:
+    from megatron_ext.local_sgd.config import LocalSGDConfig
+    from megatron_ext.local_sgd.meetings.config import MeetingsConfig
+    from megatron_ext.local_sgd.streaming import StreamingConfig
+    from megatron_ext.outer.config import OuterOptimizerConfig
+    from megatron_ext.outer.reducer_config import GTAConfig
+
+    return ProductFlags(
+        (LocalSGDConfig, StreamingConfig, MeetingsConfig, OuterOptimizerConfig, GTAConfig), _SIMULATED
+    )
+
+
+def add_local_sgd(actions: Any) -> None:
+    """Add the kind to the simulate subcommand."""
+    from megatron_ext.simulate.fleet import SimulatedFleet
+    from megatron_ext.simulate.training_work import SimulatedTraining
+
+    parser = actions.add_parser(
+        "local-sgd",
+        help="one job whose workers train apart",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_fields(parser.add_argument_group("workers, links, failures"), SimulatedFleet)
+    add_fields(parser.add_argument_group("training"), SimulatedTraining)
+    _flags().add(parser, "local SGD, as for a run")
+    add_shape_options(parser)
+    parser.add_argument(
+        "--parameters",
+        type=float,
+        metavar="N",
+        help="in place of the model's shape: its parameters, such as 7e9, which --num-layers share equally",
+    )
+    add_output_options(parser, _simulate)
+
+
+def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedRun]]:
+    from megatron_ext.local_sgd.config import LocalSGDConfig
+    from megatron_ext.local_sgd.streaming import StreamingConfig
+    from megatron_ext.simulate.fleet import SimulatedFleet
+    from megatron_ext.simulate.job_setup import JobSetup
+    from megatron_ext.simulate.training_work import SimulatedTraining
+
+    flags = _flags()
+    refused = flags.problems(options, "decides over no time and no byte that are simulated; drop it")
+    if refused:
+        raise combine(refused, "simulate")
+    fleet = from_options(SimulatedFleet, options)
+    setup = JobSetup(
+        fleet=fleet,
+        training=from_options(SimulatedTraining, options),
+        units=_units(options),
+        local_sgd=flags.read(
+            LocalSGDConfig,
+            options,
+            use_local_sgd=True,
+            local_sgd_workers=max(fleet.workers, 1),
+            local_sgd_evaluation="workers",  # none is simulated, and eager updates have no other
+        ),
+        streaming=flags.read(StreamingConfig, options),
+    )
+    setup.check()
+    said = (
+        f"{fleet.workers} workers with {fleet.worker_gpus} GPUs each, {setup.parameters / 1e9:.2f} billion parameters, "
+        f"{setup.training.steps} steps of {setup.step_seconds:.4g} s"
+    )
+    return said, {"synchronous": setup.baseline(), "local SGD": setup.run()}
+
+
+def _units(options: argparse.Namespace) -> Mapping[str, int]:
+    from megatron_ext.simulate.model_units import equal_layers, units_of
+
+    if options.parameters is None:
+        return units_of(read_shape(options))
+    if not 1 <= options.parameters < math.inf:
+        raise UserError(f"simulate: --parameters is {options.parameters:g}; give a number of at least 1")
+    if options.model is not None or options.hidden_size is not None:
+        raise UserError("simulate: --parameters is given beside the model's shape; drop one of them")
+    layers = options.num_layers if options.num_layers is not None else max(options.run_fragments, 1)
+    if not 1 <= layers <= options.parameters:
+        raise UserError(f"simulate: --num-layers is {layers}; give a number from 1 to --parameters")
+    return equal_layers(int(options.parameters), layers)

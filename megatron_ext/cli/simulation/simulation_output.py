@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all simulations have in common at the command line: a run as a table or JSON, a sweep as CSV and picture."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.errors import UserError
+
+if TYPE_CHECKING:
+    from megatron_ext.simulate.job_run import SimulatedRun
+    from megatron_ext.simulate.sweep import Sweep
+
+__all__ = ["add_output_options", "show"]
+
+Simulate = Callable[[argparse.Namespace], "tuple[str, Mapping[str, SimulatedRun]]"]
+"""Returns what was simulated, in a line, and the runs by the name of the way to train."""
+
+
+def add_output_options(parser: argparse.ArgumentParser, simulate: Simulate) -> None:
+    """Add the options, and make the parser's function."""
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="print the results as JSON")
+    group.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUES",
+        help="simulate with every value of an option: NAME=V1,V2,... or NAME=FIRST:LAST:COUNT with equal ratios; given "
+        "again, every combination",
+    )
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write a sweep's results")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw a sweep's utilisation (needs matplotlib)")
+    parser.set_defaults(func=lambda options: show(parser, options, simulate))
+
+
+def show(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate) -> int:
+    """Simulate and print.
+
+    Raises:
+        UserError: a setting cannot be.
+    """
+    if options.sweep:
+        return _sweep(parser, options, simulate)
+    for flag, file in (("--csv", options.csv), ("--png", options.png)):
+        if file is not None:
+            raise UserError(f"{flag} has no effect without --sweep; give one or drop it")
+    said, runs = simulate(options)
+    if options.json:
+        print(json.dumps({name: run.as_json() for name, run in runs.items()}, indent=2))
+    else:
+        print(said)
+        print(_table(runs))
+    return 0
+
+
+def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate) -> int:
+    from megatron_ext.simulate.sweep import combinations_of, draw_sweep, read_sweep, write_csv
+
+    sweeps = [read_sweep(text) for text in options.sweep]
+    rows: list[dict[str, Any]] = []
+    for values in combinations_of(sweeps):
+        chosen = copy.copy(options)
+        for sweep, value in zip(sweeps, values, strict=True):
+            _set(parser, chosen, sweep, value)
+        _, runs = simulate(chosen)
+        for method, run in runs.items():
+            found = run.as_json()
+            causes = {f"seconds_{cause}": seconds for cause, seconds in found.pop("seconds_by_cause").items()}
+            swept = {sweep.flag.removeprefix("--"): value for sweep, value in zip(sweeps, values, strict=True)}
+            rows.append({**swept, "method": method, **found, **causes})
+    if options.csv is not None:
+        write_csv(rows, options.csv)
+    if options.png is not None:
+        draw_sweep(rows, sweeps, options.png)
+    if options.json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    swept_names = [sweep.flag.removeprefix("--") for sweep in sweeps]
+    names = [*swept_names, "method", "utilisation", "tokens_per_second", "seconds"]
+    print("  ".join(f"{name:>{max(len(name), 12)}}" for name in names))
+    for row in rows:
+        print("  ".join(f"{_number(row[name]):>{max(len(name), 12)}}" for name in names))
+    return 0
+
+
+def _set(parser: argparse.ArgumentParser, options: argparse.Namespace, sweep: Sweep, value: str) -> None:
+    """Set an option to a value of a sweep, as if it stood on the command line.
+
+    Raises:
+        UserError: there is no such option with a value, or it cannot have this one.
+    """
+    action = parser._option_string_actions.get(sweep.flag)
+    without_value = action is None or action.nargs == 0 or action.help == argparse.SUPPRESS
+    if action is None or without_value or action.dest in ("sweep", "csv", "png"):
+        raise UserError(f"--sweep {sweep.flag.removeprefix('--')}: there is no option {sweep.flag} with a value")
+    try:
+        found = parser._get_value(action, value)
+        parser._check_value(action, found)
+    except argparse.ArgumentError as error:
+        raise UserError(f"--sweep {sweep.flag.removeprefix('--')}={value}: {error.message}") from None
+    setattr(options, action.dest, found)
+
+
+def _number(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+def _table(runs: Mapping[str, SimulatedRun]) -> str:
+    """Return runs as text, one column each."""
+    every = list(runs.values())
+    rows = [
+        ["", *runs],
+        ["utilisation", *(f"{run.utilisation:.3f}" for run in every)],
+        ["hours", *(f"{run.seconds / 3600:.4g}" for run in every)],
+        ["worker steps/s", *(f"{run.worker_steps / run.seconds:.4g}" for run in every)],
+    ]
+    if any(run.tokens for run in every):
+        rows.append(["tokens/s", *(f"{run.tokens / run.seconds:,.0f}" for run in every)])
+    rows += [
+        ["GB sent by a worker", *(f"{run.worker_bytes / 1e9:.4g}" for run in every)],
+        ["outer rounds", *(str(run.rounds or "-") for run in every)],
+        ["failures", *(str(run.failures or "-") for run in every)],
+        ["time by cause, %", *("" for _ in every)],
+    ]
+    for cause in every[0].time:
+        if any(run.time[cause] for run in every):
+            rows.append([f"  {cause}", *(f"{100 * run.time[cause] / run.seconds:.2f}" for run in every)])
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for head, *cells in rows:
+        aligned = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([head.ljust(widths[0]), *aligned]).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workers of a simulated job: how many, what lies between them, how fast they are, how often they fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["SimulatedFleet"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedFleet:
+    """Workers, links, speeds and failures."""
+
+    workers: int = 0
+    """Groups of GPUs that train apart, or together in synchronous training."""
+
+    worker_gpus: int = 1
+    """GPUs of a worker; they count for failures and for --tflops"""
+
+    bandwidth: float = 0.0
+    """Gbit/s from one worker to the others, all of its links together"""
+
+    latency: float = 0.1
+    """Of a message, in ms"""
+
+    sites: int = 1
+    """Places over which the workers are spread evenly"""
+
+    site_bandwidth: float = 0.0
+    """Gbit/s between one site and the others, each way, for all of its workers together"""
+
+    site_latency: float = 0.0
+    """Of a message between sites, in ms"""
+
+    overlap: float = 0.0
+    """Part of a step during which synchronous training's gradients travel while it computes, 0 to 1; two thirds is the
+    whole backward pass"""
+
+    slow_workers: int = 0
+    """How many are slower than the others by --slow-factor"""
+
+    slow_factor: float = 1.0
+    """How many times as long a slow worker's step takes"""
+
+    speed_spread: float = 0.0
+    """Standard deviation of the workers' lasting speeds, as a part of the mean"""
+
+    jitter: float = 0.0
+    """Standard deviation of a step's time from one step to the next, as a part of the mean"""
+
+    mtbf_hours: float = 0.0
+    """Mean time between failures of one GPU, in hours; 0 for none. A failure ends the job, which restarts from its last
+    checkpoint"""
+
+    restart_seconds: float = 300.0
+    """From a failure until the job trains again"""
+
+    save_interval: int = 0
+    """Steps between two checkpoints; 0 for none. With rounds by time they are counted in rounds"""
+
+    save_seconds: float = 0.0
+    """During which training waits for a checkpoint"""
+
+    seed: int = 0
+    """Of speeds, jitter and failures"""
+
+    def problems(self) -> list[str]:
+        """Return what cannot be, one sentence each."""
+        rules = (
+            ("workers", self.workers >= 2, "at least 2"),
+            ("worker-gpus", self.worker_gpus >= 1, "at least 1"),
+            ("bandwidth", 0 < self.bandwidth < math.inf, "above 0"),
+            ("latency", 0 <= self.latency < math.inf, "0 or more"),
+            ("sites", 1 <= self.sites <= max(self.workers, 1), f"from 1 to --workers {self.workers}"),
+            ("site-bandwidth", 0 <= self.site_bandwidth < math.inf, "above 0"),
+            ("site-latency", 0 <= self.site_latency < math.inf, "0 or more"),
+            ("overlap", 0 <= self.overlap <= 1, "from 0 to 1"),
+            ("slow-workers", 0 <= self.slow_workers <= self.workers, f"from 0 to --workers {self.workers}"),
+            ("slow-factor", 1 <= self.slow_factor < math.inf, "1 or more"),
+            ("speed-spread", 0 <= self.speed_spread < 1, "0 or more, below 1"),
+            ("jitter", 0 <= self.jitter < math.inf, "0 or more"),
+            ("mtbf-hours", 0 <= self.mtbf_hours < math.inf, "0 or more"),
+            ("restart-seconds", 0 <= self.restart_seconds < math.inf, "0 or more"),
+            ("save-interval", self.save_interval >= 0, "0 or more"),
+            ("save-seconds", 0 <= self.save_seconds < math.inf, "0 or more"),
+            ("seed", self.seed >= 0, "0 or more"),
+        )
+        found = [
+            f"--{flag} is {getattr(self, flag.replace('-', '_')):g}; give a number {rule}"
+            for flag, fits, rule in rules
+            if not fits
+        ]
+        return found or self._contradictions()
+
+    def _contradictions(self) -> list[str]:
+        together = {
+            "--sites above 1 needs --site-bandwidth; give it": self.sites > 1 and not self.site_bandwidth,
+            "--site-bandwidth and --site-latency have no effect with one site; give --sites or drop them": (
+                self.sites == 1 and (self.site_bandwidth > 0 or self.site_latency > 0)
+            ),
+            f"--sites {self.sites} does not divide --workers {self.workers}; sites have equally many": (
+                self.workers % self.sites != 0
+            ),
+            "--slow-workers and --slow-factor need each other; give both or neither": (
+                (self.slow_workers > 0) != (self.slow_factor > 1)
+            ),
+            "--mtbf-hours needs --save-interval, after whose checkpoint a job restarts; give it": (
+                self.mtbf_hours > 0 and not self.save_interval
+            ),
+            "--save-seconds has no effect without --save-interval; give it or drop this": (
+                self.save_seconds > 0 and not self.save_interval
+            ),
+        }
+        return [problem for problem, holds in together.items() if holds]

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated job from its settings, and its baseline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megatron_ext.errors import combine
+from megatron_ext.local_sgd.combinations import method_problems
+from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, fragment_problem, layer_count
+from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.outer.places import Where
+from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.simulate.fleet import SimulatedFleet
+from megatron_ext.simulate.job_run import SimulatedJob, SimulatedRun, run_job
+from megatron_ext.simulate.local_sgd_job import LocalSGDJob
+from megatron_ext.simulate.step_timer import StepTimer
+from megatron_ext.simulate.synchronous_job import SynchronousJob
+from megatron_ext.simulate.timed_job import TimedJob
+from megatron_ext.simulate.training_work import SimulatedTraining
+from megatron_ext.simulate.worker_links import WorkerLinks
+
+__all__ = ["JobSetup"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSetup:
+    """Everything that decides how long a job takes."""
+
+    fleet: SimulatedFleet
+    """The workers."""
+
+    training: SimulatedTraining
+    """What they train."""
+
+    units: Mapping[str, int]
+    """Values of every unit of the model, in model order."""
+
+    local_sgd: LocalSGDConfig
+    """When workers meet, and in which codec."""
+
+    streaming: StreamingConfig
+    """Fragments and delay."""
+
+    def check(self) -> None:
+        """Refuse what cannot be, or what the run itself would refuse.
+
+        Raises:
+            UserError: naming every setting.
+        """
+        found = self.fleet.problems() + self.training.problems() + self.local_sgd.problems()
+        found += method_problems(
+            self.local_sgd, OuterOptimizerConfig(), GTAConfig(), self.streaming, Where.JOB
+        )
+        layers = layer_count(list(self.units))
+        too_many = fragment_problem(self.streaming.fragments, layers, "the model's layers,")
+        if too_many is not None:
+            found.append(too_many)
+        steps, warmup = self.training.steps, self.local_sgd.local_sgd_warmup_steps
+        if self.local_sgd.use_async:
+            if warmup:
+                found.append("--local-sgd-warmup-steps with --local-sgd-use-async is not simulated; drop one of them")
+        elif warmup >= steps:
+            found.append(f"--local-sgd-warmup-steps {warmup} leaves no local step of --steps {steps}; lower it")
+        elif self.local_sgd.local_sgd_sync_interval > steps - warmup:
+            found.append(
+                f"--local-sgd-sync-interval {self.local_sgd.local_sgd_sync_interval} is longer than the run's "
+                f"{steps - warmup} local steps, so that no round falls into it; lower it or raise --steps"
+            )
+        if found:
+            raise combine(found, "simulate")
+
+    @property
+    def parameters(self) -> int:
+        """Of the model."""
+        return sum(self.units.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a worker of average speed."""
+        return self.training.seconds(self.parameters, self.fleet.worker_gpus)
+
+    def run(self) -> SimulatedRun:
+        """Return what becomes of the run.
+
+        Raises:
+            UserError: it does not end.
+        """
+        timer, links = StepTimer(self.fleet, self.step_seconds), WorkerLinks(self.fleet)
+        job: SimulatedJob
+        if self.local_sgd.use_async:
+            job = TimedJob(
+                timer,
+                links,
+                self.local_sgd,
+                workers=self.fleet.workers,
+                parameters=self.parameters,
+                jitter=self.fleet.jitter,
+                steps=self.training.steps,
+                round_work=self.training.round_work,
+            )
+        else:
+            job = LocalSGDJob(
+                timer,
+                links,
+                self.local_sgd,
+                self.streaming,
+                workers=self.fleet.workers,
+                fragments=self.fragments(),
+                step_seconds=self.step_seconds,
+                steps=self.training.steps,
+                round_work=self.training.round_work,
+            )
+        return run_job(job, self.fleet, self.training.step_tokens)
+
+    def baseline(self) -> SimulatedRun:
+        """Return what becomes of synchronous training with the same workers.
+
+        Raises:
+            UserError: it does not end.
+        """
+        job = SynchronousJob(
+            StepTimer(self.fleet, self.step_seconds),
+            WorkerLinks(self.fleet),
+            workers=self.fleet.workers,
+            parameters=self.parameters,
+            step_seconds=self.step_seconds,
+            steps=self.training.steps,
+        )
+        return run_job(job, self.fleet, self.training.step_tokens)
+
+    def fragments(self) -> list[int]:
+        """Return the number of values of every fragment."""
+        members = assign_fragments(list(self.units), self.streaming.fragments, self.streaming.pattern)
+        return [sum(self.units[unit] for unit in units) for units in members]

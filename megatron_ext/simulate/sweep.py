@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many simulations: the values of some options, all combinations of them, and their results as CSV and as a picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from megatron_ext.errors import UserError
+
+__all__ = ["Sweep", "combinations_of", "draw_sweep", "read_sweep", "write_csv"]
+
+_MOST = 10_000
+"""Simulations of a sweep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """An option and its values."""
+
+    flag: str
+    """With its dashes."""
+
+    values: tuple[str, ...]
+    """As they would be written behind it."""
+
+
+def read_sweep(text: str) -> Sweep:
+    """Return a sweep that was written as NAME=V1,V2,... or NAME=FIRST:LAST:COUNT, with equal ratios between the values.
+
+    Raises:
+        UserError: it is neither.
+    """
+    name, equals, written = text.partition("=")
+    if not (name and equals and written):
+        raise UserError(f"--sweep {text!r}: write NAME=V1,V2,... or NAME=FIRST:LAST:COUNT")
+    flag = "--" + name.removeprefix("--")
+    if ":" not in written:
+        return Sweep(flag=flag, values=tuple(written.split(",")))
+    try:
+        first, last, count = written.split(":")
+        begin, end, number = float(first), float(last), int(count)
+    except ValueError:
+        raise UserError(f"--sweep {text!r}: a range is FIRST:LAST:COUNT, such as {name}=0.1:100:13") from None
+    if not (0 < begin < math.inf and 0 < end < math.inf and 2 <= number <= _MOST):
+        raise UserError(f"--sweep {text!r}: FIRST and LAST must be above 0, COUNT 2 to {_MOST}")
+    ratio = (end / begin) ** (1 / (number - 1))
+    return Sweep(flag=flag, values=tuple(f"{begin * ratio**place:.6g}" for place in range(number)))
+
+
+def combinations_of(sweeps: Sequence[Sweep]) -> Iterator[tuple[str, ...]]:
+    """Yield every combination of values, one of each sweep.
+
+    Raises:
+        UserError: there are too many.
+    """
+    count = math.prod(len(sweep.values) for sweep in sweeps)
+    if count > _MOST:
+        raise UserError(f"--sweep: {count} simulations; at most {_MOST} are made")
+    yield from product(*(sweep.values for sweep in sweeps))
+
+
+def write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Write results, one line each.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        with file.open("w", newline="", encoding="utf-8") as out:
+            writer = csv.DictWriter(out, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+
+
+def draw_sweep(rows: Sequence[dict[str, Any]], sweeps: Sequence[Sweep], file: Path) -> None:
+    """Draw utilisation over the first sweep's values, a line for every way to train and value of the others.
+
+    Args:
+        rows: with the sweeps' flags, `method` and `utilisation`.
+        sweeps: one or more.
+        file: replaced.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+    """
+    from megatron_ext.extras import pip_install
+
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError(f"a picture needs matplotlib; install it with: {pip_install('matplotlib')}") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    over, *others = (sweep.flag.removeprefix("--") for sweep in sweeps)
+    places = _numbers(row[over] for row in rows)
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    lines: dict[str, list[tuple[Any, float]]] = {}
+    for place, row in zip(places, rows, strict=True):
+        label = ", ".join([row["method"], *(f"{other} {row[other]}" for other in others)])
+        lines.setdefault(label, []).append((place, row["utilisation"]))
+    for label, points in lines.items():
+        axes.plot(*zip(*points, strict=True), marker=".", label=label)
+    numbers = [place for place in places if isinstance(place, float)]
+    if len(numbers) == len(places) and min(numbers) > 0 and max(numbers) > 10 * min(numbers):
+        axes.set_xscale("log")
+    axes.set(xlabel=over, ylabel="utilisation", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    try:
+        figure.savefig(file, dpi=120)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+    except ValueError as error:  # matplotlib's for an unknown file ending
+        raise UserError(f"{file} cannot be drawn: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _numbers(values: Iterable[str]) -> list[float | str]:
+    """Return values as numbers, or as they are where one is none."""
+    written = list(values)
+    try:
+        return [float(value) for value in written]
+    except ValueError:
+        return list(written)

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext simulate` as people call it."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_ext.cli.main import main
+
+JOB = ["simulate", "local-sgd", "--workers", "4", "--bandwidth", "10", "--step-seconds", "5"]
+LLAMA = [*JOB, "--model", "llama-7b", "--local-sgd-sync-interval", "100", "--local-sgd-codec", "bf16"]
+
+
+def test_a_run_is_shown_beside_synchronous_training(capsys: pytest.CaptureFixture[str]):
+    assert main([*LLAMA, "--step-tokens", "1000000"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("4 workers with 1 GPUs each, 6.73 billion parameters, 10000 steps of 5 s\n")
+    rows = {line[:20].strip(): line.split()[-1] for line in out.splitlines()[2:]}
+    # As `local-sgd suggest` has it.
+    assert rows["utilisation"] == "0.969"
+    assert rows["outer rounds"] == "100"
+    assert float(rows["training"]) + float(rows["sending"]) == pytest.approx(100)
+    assert main([*LLAMA, "--step-tokens", "1000000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["synchronous"]["utilisation"] == pytest.approx(0.236, abs=1e-3)
+    one = found["local SGD"]
+    assert one["tokens_per_second"] == pytest.approx(one["worker_steps"] * 1e6 / one["seconds"])
+
+
+def test_a_step_follows_from_what_gpus_reach(capsys: pytest.CaptureFixture[str]):
+    words = ["simulate", "local-sgd", "--workers", "2", "--bandwidth", "10", "--parameters", "1e9"]
+    words += ["--worker-gpus", "10"]
+    assert main([*words, "--tflops", "300", "--step-tokens", "1000000", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["synchronous"]
+    assert found["seconds_by_cause"]["training"] == pytest.approx(10_000 * 6e15 / 3e15)
+
+
+def test_ten_thousand_gpus_that_fail_and_vary_are_simulated(capsys: pytest.CaptureFixture[str]):
+    words = ["--workers", "1250", "--worker-gpus", "8", "--latency", "0", "--steps", "100000", "--jitter", "0.05"]
+    words += ["--mtbf-hours", "50000", "--save-interval", "500", "--save-seconds", "30", "--local-sgd-fragments", "4"]
+    words += ["--local-sgd-fragment-sync-delay", "4"]
+    assert main([*LLAMA, *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["local SGD"]
+    assert found["worker_steps"] == 125_000_000
+    assert found["failures"] > 5
+    assert sum(found["seconds_by_cause"].values()) == pytest.approx(found["seconds"])
+
+
+def test_a_sweep_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    table, picture = tmp_path / "sweep.csv", tmp_path / "sweep.png"
+    words = ["--sweep", "bandwidth=1:100:3", "--sweep", "local-sgd-codec=bf16,int4"]
+    assert main([*LLAMA, *words, "--csv", str(table), "--png", str(picture)]) == 0
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["bandwidth"], row["local-sgd-codec"]) for row in rows[::2]] == [
+        (bandwidth, codec) for bandwidth in ("1", "10", "100") for codec in ("bf16", "int4")
+    ]
+    of_ours = [float(row["utilisation"]) for row in rows if row["method"] == "local SGD"]
+    assert of_ours[0] < of_ours[1] < of_ours[3] and of_ours[0] < of_ours[2] < of_ours[4]
+    assert of_ours[2] == pytest.approx(0.969, abs=1e-3)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("local SGD") == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--workers", "1"], "--workers is 1; give a number at least 2"),
+        (["--bandwidth", "-1"], "--bandwidth is -1; give a number above 0"),
+        (["--latency", "nan"], "--latency is nan"),
+        (["--sites", "8", "--site-bandwidth", "1"], "--sites is 8; give a number from 1 to --workers 4"),
+        (["--sites", "3", "--site-bandwidth", "1"], "--sites 3 does not divide --workers 4"),
+        (["--sites", "2"], "--sites above 1 needs --site-bandwidth"),
+        (["--site-bandwidth", "2"], "have no effect with one site"),
+        (["--slow-workers", "2"], "--slow-workers and --slow-factor need each other"),
+        (["--mtbf-hours", "1"], "--mtbf-hours needs --save-interval"),
+        (["--tflops", "100"], "give either --step-seconds or --tflops"),
+        (["--local-sgd-sync-interval", "20000"], "is longer than the run's 10000 local steps"),
+        (["--local-sgd-fragment-sync-delay", "100"], "must be 0 or more, and below --local-sgd-sync-interval 100"),
+        (["--local-sgd-fragments", "99"], "it must be at most the model's layers, 32"),
+        (["--local-sgd-warmup-steps", "10000"], "leaves no local step"),
+        (["--local-sgd-use-async"], "drop --local-sgd-sync-interval"),
+        (["--local-sgd-skip-anomaly"], "--local-sgd-skip-anomaly decides over no time and no byte"),
+        (["--outer-optimizer", "adam"], "--outer-optimizer decides over no time"),
+        (["--local-sgd-sync-in-forward"], "--local-sgd-sync-in-forward decides over no time"),
+        (["--parameters", "1e9"], "--parameters is given beside the model's shape"),
+        (["--sweep", "bandwidth"], "write NAME=V1,V2"),
+        (["--sweep", "bandwidth=1:0:3"], "must be above 0"),
+        (["--sweep", "json=1"], "there is no option --json with a value"),
+        (["--sweep", "local-sgd-codec=int4,int3"], "--sweep local-sgd-codec=int3: invalid choice"),
+        (["--sweep", "bandwidth=1,-1"], "--bandwidth is -1"),
+        (["--csv", "a.csv"], "--csv has no effect without --sweep"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*LLAMA, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
