@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported torch and gRPC once, and forks servers and peers on request.
 
-It reads one JSON object per line: `argv` for the `megatron-ext` command or `peer` for `toy_peer.py`, `log`
-for the file that takes the output, `file_size` for a limit on the size of files, `descriptors` for the limits, soft
-and hard, on their number, and `packages` for a folder in which Python finds packages. It answers with the process's
-id, and writes the exit status of a process that has ended to `log` + ".exit".
+It reads one JSON object per line: `argv` for the `megatron-ext` command, `peer` for `toy_peer.py`, or `call` for a
+function (`MODULE:NAME`) and its `arguments`; `log` for the file that takes the output, `file_size` for a limit on the
+size of files, `descriptors` for the limits, soft and hard, on their number, `packages` for a folder in which Python
+finds packages, and `strain` for the file of a `Strain`. It answers with the process's id, and writes the exit status of
+a process that has ended to `log` + ".exit".
 """
 
 import gc
 import itertools
 import json
 import os
+import pkgutil
 import resource
 import select
 import sys
@@ -25,6 +27,7 @@ import torch
 import megatron_ext.sync_service.peer.client
 import megatron_ext.sync_service.server.process  # noqa: F401  # so that no child has to
 from megatron_ext.cli.main import main
+from tests.sync_service import strain
 from tests.sync_service.toy_peer import run_peer
 
 POLL_SECONDS = 0.02
@@ -75,6 +78,10 @@ def _child(job: dict[str, Any]) -> int:
         sys.path.insert(0, job["packages"])
     if job.get("clock_jumps") or job.get("peer", {}).pop("clock_jumps", False):
         _let_the_clock_jump()
+    if job.get("strain"):
+        strain.install(job["strain"])
+    if "call" in job:
+        return pkgutil.resolve_name(job["call"])(job["arguments"])
     return main(job["argv"]) if "argv" in job else run_peer(job["peer"])
 
 

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which faults happen when: drawn from a seed, kept as JSON, and shrunk to what a violation needs."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_ext.errors import UserError
+
+__all__ = ["KINDS", "SERVER", "Fault", "Kind", "draw", "read_schedule", "shrink", "write_schedule"]
+
+SERVER = "server"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """What is known of a kind of fault."""
+
+    strikes: str
+    """'server', 'peer', 'link' or 'any' (the server or a peer)."""
+
+    shortest: float
+    """Seconds."""
+
+    longest: float
+    """Seconds."""
+
+    weight: float = 1.0
+    """How often it is drawn, in relation to the others."""
+
+
+KINDS: dict[str, Kind] = {
+    "server killed": Kind(strikes="server", shortest=0.1, longest=3.0, weight=2.0),
+    "server stopped": Kind(strikes="server", shortest=0.5, longest=6.0),
+    "peer killed": Kind(strikes="peer", shortest=0.1, longest=4.0, weight=2.0),
+    "peer stopped": Kind(strikes="peer", shortest=0.5, longest=8.0),
+    "no way up": Kind(strikes="link", shortest=1.0, longest=12.0),
+    "no way down": Kind(strikes="link", shortest=1.0, longest=12.0),
+    "slow link": Kind(strikes="link", shortest=2.0, longest=6.0),
+    "slow disk": Kind(strikes="server", shortest=2.0, longest=6.0),
+    "full disk": Kind(strikes="server", shortest=0.5, longest=5.0),
+    "clock jump": Kind(strikes="any", shortest=0.0, longest=0.0),
+    "corrupt frames up": Kind(strikes="link", shortest=2.0, longest=2.0),
+    "corrupt frames down": Kind(strikes="link", shortest=2.0, longest=2.0),
+    "poisoned values": Kind(strikes="peer", shortest=1.0, longest=1.0),
+    "bit flip in the snapshot": Kind(strikes="server", shortest=0.1, longest=0.5),
+    "bit flip in the journal": Kind(strikes="server", shortest=0.1, longest=0.5),
+    "bit flip in the spool": Kind(strikes="server", shortest=0.1, longest=0.5),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault."""
+
+    kind: str
+    """Of `KINDS`."""
+
+    at: float
+    """Seconds after all peers have begun."""
+
+    seconds: float
+    """How long it lasts; of what is killed, how long until it is started again."""
+
+    target: str
+    """`server`, or a peer's name: also that of its link."""
+
+    dice: int
+    """Decides what else there is to decide: which bit, how slow, how far."""
+
+    def __str__(self) -> str:
+        """Return it for people."""
+        return f"{self.at:7.1f} s  {self.kind:<26} {self.target:<8} {self.seconds:5.1f} s"
+
+
+def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[str]) -> tuple[Fault, ...]:
+    """Return the faults of a seed, in the order of their time; at most one at a time strikes the same process or link.
+
+    Args:
+        seed: decides all.
+        seconds: the last fault has ended by then.
+        faults_per_hour: how many begin, in the mean.
+        peers: names of the peers.
+
+    Raises:
+        UserError: there is no room for one.
+    """
+    dice = random.Random(f"schedule {seed}")
+    found: list[Fault] = []
+    busy: dict[str, float] = {}
+    at = 0.0
+    while True:
+        at += dice.expovariate(faults_per_hour / 3600)
+        (name,) = dice.choices(list(KINDS), [kind.weight for kind in KINDS.values()])
+        kind = KINDS[name]
+        lasts = dice.uniform(kind.shortest, kind.longest)
+        places = {"server": (SERVER,), "any": (SERVER, *peers)}.get(kind.strikes, tuple(peers))
+        target, more = dice.choice(places), dice.getrandbits(32)
+        if at + lasts > seconds:
+            break
+        if busy.get(target, 0.0) > at:
+            continue
+        busy[target] = at + lasts
+        found.append(
+            Fault(kind=name, at=round(at, 2), seconds=round(lasts, 2), target=target, dice=more)
+        )
+    return tuple(found)
+
+
+def write_schedule(path: Path, faults: Sequence[Fault]) -> None:
+    """Write faults to a file, a line each."""
+    path.write_text("".join(json.dumps(asdict(fault)) + "\n" for fault in faults))
+
+
+def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[Fault, ...]:
+    """Read faults from a file.
+
+    Args:
+        path: of the file.
+        seconds: how long faults may happen.
+        peers: names of the peers.
+
+    Raises:
+        UserError: there is no such file, or a line of it cannot be a fault of this run; names the line.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise UserError(f"--schedule {path}: {error.strerror}; give a file that a run has written") from error
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            fault = Fault(**json.loads(line))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"--schedule {path}: line {number} cannot be a fault ({error})") from error
+        problem = _problem(fault, seconds, peers)
+        if problem:
+            raise UserError(f"--schedule {path}: line {number}: {problem}")
+        found.append(fault)
+    return tuple(sorted(found, key=lambda fault: fault.at))
+
+
+def _problem(fault: Fault, seconds: float, peers: Sequence[str]) -> str:
+    if fault.kind not in KINDS:
+        return f"kind is {fault.kind!r}; use one of {', '.join(KINDS)}"
+    strikes = KINDS[fault.kind].strikes
+    places = {"server": (SERVER,), "any": (SERVER, *peers)}.get(strikes, tuple(peers))
+    if fault.target not in places:
+        return f"target is {fault.target!r}; {fault.kind!r} strikes {', '.join(places)}"
+    over = fault.at + fault.seconds
+    if not (fault.at >= 0 and fault.seconds >= 0 and over <= seconds):
+        return f"it lasts until second {over:g}, but the run has {seconds:g} for faults; raise --minutes"
+    return ""
+
+
+def shrink(
+    faults: Sequence[Fault], fails: Callable[[Sequence[Fault]], bool], *, tries: int
+) -> tuple[Fault, ...]:
+    """Return fewer of some faults that still lead to a failure: delta debugging (Zeller, Hildebrandt, 2002, ddmin).
+
+    Args:
+        faults: which fail.
+        fails: says whether a run with some of them fails.
+        tries: how many runs are made at most.
+    """
+    kept, parts = list(faults), 2
+    while len(kept) > 1 and tries > 0:
+        size = -(-len(kept) // parts)
+        chunks = [kept[at : at + size] for at in range(0, len(kept), size)]
+        without = [[fault for other in chunks if other is not chunk for fault in other] for chunk in chunks]
+        for fewer in (*chunks, *(without if len(chunks) > 2 else ())):
+            if tries == 0:
+                break
+            tries -= 1
+            if fails(fewer):
+                parts = 2 if fewer in chunks else max(len(chunks) - 1, 2)
+                kept = fewer
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(2 * parts, len(kept))
+    return tuple(kept)
