@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_ext.cli import data_check, data_list, data_pad
+from megatron_ext.cli.corpora import data_check, data_list, data_pad
 from megatron_ext.data.documents import ID_TYPES
 from megatron_ext.errors import UserError
 
