@@ -260,7 +260,7 @@ def _connection_problems(strategies: Sequence[Strategy]) -> list[str]:
 def _batch_problems(args: Any, home: Strategy) -> list[str]:
     """Return why Megatron could not count home's micro-batches, although a step's rows are made by length."""
     batch, whole = args.global_batch_size, _workers(args) * home.dp * home.micro_batch_size
-    if batch is None or batch % whole == 0:
+    if batch is None or batch % whole == 0 or args.decrease_batch_size_if_needed:
         return []
     near = max(batch // whole, 1) * whole
     factors = f"home's dp {home.dp} times its micro-batch size {home.micro_batch_size}"

@@ -12,16 +12,18 @@ from megatron_ext.options.common_verdicts import (
     EXPERTS_ASYNC_SAVE,
     HOT_ASYNC_SAVE,
     HOT_BOOKKEEPING,
+    HOT_OTHER_WAYS,
     HOT_RESUME,
+    OTHER_WAYS,
     PEERS,
     PEERS_ASYNC_SAVE,
     RESUME,
     STRATEGIES,
-    UNTRIED,
     UNTRIED_HOT,
     UNTRIED_THERE,
     WORKERS,
     WORKERS_BOOKKEEPING,
+    WORKERS_OTHER_WAYS,
 )
 from megatron_ext.options.row import Asked, differs, row, says
 from megatron_ext.options.verdict import accepted, refused, tested
@@ -109,9 +111,9 @@ CHECKPOINT_FORMATS = (
     ),
     row(
         "--distrib-optim-fully-reshardable-mem-efficient",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=OTHER_WAYS,
+        local_sgd=WORKERS_OTHER_WAYS,
+        hot_switch=HOT_OTHER_WAYS,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -124,18 +126,18 @@ CHECKPOINT_FORMATS = (
     row(
         "--ckpt-fully-parallel-load-exchange-algo gather_rounds or gather_object",
         differs("ckpt_fully_parallel_load_exchange_algo", "broadcast"),
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=OTHER_WAYS,
+        local_sgd=WORKERS_OTHER_WAYS,
+        hot_switch=HOT_OTHER_WAYS,
         sync_service=AS_ANY_JOB,
     ),
     *(
         row(
             f"--ckpt-fully-parallel-{way}-process-group ep_dp",
             says(f"ckpt_fully_parallel_{way}_process_group", "ep_dp"),
-            cpu=UNTRIED_THERE,
-            local_sgd=UNTRIED,
-            hot_switch=UNTRIED_HOT,
+            cpu=OTHER_WAYS,
+            local_sgd=WORKERS_OTHER_WAYS,
+            hot_switch=HOT_OTHER_WAYS,
             sync_service=AS_ANY_JOB,
         )
         for way in ("save", "load")
@@ -157,9 +159,9 @@ CHECKPOINT_FORMATS = (
     ),
     row(
         "--dist-ckpt-save-pre-mcore-014",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=OTHER_WAYS,
+        local_sgd=WORKERS_OTHER_WAYS,
+        hot_switch=HOT_OTHER_WAYS,
         sync_service=AS_ANY_JOB,
     ),
     row(

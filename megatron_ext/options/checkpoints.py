@@ -11,6 +11,10 @@ from megatron_ext.options.common_verdicts import (
     EXPERTS_ASYNC_SAVE,
     HOT_ASYNC_SAVE,
     HOT_BOOKKEEPING,
+    HOT_OTHER_WAYS,
+    HOT_SKIPPED,
+    ON_GPU_ALONE_HOT,
+    OTHER_WAYS,
     PEERS_ASYNC_SAVE,
     RESILIENCY,
     STRATEGIES,
@@ -19,6 +23,7 @@ from megatron_ext.options.common_verdicts import (
     UNTRIED_THERE,
     WORKERS,
     WORKERS_BOOKKEEPING,
+    WORKERS_OTHER_WAYS,
 )
 from megatron_ext.options.row import row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
@@ -39,6 +44,18 @@ _FRESH = tested(
 )
 _HOT_WEIGHTS = tested(f"{STRATEGIES}test_checkpoints.py::test_the_weights_alone_begin_with_a_fresh_optimizer")
 _HOT_FINETUNE = tested(f"{STRATEGIES}test_checkpoints.py::test_finetuning_begins_with_the_first_sequence")
+_HOT_BEGINS = tested(
+    f"{STRATEGIES}test_checkpoints.py::test_weights_saved_without_an_optimizer_begin_another_run_with_any_home"
+)
+_MOVES = tested(f"{BACKENDS}test_cpu_resume.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data")
+_ROUNDS_GO_BY_ITERATIONS = refused(
+    "rounds go by iterations, and where their schedule is lies in the checkpoint",
+    "begin at iteration 0 with its weights: --finetune",
+)
+_HOT_MOVES = tested(
+    f"{STRATEGIES}test_checkpoints.py::test_the_place_in_the_data_follows_an_iteration_that_is_overridden"
+)
+_HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
 
 CHECKPOINTS = (
     row(
@@ -69,7 +86,7 @@ CHECKPOINTS = (
             "a checkpoint from the middle of an interval could not be resumed without the optimizers' states",
             "drop it, and load with --no-load-optim where the weights alone are wanted",
         ),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_HOT_BEGINS,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -90,7 +107,7 @@ CHECKPOINTS = (
         "--pretrained-checkpoint",
         cpu=_WEIGHTS,
         local_sgd=_FRESH,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_HOT_BEGINS,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -102,23 +119,23 @@ CHECKPOINTS = (
     ),
     row(
         "--override-ckpt-iteration",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=_MOVES,
+        local_sgd=_ROUNDS_GO_BY_ITERATIONS,
+        hot_switch=_HOT_MOVES,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--use-checkpoint-args",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=HOT_OTHER_WAYS,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--use-mp-args-from-checkpoint-args",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=OTHER_WAYS,
+        local_sgd=WORKERS_OTHER_WAYS,
+        hot_switch=HOT_OTHER_WAYS,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -140,7 +157,7 @@ CHECKPOINTS = (
             f"--save-{what}-interval",
             cpu=_DUMPS,
             local_sgd=_EACH_WOULD_DUMP,
-            hot_switch=UNTRIED_HOT,
+            hot_switch=_HOT_DUMPS,
             sync_service=AS_ANY_JOB,
         )
         for what in ("params", "wgrads")
@@ -150,7 +167,7 @@ CHECKPOINTS = (
             f"--save-{what}-interval",
             cpu=needs_gpu("Megatron looks for the layers of Transformer Engine, and fails where there is none"),
             local_sgd=_EACH_WOULD_DUMP,
-            hot_switch=UNTRIED_HOT,
+            hot_switch=ON_GPU_ALONE_HOT,
             sync_service=AS_ANY_JOB,
         )
         for what in ("activations", "dgrads", "tokens-per-expert")
@@ -168,7 +185,7 @@ CHECKPOINTS = (
         says("non_persistent_ckpt_type", "global"),
         cpu=_REPLACE,
         local_sgd=_SKIPPED,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=HOT_SKIPPED,
         sync_service=AS_ANY_JOB,
     ),
     row(

@@ -18,15 +18,19 @@ __all__ = [
     "EXPERTS_ASYNC_SAVE",
     "HOT_ASYNC_SAVE",
     "HOT_BOOKKEEPING",
+    "HOT_OTHER_WAYS",
     "HOT_RESUME",
     "HOT_SAME",
+    "HOT_SKIPPED",
     "HOT_STATIC",
     "NEEDS_TE",
     "NO_PEER_FSDP",
     "NO_TE_ON_CPU",
     "OF_THE_MODEL",
+    "ON_GPU_ALONE",
     "ON_GPU_ALONE_HOT",
     "OPEN",
+    "OTHER_WAYS",
     "PEERS",
     "PEERS_ASYNC_SAVE",
     "RESILIENCY",
@@ -41,6 +45,7 @@ __all__ = [
     "UNTRIED_WITH_GUESTS",
     "WORKERS",
     "WORKERS_BOOKKEEPING",
+    "WORKERS_OTHER_WAYS",
 ]
 
 BACKENDS = "tests/backends/"
@@ -59,17 +64,27 @@ BOOKKEEPING = tested(f"{BACKENDS}test_cpu_resume.py::test_options_for_keeping_an
 ASYNC_SAVE = tested(
     f"{BACKENDS}test_cpu_async_save.py::test_a_resume_from_an_asynchronous_save_ends_with_the_same_bits"
 )
+OTHER_WAYS = tested(
+    f"{BACKENDS}test_cpu_resume.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
+)
 APART = tested(f"{WORKERS}test_workers_apart.py::test_workers_without_sync_equal_separate_jobs_by_digest")
 CONTINUES = tested(
     f"{WORKERS}test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
 )
 WORKERS_BOOKKEEPING = tested(f"{WORKERS}test_checkpoint.py::test_options_for_keeping_and_reading_checkpoints")
+WORKERS_OTHER_WAYS = tested(
+    f"{WORKERS}test_checkpoint.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
+)
 ROUNDS = tested(f"{WORKERS}test_option_bundles.py::test_rounds_and_a_resume_with_the_option")
 
 HOT_STATIC = tested(f"{STRATEGIES}test_training.py::test_hot_equals_static")
 HOT_SAME = tested(f"{STRATEGIES}test_training.py::test_options_that_change_no_result")
 HOT_RESUME = tested(f"{STRATEGIES}test_checkpoints.py::test_a_resumed_run_ends_with_the_same_bits")
 HOT_BOOKKEEPING = tested(f"{STRATEGIES}test_checkpoints.py::test_options_for_keeping_and_reading_checkpoints")
+HOT_OTHER_WAYS = tested(
+    f"{STRATEGIES}test_checkpoints.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
+)
+HOT_SKIPPED = tested(f"{STRATEGIES}test_checkpoints.py::test_skipped_iterations_read_their_sequences")
 HOT_ASYNC_SAVE = tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits")
 
 PEERS_ASYNC_SAVE = tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits")
@@ -79,6 +94,7 @@ AS_A_PEER = like("sync-service")
 NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use --use-distributed-optimizer")
 
 UNTRIED_HOT = refused("it has not been tested with several strategies")
+ON_GPU_ALONE = refused("only a GPU can show it, where it has not run with workers that train apart")
 ON_GPU_ALONE_HOT = refused("only a GPU can show it, where it has not run with several strategies")
 UNKNOWN_TENSORS = refused("the parameter view, by which guests take weights, does not know its tensors")
 UNTRIED = refused("it has not been tested with workers that train apart")

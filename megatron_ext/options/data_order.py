@@ -12,7 +12,6 @@ from megatron_ext.options.common_verdicts import (
     OPEN,
     ROUNDS,
     STRATEGIES,
-    UNTRIED_HOT,
     UNTRIED_THERE,
 )
 from megatron_ext.options.row import differs, is_set, row, says
@@ -24,6 +23,7 @@ _OWN_ORDER = refused("hot switching reads documents in an order of its own", nam
 _PLAIN_DOCUMENTS = refused("hot switching reads plain documents", "drop them", named="--sft, --fim-data")
 _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
 _BLENDS = tested(f"{STRATEGIES}data/test_blends.py::test_a_run_on_a_blend_does_not_depend_on_the_strategies")
+_HOT_SIZES = tested(f"{STRATEGIES}test_training.py::test_steps_have_as_many_sequences_as_megatron_says")
 _IGNORED = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
@@ -74,14 +74,14 @@ DATA_ORDER = (
                 "drop one of them",
             ),
         ),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_HOT_SIZES,
         sync_service=refused("it counts the samples of the whole job, of which a peer makes a part"),
     ),
     row(
         "--decrease-batch-size-if-needed",
         cpu=OPEN,
         local_sgd=ROUNDS,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_HOT_SIZES,
         sync_service=UNTRIED_THERE,
     ),
     row(

@@ -17,9 +17,7 @@ from megatron_ext.options.common_verdicts import (
     ROUNDS,
     SAME,
     STRATEGIES,
-    UNTRIED,
     UNTRIED_HOT,
-    UNTRIED_THERE,
     WORKERS,
 )
 from megatron_ext.options.row import Asked, differs, is_set, row, says
@@ -32,6 +30,7 @@ _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _IN_BF16 = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
 _INSTANCES = tested(f"{WORKERS}test_instances.py::test_workers_with_optimizer_instances_compute_what_one_has")
+_NEEDS_FSDP = refused("it needs --use-megatron-fsdp, which needs a GPU")
 _NO_EINOPS = refused("Megatron makes the groups of instances with it", pip_install("einops"))
 
 
@@ -111,8 +110,8 @@ DATA_PARALLEL = (
     ),
     row(
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
+        cpu=ROUNDS,
+        local_sgd=ROUNDS,
         hot_switch=UNTRIED_HOT,
         sync_service=AS_ANY_JOB,
     ),
@@ -206,8 +205,8 @@ DATA_PARALLEL = (
     row(
         "--init-model-with-meta-device",
         cpu=refused("without --use-megatron-fsdp, which needs a GPU, Megatron leaves the weights without values"),
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        local_sgd=_NEEDS_FSDP,
+        hot_switch=_NEEDS_FSDP,
         sync_service=AS_ANY_JOB,
     ),
     row(

@@ -9,6 +9,7 @@ from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     BACKENDS,
     EXPERTS,
+    HOT_SKIPPED,
     NEEDS_TE,
     ON_GPU_ALONE_HOT,
     OPEN,
@@ -230,7 +231,7 @@ OPTIMIZERS = (
                 "drop one of them",
             ),
         ),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=HOT_SKIPPED,
         sync_service=refused(
             "a skipped iteration is not a step, so that the peer would lack rounds that others wait for"
         ),

@@ -15,14 +15,13 @@ from megatron_ext.options.common_verdicts import (
     HOT_STATIC,
     NEEDS_TE,
     NO_TE_ON_CPU,
+    ON_GPU_ALONE,
     ON_GPU_ALONE_HOT,
     OPEN,
+    OTHER_WAYS,
     ROUNDS,
     SAME,
     STRATEGIES,
-    UNTRIED,
-    UNTRIED_HOT,
-    UNTRIED_THERE,
 )
 from megatron_ext.options.row import given, is_set, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
@@ -30,6 +29,7 @@ from megatron_ext.options.verdict import needs_gpu, refused, tested
 __all__ = ["RANK_GROUPS"]
 
 _GTP = refused("Megatron does not combine it with groups inside the data-parallel dimension")
+_ALL_GATHER = refused("its groups are for --use-megatron-fsdp, which needs a GPU", "drop it")
 _STAGES = tested(f"{STRATEGIES}test_stages.py::test_stages_of_the_command_line_are_homes")
 
 
@@ -44,7 +44,7 @@ RANK_GROUPS = (
         variables=("tensor_parallel_num_weight_shards",),
         cpu=NEEDS_TE,
         local_sgd=_GTP,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=ON_GPU_ALONE_HOT,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -56,7 +56,7 @@ RANK_GROUPS = (
         variables=("expert_tensor_parallel_num_weight_shards",),
         cpu=NEEDS_TE,
         local_sgd=_GTP,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=ON_GPU_ALONE_HOT,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -77,15 +77,15 @@ RANK_GROUPS = (
         "--use-nccl-ub",
         is_set("nccl_ub"),
         cpu=refused("it registers buffers with NCCL"),
-        local_sgd=UNTRIED,
+        local_sgd=ON_GPU_ALONE,
         hot_switch=ON_GPU_ALONE_HOT,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--create-all-gather-group",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=OTHER_WAYS,
+        local_sgd=_ALL_GATHER,
+        hot_switch=_ALL_GATHER,
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -98,14 +98,14 @@ RANK_GROUPS = (
     row(
         "--use-sharp",
         cpu=refused("it configures NCCL"),
-        local_sgd=UNTRIED,
+        local_sgd=ON_GPU_ALONE,
         hot_switch=ON_GPU_ALONE_HOT,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--high-priority-stream-groups",
         cpu=refused("it configures NCCL"),
-        local_sgd=UNTRIED,
+        local_sgd=ON_GPU_ALONE,
         hot_switch=ON_GPU_ALONE_HOT,
         sync_service=AS_ANY_JOB,
     ),

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OPEN, SAME, UNTRIED_HOT
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, HOT_SAME, NO_TE_ON_CPU, OPEN, SAME
 from megatron_ext.options.row import given, row
 from megatron_ext.options.verdict import needs_gpu, refused
 
@@ -22,7 +22,7 @@ RECORDING = (
         "--log-straggler",
         cpu=SAME,
         local_sgd=refused("its report gathers from all ranks, which makes the workers wait for each other"),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=HOT_SAME,
         sync_service=AS_ANY_JOB,
     ),
     row(

@@ -9,12 +9,10 @@ from megatron_ext.options.common_verdicts import (
     OPEN,
     RESILIENCY,
     SAME,
-    UNTRIED,
-    UNTRIED_HOT,
     WORKERS,
 )
 from megatron_ext.options.row import row
-from megatron_ext.options.verdict import tested
+from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["RUN_CONTROL"]
 
@@ -23,6 +21,13 @@ _ENDS = tested(
     "test_one_rank_that_is_told_to_end_ends_all_workers_between_rounds_and_a_resume_keeps_the_bits"
 )
 
+_FAILS = refused(
+    "Megatron 0.19 fails where it saves on request, for want of an argument", "use --exit-signal-handler"
+)
+_SEQUENCES = refused(
+    "an evaluation reads batches of documents, and Megatron counts samples of constant length",
+    "give the number of batches: --eval-iters",
+)
 _FULL = tested(f"{WORKERS}test_evaluation.py::test_several_whole_validation_sets_are_split_over_all_workers")
 
 RUN_CONTROL = (
@@ -58,14 +63,14 @@ RUN_CONTROL = (
         "--full-validation",
         cpu=_FULL,
         local_sgd=_FULL,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=_SEQUENCES,
         sync_service=AS_ANY_JOB,
     ),
     row(
         "--adlr-autoresume",
         cpu=OPEN,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        local_sgd=_FAILS,
+        hot_switch=_FAILS,
         sync_service=AS_ANY_JOB,
     ),
 )

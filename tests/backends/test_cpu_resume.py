@@ -2,6 +2,7 @@
 """Stock Megatron on CPU + gloo: a run that stopped in the middle and continued ends with the same bits."""
 
 import os
+import re
 
 import pytest
 
@@ -87,6 +88,43 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     resumed = stock([*run, *command_line({**READING, "load": os.fspath(tmp_path)})], 2)
     assert losses(resumed) == losses(through)[2:]
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
+
+
+WRITING = {
+    "save_interval": 1,
+    "use_distributed_optimizer": True,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "ckpt_fully_parallel_save_process_group": "ep_dp",
+    "dist_ckpt_save_pre_mcore_014": True,
+}
+TAKING = {
+    "ckpt_step": 2,
+    "use_distributed_optimizer": True,
+    "ckpt_fully_parallel_load": True,
+    "ckpt_fully_parallel_load_process_group": "ep_dp",
+    "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+    "use_checkpoint_args": True,
+    "use_mp_args_from_checkpoint_args": True,
+}
+
+
+def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
+    run = toy_gpt(LAYOUTS["moe-ep2"].options, {"create_all_gather_group": True}, PRECISIONS["bf16"])
+    through = stock([*run, *command_line({**WRITING, "save": os.fspath(tmp_path)})], 2)
+    resumed = stock([*run, *command_line({**TAKING, "load": os.fspath(tmp_path)})], 2)
+    assert losses(resumed) == losses(through)[2:]
+    assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
+
+
+def test_an_iteration_that_is_overridden_moves_the_place_in_the_data(tmp_path):
+    through = stock(toy_gpt(save=os.fspath(tmp_path), save_interval=2), 2)
+    again = stock(toy_gpt(load=os.fspath(tmp_path), ckpt_step=2, override_ckpt_iteration=1), 2)
+    assert [step.iteration for step in again[0].record.steps] == [2, 3, 4]
+    consumed = [re.findall(r"consumed samples: +(\d+) \|", run[-1].stdout) for run in (through, again)]
+    assert consumed[1] == consumed[0][1:]
+    # The second batch, with weights that have seen it.
+    assert losses(again)[0] != losses(through)[1] == pytest.approx(losses(again)[0], rel=0.05)
 
 
 @pytest.mark.parametrize(

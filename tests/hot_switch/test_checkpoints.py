@@ -4,6 +4,7 @@
 import os
 
 import pytest
+import torch
 
 from tests.hot_switch.runs import COMMON, arguments, assert_resumed, hot_run, losses
 from tests.support.presets import MOE, toy_gpt
@@ -259,3 +260,80 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     resumed = run_pretrain(arguments(*HOT, train_iters=4, use_distributed_optimizer=True, **reading), 2)
     assert losses(resumed) == losses(through)[2:]
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
+
+
+WRITING = {
+    "save_interval": 1,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "ckpt_fully_parallel_save_process_group": "ep_dp",
+    "dist_ckpt_save_pre_mcore_014": True,
+    "save_params_interval": 2,
+    "save_wgrads_interval": 2,
+}
+TAKING = {
+    "ckpt_step": 2,
+    "ckpt_fully_parallel_load": True,
+    "ckpt_fully_parallel_load_process_group": "ep_dp",
+    "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+    "use_checkpoint_args": True,
+    "use_mp_args_from_checkpoint_args": True,
+}
+
+
+def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
+    options = {"train_iters": 4, "use_distributed_optimizer": True}
+    through = run_pretrain(arguments(*REPLICAS, **options, save=os.fspath(tmp_path), **WRITING), 2)
+    resumed = run_pretrain(arguments(*REPLICAS, **options, load=os.fspath(tmp_path), **TAKING), 2)
+    assert_resumed(resumed, through, after=2)
+
+
+def dumps(folder):
+    """Return what --save-params-interval and --save-wgrads-interval wrote, by what it is and where."""
+    return {os.fspath(path.relative_to(folder)): torch.load(path)["model_chunk0"] for path in folder.rglob("*.pth")}
+
+
+def test_dumps_have_the_gradients_of_all_strategies(tmp_path):
+    options = {"train_iters": 1, "save_interval": 100, "save_params_interval": 1, "save_wgrads_interval": 1}
+    options |= {"use_distributed_optimizer": True}
+    hot_run(*REPLICAS, **options, save=os.fspath(tmp_path / "hot"))
+    hot_run(["2,1,1"], [32, 0], **options, save=os.fspath(tmp_path / "static"))
+    hot, static = dumps(tmp_path / "hot"), dumps(tmp_path / "static")
+    assert hot.keys() == static.keys() and {name.split("/")[0] for name in hot} == {"params", "wgrads"}
+    for file in hot:
+        assert hot[file].keys() == static[file].keys() and len(hot[file]) > 20
+        for name, value in hot[file].items():
+            assert torch.allclose(value, static[file][name], atol=1e-4 if file.startswith("params") else 1e-5), name
+    assert any(float(value.abs().max()) > 1e-3 for value in hot[next(iter(sorted(hot, reverse=True)))].values())
+
+
+def test_the_place_in_the_data_follows_an_iteration_that_is_overridden(tmp_path):
+    saved(tmp_path, REPLICAS)
+    options = {"train_iters": 4, "load": os.fspath(tmp_path)}
+    again = hot_run(*REPLICAS, **options, override_ckpt_iteration=0)
+    assert "8 per step, 0 read before" in again[0].stdout
+    assert [step.iteration for step in again[0].record.steps] == [1, 2, 3, 4]
+    from_the_first = hot_run(*REPLICAS, **options, finetune=True)
+    assert losses(again)[0] == losses(from_the_first)[0]
+    assert losses(again)[1] != losses(from_the_first)[1]  # with the optimizer of the checkpoint
+
+
+def test_skipped_iterations_read_their_sequences(tmp_path):
+    options = {"train_iters": 4, "lr": 1e-30, "weight_decay": 0.0}  # steps change no weight
+    whole = hot_run(*REPLICAS, **options)
+    saving = {"save": os.fspath(tmp_path), "save_interval": 100, "exit_interval": 2}
+    lasting = {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 1}
+    skipping = hot_run(*REPLICAS, **options, **saving, **lasting, iterations_to_skip=[1, 3])
+    assert losses(skipping) == losses(whole)[1:2]
+    resumed = hot_run(*REPLICAS, **options, **lasting, load=os.fspath(tmp_path), iterations_to_skip=[1, 3])
+    assert losses(resumed) == losses(whole)[3:]
+
+
+def test_weights_saved_without_an_optimizer_begin_another_run_with_any_home(tmp_path):
+    options = {"use_distributed_optimizer": True, "train_iters": 2}
+    hot_run(*HOT, **options, lr=0.1, save=os.fspath(tmp_path), save_interval=2, no_save_optim=True)
+    begun = {**options, "load": os.fspath(tmp_path / "none"), "pretrained_checkpoint": os.fspath(tmp_path)}
+    runs = [hot_run(*home, **begun) for home in (HOT, (["2,1,1", "1,1,2"], [32, 8, 0]))]
+    assert losses(runs[0]) == pytest.approx(losses(runs[1]), abs=TOLERANCE)
+    untrained = hot_run(*HOT, **options)
+    assert abs(losses(untrained)[0] - losses(runs[0])[0]) > 0.01  # the weights that were loaded

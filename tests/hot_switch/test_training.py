@@ -251,8 +251,37 @@ def test_options_that_change_no_result():
         disable_gloo_process_groups=True,
         exit_signal_handler=True,
         exit_duration_in_mins=60,
+        log_straggler=True,
     )
     assert losses(plain) == losses(with_options)
     assert [rank.parameters for rank in plain] == [rank.parameters for rank in with_options]
     assert len(set(losses(plain))) == 4
     assert says(with_options, "--ddp-average-in-collective is dropped")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        # Thresholds are in tokens, 32 to a sample.
+        ([8, 8, 16, 16], {"step_batch_size_schedule": "0:8 512:16", "global_batch_size": None, "train_iters": None}),
+        (
+            [8, 8, 8],
+            {
+                "decrease_batch_size_if_needed": True,
+                "global_batch_size": 9,
+                "eval_global_batch_size": 8,
+                "train_iters": 3,
+            },
+        ),
+    ],
+    ids=["growing", "smaller than asked"],
+)
+def test_steps_have_as_many_sequences_as_megatron_says(sizes, options):
+    samples = {"train_samples": 48, "lr_decay_samples": 48} if options["train_iters"] is None else {}
+    # SGD: what Adam makes of gradients near 0 is rounding.
+    options = {**options, **samples, "optimizer": "sgd", "lr": 0.1}
+    hot = hot_run(["2,1,1", "1,2,1"], [32, 16, 0], **options)
+    assert_equal_except_for_rounding(hot, hot_run(["2,1,1"], [32, 0], **options))
+    found = re.findall(r"consumed samples: +(\d+) \|", hot[-1].stdout)
+    assert [int(count) for count in found] == [sum(sizes[: step + 1]) for step in range(len(sizes))]
+    assert len(losses(hot)) == len(sizes)

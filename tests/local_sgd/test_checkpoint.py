@@ -303,6 +303,32 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     assert "Traceback" not in errors
 
 
+WRITING = {
+    "save_interval": 1,
+    "dist_ckpt_optim_fully_reshardable": True,
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "ckpt_fully_parallel_save_process_group": "ep_dp",
+    "dist_ckpt_save_pre_mcore_014": True,
+}
+TAKING = {
+    "dist_ckpt_optim_fully_reshardable": True,
+    "ckpt_fully_parallel_load": True,
+    "ckpt_fully_parallel_load_process_group": "ep_dp",
+    "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+    "use_checkpoint_args": True,
+    "use_mp_args_from_checkpoint_args": True,
+}
+
+
+def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
+    run = {**SCHEDULE, "workers": 2, "train_iters": 6}
+    whole = local_run("moe-ep2", "bf16-distopt", **run, save=str(tmp_path), **WRITING)
+    for iteration in APART_AND_SYNCED:
+        resumed = local_run("moe-ep2", "bf16-distopt", **run, load=str(tmp_path), ckpt_step=iteration, **TAKING)
+        assert same_state(resumed, whole)
+        assert [rank.losses for rank in resumed] == [rank.losses[iteration:] for rank in whole]
+
+
 def test_a_structure_that_is_to_be_constant_may_change(tmp_path):
     options = {**SCHEDULE, "train_iters": 6, "ckpt_assume_constant_structure": True}
     whole = local_run("single", "bf16", workers=2, save=str(tmp_path), save_interval=1, **options)

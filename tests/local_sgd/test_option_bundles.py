@@ -25,6 +25,7 @@ GROWING = {
 # Micro-batches of 2 samples on 4 replicas: steps have 24 samples, and leave 6 out.
 SMALLER = {"decrease_batch_size_if_needed": True, "global_batch_size": 30, "eval_global_batch_size": 32}
 START = {"data_parallel_random_init": True, **GROWING}
+ACCUMULATION = {"grad_reduce_in_bf16": True, "ddp_param_name_patterns_for_fp32_local_accumulation": ["all"]}
 HASHES = {"check_weight_hash_across_dp_replicas_interval": 1}
 
 BUNDLES = {
@@ -32,6 +33,7 @@ BUNDLES = {
     "--use-tp-pp-dp-mapping, two replicas to a worker": ("pp2", 2, {**MAPPING, "global_batch_size": 8}),
     "--data-parallel-random-init --step-batch-size-schedule": ("dp2", 2, START),
     "--decrease-batch-size-if-needed": ("dp2", 2, SMALLER),
+    "--ddp-param-name-patterns-for-fp32-local-accumulation": ("dp2", 2, ACCUMULATION),
     "--check-weight-hash-across-dp-replicas-interval": ("dp2", 2, HASHES),
 }
 """Layout, data-parallel size of a worker, options. Each worker's ranks are neighbours in all of them."""

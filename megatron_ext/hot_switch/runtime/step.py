@@ -138,12 +138,15 @@ class SwitchingStep:
         Returns:
             The losses of home's micro-batches, and on home's last stage those of the guests as one more.
         """
+        from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
         from megatron.training import get_args
 
         args = get_args()
-        consumed, share = args.consumed_train_samples, args.global_batch_size // self._worker.count
+        # Of this step: a schedule may make steps larger, and --decrease-batch-size-if-needed smaller, than was asked.
+        size: int = get_current_running_global_batch_size()
+        consumed, share = args.consumed_train_samples, size // self._worker.count
         batch = self.last_batch = self._reader.plan(consumed + self._worker.index * share, share)
-        self.lengths = self._reader.positions(consumed, args.global_batch_size)
+        self.lengths = self._reader.positions(consumed, size)
         seed = args.seed + 1_000_003 * (args.curr_iteration + 1)
         call["forward_step_func"] = self._checks.applied_to(call["forward_step_func"])
         self._run_guests(batch, call["forward_step_func"], seed)
