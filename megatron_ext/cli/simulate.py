@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.cli.simulation.simulate_local_sgd import add_local_sgd
+from megatron_ext.cli.simulation.simulate_service import add_sync_service
 
 __all__ = ["add_parser"]
 
@@ -20,3 +21,4 @@ def add_parser(subparsers: Any) -> None:
     )
     actions = parser.add_subparsers(metavar="KIND", required=True)
     add_local_sgd(actions)
+    add_sync_service(actions)

@@ -7,12 +7,17 @@ k steps, s_w Gamma(k / c^2, c^2), is drawn at once and exactly.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from megatron_ext.simulate.fleet import SimulatedFleet
 
-__all__ = ["Seconds", "StepTimer"]
+__all__ = ["MARGIN", "Seconds", "StepTimer"]
+
+MARGIN = 5.0
+"""Standard deviations by which the steps that surely fit into a time stay below it; the others are drawn one by one."""
 
 Seconds = NDArray[np.float64]
 """By worker, or by kind of worker where those of one kind do the same."""
@@ -29,12 +34,13 @@ class StepTimer:
         own: mean seconds of a step, by kind.
     """
 
-    def __init__(self, fleet: SimulatedFleet, step_seconds: float) -> None:
+    def __init__(self, fleet: SimulatedFleet, step_seconds: float, *, each: bool = False) -> None:
         """Draw the workers' lasting speeds.
 
         Args:
             fleet: spreads and seed.
             step_seconds: of a worker of average speed.
+            each: whether every worker is a kind of its own in any case.
         """
         self._random = np.random.default_rng([fleet.seed, 0])
         factors = np.ones(fleet.workers)
@@ -43,7 +49,7 @@ class StepTimer:
         # Spread over the sites, as slow machines are.
         factors[np.linspace(0, fleet.workers, fleet.slow_workers, endpoint=False, dtype=int)] *= fleet.slow_factor
         self.counts = np.ones(fleet.workers)
-        if not fleet.jitter:
+        if not fleet.jitter and not each:
             factors, counts = np.unique(factors, return_counts=True)
             self.counts = counts.astype(float)
         self.own: Seconds = factors * step_seconds
@@ -60,6 +66,22 @@ class StepTimer:
         shape = np.maximum(count, 1) / self._jitter**2
         drawn = self._random.gamma(shape, self._jitter**2, len(self.own)) * self.own
         return np.where(np.asarray(count) > 0, drawn, 0.0)
+
+    def of_one(self, kind: int, count: int) -> float:
+        """Return how long one worker takes for a number of steps."""
+        if not self._jitter or not count:
+            return float(self.own[kind]) * count
+        return float(self._random.gamma(count / self._jitter**2, self._jitter**2) * self.own[kind])
+
+    def until(self, kind: int, seconds: float) -> tuple[int, float]:
+        """Return how many steps one worker has made when one ends after this time, and how long they take."""
+        expected = seconds / float(self.own[kind])
+        made = max(math.floor(expected - MARGIN * self._jitter * math.sqrt(expected)) - 1, 0)
+        spent = self.of_one(kind, made)
+        while spent < seconds:
+            made += 1
+            spent += self.of_one(kind, 1)
+        return made, spent
 
     def together(self, count: int) -> float:
         """Return how long `count` steps take for each of which all workers wait for the slowest."""

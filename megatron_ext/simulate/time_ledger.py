@@ -11,9 +11,9 @@ from megatron_ext.simulate.step_timer import Seconds
 
 __all__ = ["CAUSES", "Cause", "TimeLedger"]
 
-Cause = Literal["training", "waiting", "sending", "applying", "saving", "restarting", "lost"]
-"""Steps that count; until the slowest worker is there; until messages have come; a worker's own work in a round;
-checkpoints; after a failure; what was done since the last checkpoint when a job failed."""
+Cause = Literal["training", "waiting", "sending", "applying", "reducing", "saving", "restarting", "lost"]
+"""Steps that count; until the slowest worker is there; until messages have come; a worker's own work in a round; the
+server's; checkpoints; after a failure; what was done since the last checkpoint before a failure, or did not count."""
 
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 

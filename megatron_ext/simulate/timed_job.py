@@ -12,14 +12,11 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.round_cost import message_bytes
 from megatron_ext.local_sgd.time_based import makes_round, share_of_rest, window_end
 from megatron_ext.outer.codecs.all_codecs import EXACT_CODEC, build_codec
-from megatron_ext.simulate.step_timer import StepTimer
+from megatron_ext.simulate.step_timer import MARGIN, StepTimer
 from megatron_ext.simulate.time_ledger import TimeLedger
 from megatron_ext.simulate.worker_links import WorkerLinks
 
 __all__ = ["TimedJob"]
-
-_DEVIATIONS = 5.0
-"""By which the steps that surely fit into a window stay below it; the others are drawn one by one."""
 
 
 class TimedJob:
@@ -91,7 +88,7 @@ class TimedJob:
         most = np.array([share_of_rest(left, own, together) for own in self._last])
         end = window_end(self._config, self.ledger.now)
         expected = (end - self.ledger.clock) / timer.own
-        sure = np.floor(expected - _DEVIATIONS * self._jitter * np.sqrt(expected)) - 1
+        sure = np.floor(expected - MARGIN * self._jitter * np.sqrt(expected)) - 1
         made: NDArray[np.int64] = np.minimum(np.maximum(sure, 0), most).astype(np.int64)
         self.ledger.spend("training", timer.steps(made))
         while True:

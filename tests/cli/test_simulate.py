@@ -64,6 +64,44 @@ def test_a_sweep_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.count("local SGD") == 6
 
 
+SERVICE = ["simulate", "sync-service", "--peers", "4", "--bandwidth", "1", "--server-bandwidth", "10", "--reduction"]
+SERVICE += ["500", "--step-seconds", "1", "--parameters", "1e9", "--steps", "1000", "--sync-service-interval", "100"]
+
+
+def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
+    assert main([*SERVICE, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["sync service"]
+    # 32 s each for uploads, the reduction and downloads.
+    assert found["seconds"] == pytest.approx(10 * 196 - 32, abs=1)
+    assert main([*SERVICE, "--sweep", "sync-service-interval=50,100", "--sweep", "quorum=3,4"]) == 0
+    assert capsys.readouterr().out.count("sync service") == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--peers", "0"], "--peers is 0; give a number at least 1"),
+        (["--peers", "5000"], "peers is 5000; it must be 1 to 4096"),
+        (["--server-bandwidth", "-1"], "--server-bandwidth is -1; give a number above 0"),
+        (["--reduction", "0"], "--reduction is 0; give a number above 0"),
+        (["--quorum", "5"], "quorum is 5; it must be 1 to peers (4)"),
+        (["--rounds", "sometimes"], "rounds is sometimes; it must be synchronous or asynchronous"),
+        (["--rounds", "asynchronous", "--quorum", "3"], "quorum has no meaning with rounds: asynchronous"),
+        (["--max-staleness", "3"], "max_staleness has no effect without rounds: asynchronous"),
+        (["--sync-service-interval", "2000"], "is longer than the run's 1000 steps"),
+        (["--sync-service-delay", "100"], "the delay must be below the interval"),
+        (["--sync-service-interval-seconds", "60"], "counts steps and --sync-service-interval-seconds time"),
+        (["--slow-factor", "2"], "--slow-peers and --slow-factor need each other"),
+        (["--round-work", "1"], "--round-work is of workers inside a job"),
+    ],
+)
+def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
+    assert main([*SERVICE, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -4,15 +4,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
-from megatron_ext.cli.shape_options import add_shape_options, read_shape
+from megatron_ext.cli.shape_options import add_shape_options
+from megatron_ext.cli.simulation.model_options import add_parameters_option, units_from
 from megatron_ext.cli.simulation.simulated_flags import ProductFlags
 from megatron_ext.cli.simulation.simulation_output import add_output_options
-from megatron_ext.errors import UserError, combine
+from megatron_ext.errors import combine
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.job_run import SimulatedRun
@@ -62,12 +62,7 @@ def add_local_sgd(actions: Any) -> None:
     add_fields(parser.add_argument_group("training"), SimulatedTraining)
     _flags().add(parser, "local SGD, as for a run")
     add_shape_options(parser)
-    parser.add_argument(
-        "--parameters",
-        type=float,
-        metavar="N",
-        help="in place of the model's shape: its parameters, such as 7e9, which --num-layers share equally",
-    )
+    add_parameters_option(parser)
     add_output_options(parser, _simulate)
 
 
@@ -86,7 +81,7 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
     setup = JobSetup(
         fleet=fleet,
         training=from_options(SimulatedTraining, options),
-        units=_units(options),
+        units=units_from(options, options.run_fragments),
         local_sgd=flags.read(
             LocalSGDConfig,
             options,
@@ -102,18 +97,3 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
         f"{setup.training.steps} steps of {setup.step_seconds:.4g} s"
     )
     return said, {"synchronous": setup.baseline(), "local SGD": setup.run()}
-
-
-def _units(options: argparse.Namespace) -> Mapping[str, int]:
-    from megatron_ext.simulate.model_units import equal_layers, units_of
-
-    if options.parameters is None:
-        return units_of(read_shape(options))
-    if not 1 <= options.parameters < math.inf:
-        raise UserError(f"simulate: --parameters is {options.parameters:g}; give a number of at least 1")
-    if options.model is not None or options.hidden_size is not None:
-        raise UserError("simulate: --parameters is given beside the model's shape; drop one of them")
-    layers = options.num_layers if options.num_layers is not None else max(options.run_fragments, 1)
-    if not 1 <= layers <= options.parameters:
-        raise UserError(f"simulate: --num-layers is {layers}; give a number from 1 to --parameters")
-    return equal_layers(int(options.parameters), layers)

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`megatron-ext simulate sync-service`: jobs that meet at a sync service."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_ext.cli.dataclass_options import add_fields, from_options
+from megatron_ext.cli.shape_options import add_shape_options
+from megatron_ext.cli.simulation.model_options import add_parameters_option, units_from
+from megatron_ext.cli.simulation.simulation_output import add_output_options
+from megatron_ext.errors import UserError
+from megatron_ext.extras import pip_install_extra
+
+if TYPE_CHECKING:
+    from megatron_ext.simulate.job_run import SimulatedRun
+
+__all__ = ["add_sync_service"]
+
+_DESCRIPTION = """\
+Simulate peers that meet at a sync service, event by event. When a round closes, whose contribution counts and
+where a peer resumes is decided by the server's own state machine; docs/simulate.md says what is modelled.
+"""
+
+
+def add_sync_service(actions: Any) -> None:
+    """Add the kind to the simulate subcommand."""
+    from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
+    from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
+    from megatron_ext.simulate.training_work import SimulatedTraining
+
+    parser = actions.add_parser(
+        "sync-service",
+        help="jobs that meet at a sync service",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_fields(parser.add_argument_group("peers, links, failures"), SimulatedPeers)
+    add_fields(parser.add_argument_group("server"), SimulatedServer)
+    add_fields(parser.add_argument_group("training"), SimulatedTraining)
+    group = parser.add_argument_group("rounds, as for a peer")
+    group.add_argument("--sync-service-interval", type=int, metavar="H", help="steps between two rounds")
+    group.add_argument(
+        "--sync-service-interval-seconds", type=float, metavar="S", help="in their place, seconds between two rounds"
+    )
+    group.add_argument(
+        "--sync-service-delay", type=int, default=0, metavar="TAU", help="steps made while a round is (default: 0)"
+    )
+    group.add_argument(
+        "--sync-service-codec", choices=CODECS.names(), default=EXACT_CODEC, help="of contributions (default: fp32)"
+    )
+    add_shape_options(parser)
+    add_parameters_option(parser)
+    add_output_options(parser, _simulate)
+
+
+def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedRun]]:
+    if importlib.util.find_spec("grpc") is None:
+        raise UserError(f"simulate sync-service needs the service's packages; {pip_install_extra('sync')}")
+    from megatron_ext.simulate.service_setup import ServiceSetup
+    from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
+    from megatron_ext.simulate.training_work import SimulatedTraining
+    from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
+
+    peers = from_options(SimulatedPeers, options)
+    setup = ServiceSetup(
+        peers=peers,
+        server=from_options(SimulatedServer, options),
+        training=from_options(SimulatedTraining, options),
+        units=units_from(options, fragments=1),
+        service=SyncServiceConfig(
+            sync_service="localhost:50051",
+            sync_service_run="simulated",
+            sync_service_peer="peer",
+            sync_service_peers=max(peers.peers, 1),
+            sync_service_interval=options.sync_service_interval,
+            sync_service_interval_seconds=options.sync_service_interval_seconds,
+            sync_service_delay=options.sync_service_delay,
+            sync_service_codec=options.sync_service_codec,
+        ),
+    )
+    setup.check()
+    said = (
+        f"{peers.peers} peers with {peers.peer_gpus} GPUs each, {setup.parameters / 1e9:.2f} billion parameters, "
+        f"{setup.training.steps} steps of {setup.step_seconds:.4g} s"
+    )
+    return said, {"sync service": setup.run()}

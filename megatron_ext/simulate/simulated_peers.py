@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The peers of a simulated sync service: how many, how fast, how joined to the server, how often they fail."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.simulate.fleet import SimulatedFleet
+
+__all__ = ["SimulatedPeers", "SimulatedServer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedPeers:
+    """Peers, their speeds, links and failures."""
+
+    peers: int = 0
+    """Jobs that meet at the server"""
+
+    peer_gpus: int = 1
+    """GPUs of a peer; they count for failures and for --tflops"""
+
+    bandwidth: float = 0.0
+    """Gbit/s of a peer's own link, each way"""
+
+    latency: float = 0.1
+    """Of a message, in ms"""
+
+    slow_peers: int = 0
+    """How many are slower than the others by --slow-factor"""
+
+    slow_factor: float = 1.0
+    """How many times as long a slow peer's step takes"""
+
+    speed_spread: float = 0.0
+    """Standard deviation of the peers' lasting speeds, as a part of the mean"""
+
+    jitter: float = 0.0
+    """Standard deviation of a step's time from one step to the next, as a part of the mean"""
+
+    mtbf_hours: float = 0.0
+    """Mean time between failures of one GPU, in hours; 0 for none. A failure ends its peer alone, which restarts where
+    its interval began"""
+
+    restart_seconds: float = 300.0
+    """From a failure until the peer asks the server where to resume"""
+
+    seed: int = 0
+    """Of speeds, jitter and failures"""
+
+    def problems(self) -> list[str]:
+        """Return what cannot be, one sentence each."""
+        rules = (
+            ("peers", self.peers >= 1, "at least 1"),
+            ("peer-gpus", self.peer_gpus >= 1, "at least 1"),
+            ("bandwidth", 0 < self.bandwidth < math.inf, "above 0"),
+            ("latency", 0 <= self.latency < math.inf, "0 or more"),
+            ("slow-peers", 0 <= self.slow_peers <= self.peers, f"from 0 to --peers {self.peers}"),
+            ("slow-factor", 1 <= self.slow_factor < math.inf, "1 or more"),
+            ("speed-spread", 0 <= self.speed_spread < 1, "0 or more, below 1"),
+            ("jitter", 0 <= self.jitter < math.inf, "0 or more"),
+            ("mtbf-hours", 0 <= self.mtbf_hours < math.inf, "0 or more"),
+            ("restart-seconds", 0 <= self.restart_seconds < math.inf, "0 or more"),
+            ("seed", self.seed >= 0, "0 or more"),
+        )
+        found = [
+            f"--{flag} is {getattr(self, flag.replace('-', '_')):g}; give a number {rule}"
+            for flag, fits, rule in rules
+            if not fits
+        ]
+        if not found and (self.slow_peers > 0) != (self.slow_factor > 1):
+            found.append("--slow-peers and --slow-factor need each other; give both or neither")
+        return found
+
+    @property
+    def speeds(self) -> SimulatedFleet:
+        """Their speeds, as those of workers."""
+        return SimulatedFleet(
+            workers=self.peers,
+            slow_workers=self.slow_peers,
+            slow_factor=self.slow_factor,
+            speed_spread=self.speed_spread,
+            jitter=self.jitter,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedServer:
+    """The server: its link, how fast it reduces, and when its rounds close, as in its configuration."""
+
+    server_bandwidth: float = 0.0
+    """Gbit/s of the server's link, each way, for all peers together"""
+
+    reduction: float = 0.0
+    """MB/s of fp32 values, of all contributions together, that the server reduces and writes: to be measured, from the
+    'seconds' of rounds in its history"""
+
+    rounds: str = "synchronous"
+    """'synchronous' or 'asynchronous', as the run's field of that name"""
+
+    quorum: int = 0
+    """As the run's field of that name; 0 for all peers"""
+
+    grace_seconds: float = 60.0
+    """As the run's field of that name"""
+
+    max_staleness: int = -1
+    """As the run's field of that name; -1 for no limit"""
+
+    def problems(self) -> list[str]:
+        """Return what cannot be of the link and the reduction; the rest is the run's own to check."""
+        return [
+            f"--{flag} is {value:g}; give a number above 0"
+            for flag, value in (("server-bandwidth", self.server_bandwidth), ("reduction", self.reduction))
+            if not 0 < value < math.inf
+        ]
