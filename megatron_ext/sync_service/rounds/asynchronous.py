@@ -71,6 +71,10 @@ class AsynchronousState(RunState):
             forgotten=min(found.forgotten, used - 1),
         )
 
+    def is_made_without(self, peer: str) -> bool:
+        """Return that no round of others is in a peer's way, except the common start."""
+        return self.open_round == 0 and super().is_made_without(peer)
+
     def outcome(self, peer: str, number: int) -> RoundResult | None:
         """Return the round in which a peer's contribution was used, when it is the last one of that peer."""
         made_for, result = self._outcomes.get(peer, (-1, None))

@@ -53,7 +53,7 @@ class Member:
     """For how long that counts as alive after each of its calls; 0 where it sends no heartbeats."""
 
     awaited: bool = True
-    """Whether a round stays open for it. A peer that missed a round is awaited again when it takes a round's values."""
+    """Whether a round stays open for it. A peer that missed a round is awaited again when it asks for the newest."""
 
     missed: int = 0
     """Rounds since it last contributed; its own contributions since the last that counted, where all are rounds."""

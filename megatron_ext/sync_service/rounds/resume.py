@@ -60,6 +60,9 @@ class Ledger:
     recorded: Recorded | None = None
     """The contribution whose round is open."""
 
+    is_made_without: bool = False
+    """Whether the open round takes no contributions any more, and has none of the peer."""
+
     used: int = -1
     """The round for which the last one was made that was judged, where rounds are asynchronous."""
 
@@ -76,7 +79,8 @@ def decide(ledger: Ledger, claim: Claim) -> ResumeAnswer:
     - Continue: the claim begins at or after the end of what is committed, with values from which a contribution still
       counts: the newest ones where all make a round together. It is not sent again where the recorded contribution
       has the claim's begin and end.
-    - Wait: there is a recorded contribution, and it is another one, or cannot be made again exactly.
+    - Wait: there is a recorded contribution, and it is another one, or cannot be made again exactly; or the open round
+      is being made without the peer, whose interval would count in none.
     - Adopt: the claim is behind.
     - Refuse: the claim is ahead of the ledger or has other values in its round, or the ledger's place is in the middle
       of one of the claim's batches.
@@ -89,6 +93,8 @@ def decide(ledger: Ledger, claim: Claim) -> ResumeAnswer:
         claim = replace(claim, round=0, digest="", begin=claim.now)
     if ledger.newest < 0:
         return Wait(round=0)
+    if ledger.is_made_without:
+        return Wait(round=ledger.newest + 1)
     is_behind = _is_behind(ledger, claim)
     if ledger.recorded is not None and (is_behind or not _is_made_again(ledger, claim, ledger.recorded)):
         return Wait(round=ledger.recorded.made_for)

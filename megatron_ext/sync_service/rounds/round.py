@@ -101,6 +101,7 @@ class RunState:
             bases={} if newest is None else {newest.number: newest.digest},
             end=self.counted.get(self.members[peer].index),
             recorded=self._recorded(peer),
+            is_made_without=self.is_made_without(peer),
             counted=self._counted_in(peer),
             forgotten=self._newest - KEPT_RESULTS,
         )
@@ -119,6 +120,10 @@ class RunState:
             for number, result in self.results.items()
             if peer in result.contributors
         }
+
+    def is_made_without(self, peer: str) -> bool:
+        """Return whether the open round takes no contributions any more, and has none of a peer."""
+        return self.closing is not None and peer not in self.closing
 
     def outcome(self, peer: str, number: int) -> RoundResult | None:
         """Return the round in which a peer's contribution to a round was used, while that is remembered."""
@@ -143,7 +148,8 @@ class RunState:
             Refusal: the round is not open yet.
         """
         if self._newest >= number:
-            return "committed", ""
+            # What a peer makes of the newest values counts in the round after them, which must not be closed by then.
+            return ("waiting", self.waiting_for()) if self.is_made_without(peer) else ("committed", "")
         if number > self.open_round:
             raise Refusal("state", f"round {number} is not open yet; the open one is {self.open_round}")
         if self.closing is None and peer not in self.uploaded:
@@ -329,7 +335,7 @@ class RunState:
         }
 
     def adopted(self, peer: str, number: int) -> None:
-        """Say that a member takes over the values of a round: if it is the newest one, it is awaited in the next."""
+        """Say that a member takes the values of a round next: if it is the newest one, the member is awaited again."""
         if peer in self.members and number == self._newest:
             self.members[peer].awaited = True
 

@@ -16,7 +16,7 @@ from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import Frame
 from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
 from megatron_ext.sync_service.protocol.report import Report
-from megatron_ext.sync_service.protocol.resuming import Claim, ResumeAnswer
+from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, ResumeAnswer
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.draining import Draining
@@ -219,7 +219,10 @@ class Run:
         with self.changes:
             self.admissions.caller(peer, instance)
             ledger = self._state.ledger(self.name, peer, self._store.shard.snapshots)
-            return decide(ledger, claim), self._problem or self._shards.problem or self._state.waiting_for()
+            answer = decide(ledger, claim)
+            if isinstance(answer, Continue | Adopt):
+                self._state.adopted(peer, answer.round)
+            return answer, self._problem or self._shards.problem or self._state.waiting_for()
 
     def result(self, peer: str, number: int) -> tuple[RoundResult, RoundResult | None]:
         """Return from which round a peer continues that has contributed, and what became of its contribution.
@@ -347,6 +350,9 @@ class Run:
     def _answer(self, peer: str, instance: str, number: int, uploaded: bool) -> Answer:
         self.admissions.caller(peer, instance)
         answer, reason = self._state.answer(peer, number, uploaded)
+        if answer == "committed":
+            # From here on, and not only once it has the values: the next round must not close meanwhile.
+            self._state.adopted(peer, self._state.open_round - 1)
         return answer, self._problem or self._shards.problem or reason if answer == "waiting" else reason
 
     @property

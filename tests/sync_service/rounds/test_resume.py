@@ -441,7 +441,10 @@ class Check:
         assert isinstance(self.answer, Refuse) == (self.claim.whole and self.is_contradiction)
 
     def waiting(self) -> None:
-        if self.pending is None:
+        state = self.world.state
+        if state.is_made_without(self.process.name):
+            assert self.answer == Wait(round=state.open_round), "its interval would come too late"
+        elif self.pending is None:
             assert not isinstance(self.answer, Wait), "nothing is waited for"
         elif isinstance(self.answer, Wait):
             assert self.answer.round == self.pending.made_for

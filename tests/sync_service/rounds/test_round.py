@@ -139,6 +139,22 @@ def test_a_peer_that_missed_a_round_is_awaited_again_when_it_takes_its_values():
     assert machine.state.awaited() == ["c"]
 
 
+def test_a_peer_that_is_late_for_two_rounds_waits_for_the_one_that_is_made_without_it():
+    machine = Machine(quorum=2).started("a", "b", "c").upload("a", "b")
+    machine.close()
+    machine.commit().upload("a", "b")
+    assert machine.state.answer("c", 1, True)[0] == "committed"
+    machine.close()
+    # What it would make of round 1 would come too late for round 2.
+    assert machine.state.answer("c", 1, True) == ("waiting", "round 2 is being reduced")
+    assert machine.state.answer("a", 1, True)[0] == "committed"
+    assert machine.state.ledger("demo", "c", {0, 1}).is_made_without
+    assert not machine.state.ledger("demo", "a", {0, 1}).is_made_without
+    machine.commit()
+    assert machine.state.answer("c", 1, True)[0] == "committed"
+    assert not machine.state.ledger("demo", "c", {0, 1, 2}).is_made_without
+
+
 def test_places_are_given_from_below_and_never_twice():
     machine = Machine().join("a", "b")
     assert machine.state.check_joining("c", "x", 2) == {"event": "joined", "peer": "c", "index": 2, "instance": "x"}
