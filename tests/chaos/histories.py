@@ -5,12 +5,14 @@ from typing import Any
 
 from tests.chaos.history import History, Struck
 from tests.chaos.peer import digest_of
-from tests.chaos.replay import faultless, replayed
+from tests.chaos.replay import Contribution, faultless, replayed
 from tests.chaos.schedule import Fault
 from tests.chaos.settings import BATCH, STEPS, Settings
 from tests.chaos.task import Task
 
 SIZE = STEPS * BATCH
+FIRST = Contribution(index=0, begin=0, made_for=0)
+"""What publishes the start."""
 ROUNDS = [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
 """Which peers count in rounds 1 to 4: peer 1 was killed in the second one."""
 
@@ -22,14 +24,15 @@ def history() -> History:
     taken = [0, 0, 0]
     contributions = []
     for counting in ROUNDS:
-        contributions.append([(index, taken[index]) for index in counting])
+        number = len(contributions) + 1
+        contributions.append([Contribution(index=i, begin=taken[i], made_for=number) for i in counting])
         for index in counting:
             taken[index] += SIZE
     values = list(replayed(settings, task, contributions))
     found = History(settings=settings, stop=4, seconds=5.0)
     found.peers = {name: [] for name in found.names}
     for number, content in enumerate(values):
-        _add_round(found, number, digest_of(content), contributions[number - 1] if number else [(0, 0)])
+        _add_round(found, number, digest_of(content), contributions[number - 1] if number else [FIRST])
     for name in found.names:
         _write(found, name, "ends", 4.95, round=4, digest=digest_of(values[-1]))
     killed = Fault(kind="peer killed", at=1.2, seconds=0.5, target="p1", dice=0)
@@ -39,17 +42,17 @@ def history() -> History:
     return found
 
 
-def _add_round(found: History, number: int, digest: str, contributions: list[tuple[int, int]]) -> None:
+def _add_round(found: History, number: int, digest: str, contributions: list[Contribution]) -> None:
     """Add a round, which is committed at the second that it is called after."""
-    peers = [f"p{index}" for index, _ in contributions]
-    for index, begin in contributions:
+    peers = [f"p{entry.index}" for entry in contributions]
+    begins = {entry.index: entry.begin for entry in contributions}
+    for index, begin in begins.items():
         progress = [(begin + SIZE) // BATCH, begin + SIZE, begin + SIZE, BATCH] if number else [0, 0, 0, BATCH]
         _journal(found, "uploaded", number - 0.5, round=number, peer=f"p{index}", progress=progress)
     _journal(found, "closed", number - 0.4, round=number, peers=peers, missing=[])
     _journal(
         found, "committed", float(number), round=number, digest=digest, contributors=peers, rejected={}
     )
-    begins = dict(contributions)
     for index, name in enumerate(found.names):
         if number == 0:
             _write(found, name, "starts", -0.9, round=0, samples=0, whole=False)

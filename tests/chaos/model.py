@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tests.chaos.history import Event, History, Struck
 from tests.chaos.peer import digest_of
-from tests.chaos.replay import replayed
+from tests.chaos.replay import Contribution, replayed
 from tests.chaos.settings import BATCH, STEPS
 from tests.chaos.task import Task
 
@@ -18,6 +18,8 @@ __all__ = ["RULES", "Attempt", "attempts", "lost_attempts", "violations"]
 
 LOSS_TOLERANCE = 0.03
 _FLIPS = "bit flip"
+SIZE = STEPS * BATCH
+"""Samples of an interval."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +153,7 @@ def _samples_count_once(history: History) -> Iterator[str]:
     for peer, ranges in taken.items():
         ranges.sort()
         for (end, number), (later, other) in itertools.pairwise(ranges):
-            begin = later - STEPS * BATCH
+            begin = later - SIZE
             if begin < end:
                 yield f"peer {peer}: samples {begin} to {end} of its part count in rounds {number} and {other}"
 
@@ -207,7 +209,8 @@ def _values_follow(history: History) -> Iterator[str]:
     ends = _ends_of_contributions(history)
     rounds = [
         [
-            (history.names.index(peer), ends.get((peer, number), 0) - STEPS * BATCH)
+            Contribution(index=history.names.index(peer), begin=ends.get((peer, made_for), 0) - SIZE, made_for=made_for)
+            for made_for in [commits[number].get("made_for", number)]
             for peer in commits[number]["contributors"]
         ]
         for number in range(1, max(commits) + 1)

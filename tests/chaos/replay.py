@@ -4,15 +4,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
+from megatron_ext.outer.optimizers.delayed_nesterov import DelayedNesterov
 from megatron_ext.outer.optimizers.sgd import OuterSGD
-from tests.chaos.settings import BATCH, STEPS, Settings
+from tests.chaos.settings import BATCH, OUTER_RATE, STEPS, Settings
 from tests.chaos.task import Task, Values
 
-__all__ = ["faultless", "replayed"]
+__all__ = ["Contribution", "faultless", "replayed"]
 
-Contribution = tuple[int, int]
-"""(index, samples of its part before the interval)."""
+
+_KEPT = 1000
+"""Rounds whose values an interval may begin with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contribution:
+    """An interval that counted in a round."""
+
+    index: int
+    """Whose part of the samples it took."""
+    begin: int
+    """Samples of the part before it."""
+    made_for: int
+    """The round after that whose values it began with."""
 
 
 def replayed(settings: Settings, task: Task, rounds: Iterable[Sequence[Contribution]]) -> Iterator[Values]:
@@ -21,38 +36,82 @@ def replayed(settings: Settings, task: Task, rounds: Iterable[Sequence[Contribut
     Args:
         settings: of the run.
         task: of the run.
-        rounds: who counted in a round, from round 1 on, in the order of the indices.
+        rounds: what counted in a round, from round 1 on, in the order of the indices.
     """
     values = {name: value.clone() for name, value in task.start.items()}
-    momentum = settings.outer_momentum
-    optimizers = {
-        name: OuterSGD([value.view(-1)], lr=0.7, momentum=momentum, nesterov=True)
-        for name, value in values.items()
-        if momentum is not None
-    }
+    outer = _Asynchronous(settings, values) if settings.asynchronous else _Synchronous(settings, values)
+    found = {0: values}
     yield values
-    for contributions in rounds:
-        trained = [task.interval(values, index, settings.peers, begin)[0] for index, begin in contributions]
-        before, values = values, {name: value.clone() for name, value in values.items()}
-        for name, value in values.items() if trained else ():
-            flat = value.view(-1)
-            terms = [found[name].view(-1) for found in trained]
-            if momentum is None:
-                flat.copy_(sum(terms[1:], terms[0]) / len(terms))
+    for number, contributions in enumerate(rounds, 1):
+        moved = []
+        for entry in contributions:
+            base = found[entry.made_for - 1]
+            trained, _ = task.interval(base, entry.index, settings.peers, entry.begin)
+            moved.append((base, trained))
+        found[number] = outer.moved(moved) if moved else found[number - 1]
+        found.pop(number - _KEPT, None)
+        yield found[number]
+
+
+class _Synchronous:
+    """The mean of the peers' values, or an outer step by the mean of their pseudo-gradients."""
+
+    def __init__(self, settings: Settings, start: Values) -> None:
+        self._values = {name: value.clone().view(-1) for name, value in start.items()}
+        self._shapes = {name: value.shape for name, value in start.items()}
+        momentum = settings.outer_momentum
+        self._optimizers = {
+            name: OuterSGD([value], lr=OUTER_RATE, momentum=momentum, nesterov=True)
+            for name, value in self._values.items()
+            if momentum is not None
+        }
+
+    def moved(self, contributions: Sequence[tuple[Values, Values]]) -> Values:
+        """Return the next values, given what each peer began with and what it made of it."""
+        for name, anchor in self._values.items():
+            terms = [trained[name].view(-1) for _, trained in contributions]
+            if name in self._optimizers:
+                terms = [anchor - term for term in terms]
+            mean = sum(terms[1:], terms[0]) / len(terms)
+            if name in self._optimizers:
+                self._optimizers[name].step(0, slice(0, anchor.numel()), mean)
             else:
-                terms = [before[name].view(-1) - term for term in terms]
-                optimizer = optimizers[name]
-                optimizer._anchors = [flat]
-                optimizer.step(0, slice(0, flat.numel()), sum(terms[1:], terms[0]) / len(terms))
-        yield values
+                anchor.copy_(mean)
+        return {name: value.clone().view(self._shapes[name]) for name, value in self._values.items()}
+
+
+class _Asynchronous:
+    """One contribution after the other, with delayed Nesterov."""
+
+    def __init__(self, settings: Settings, start: Values) -> None:
+        self._values = {name: value.clone().view(-1) for name, value in start.items()}
+        self._shapes = {name: value.shape for name, value in start.items()}
+        rate, momentum = (1.0, 0.0) if settings.outer_momentum is None else (OUTER_RATE, settings.outer_momentum)
+        self._optimizers = {
+            name: DelayedNesterov([value], lr=rate, momentum=momentum, count=settings.peers)
+            for name, value in self._values.items()
+        }
+
+    def moved(self, contributions: Sequence[tuple[Values, Values]]) -> Values:
+        """Return the next values, given what the one peer began with and what it made of it."""
+        ((base, trained),) = contributions
+        for name, optimizer in self._optimizers.items():
+            gradient = (base[name] - trained[name]).view(-1)
+            optimizer.step(0, slice(0, gradient.numel()), gradient)
+        return {name: value.clone().view(self._shapes[name]) for name, value in self._values.items()}
 
 
 def faultless(settings: Settings, task: Task, rounds: int) -> Values:
-    """Return the values after a number of rounds in which everybody counted."""
-    size = STEPS * BATCH
-    if settings.asynchronous:
-        # N contributions of asynchronous rounds move the values about as one round of N peers does.
-        rounds = rounds // settings.peers
-    every = [[(index, number * size) for index in range(settings.peers)] for number in range(rounds)]
+    """Return the values after a number of rounds in which everybody counted, in turn where rounds are asynchronous."""
+    peers, size = settings.peers, STEPS * BATCH
+    every = []
+    for number in range(1, rounds + 1):
+        turn, index = divmod(number - 1, peers)
+        if settings.asynchronous:
+            base = max(0, number - peers)
+            every.append([Contribution(index=index, begin=turn * size, made_for=base + 1)])
+        else:
+            begin = (number - 1) * size
+            every.append([Contribution(index=index, begin=begin, made_for=number) for index in range(peers)])
     *_, values = replayed(settings, task, every)
     return values

@@ -19,7 +19,7 @@ Values = dict[str, torch.Tensor]
 
 _INPUTS, _OUTPUTS, _SAMPLES = 128, 256, 4096
 _NOISE = 0.7
-_RATE = 0.03
+_RATE = 0.015
 
 
 class Task:
