@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_ext.errors import UserError
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.rounds.config import RunConfig
@@ -140,19 +141,35 @@ class Shard:
             open_round: the round that is not committed yet.
 
         Raises:
-            UserError: the newest round's is not there, or one is damaged.
+            UserError: the newest round's is not there, or not what was written, or an older one cannot be read.
         """
         first = max(0, open_round - self._keep)
         for number in range(first, open_round):
             # Older ones may be gone: fewer were kept.
             if self.snapshot_path(number).exists() or number == open_round - 1:
                 self.snapshots[number] = Snapshot(self.snapshot_path(number))
+        if open_round - 1 in self.snapshots:
+            self._check(self.snapshots[open_round - 1])
         # Only now: a request for a round that is not here must not have the others removed.
         for path in list(self._folder.iterdir()):
             found = snapshot_number(path.with_suffix(".safetensors").name)
             is_unfinished = path.suffix == ".partial"
             if found is not None and (is_unfinished or (path.suffix == ".safetensors" and found < first)):
                 path.unlink()
+
+    def _check(self, newest: Snapshot) -> None:
+        """Read the values that peers continue from, and the next round is made of.
+
+        Raises:
+            UserError: they are not what was written. It would be noticed later, too, but by peers that end for it.
+        """
+        lacking = [spec.name for spec in self._catalog or () if spec.name not in newest]
+        if lacking:
+            raise UserError(f"{newest.path}: lacks tensor {lacking[0]!r}; restore the file from a copy")
+        try:
+            newest.check()
+        except OSError as error:
+            raise UserError(str(error)) from error
 
     @property
     def newest_file(self) -> int:

@@ -271,15 +271,12 @@ def test_a_momentum_damaged_on_the_servers_disk_makes_no_round(make_service: Mak
     with service.client("p0", start) as client:
         values = client.start(start)
         values = client.sync(trained(values, 0, 1)).values
-        service.server.kill()
-        service.server.wait()
         path = service.state / "runs/demo/snapshots" / "round-00000001.safetensors"
         whole = path.read_bytes()
         head = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])
         name = next(name for name in head if name.startswith("outer:momentum_buffer:"))
         at = 8 + int.from_bytes(whole[:8], "little") + head[name]["data_offsets"][0]
         path.write_bytes(whole[:at] + b"\0\0\x80\x7f" + whole[at + 4 :])  # infinity
-        service.start()
         client.upload(2, trained(values, 0, 2))
         until(lambda: f"{name!r} is damaged on the disk" in service.output, "the server's complaint")
         assert [event["round"] for event in service.events("committed")] == [0, 1]
@@ -288,6 +285,41 @@ def test_a_momentum_damaged_on_the_servers_disk_makes_no_round(make_service: Mak
         path.write_bytes(whole)
         service.start()
         assert client.fetch(2, trained(values, 0, 2)).number == 2
+
+
+@pytest.mark.parametrize("damaged", ["layer.1.weight", "outer:momentum_buffer:scale"])
+def test_a_server_refuses_to_start_from_damaged_values_and_no_peer_ends_for_it(
+    make_service: MakeService, damaged: str
+):
+    service = make_service(peers=1, outer_optimizer="sgd")
+    service.start()
+    peer = service.peer("p0", 2, pauses={"2": 3.0})
+    until(lambda: 1 in service.seen("p0"), "the first round")
+    service.server.kill()
+    service.server.wait()
+    path = service.state / "runs/demo/snapshots" / "round-00000001.safetensors"
+    whole = path.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    at = begin + json.loads(whole[8:begin])[damaged]["data_offsets"][0]
+    path.write_bytes(whole[:at] + bytes((whole[at] ^ 1,)) + whole[at + 1 :])
+    assert service.start().wait() == 2
+    assert f"{path}: {damaged!r} is damaged on the disk; restore the file from a copy" in service.output
+    assert "Traceback" not in service.output
+    path.write_bytes(whole)
+    service.start()
+    assert peer.wait() == 0, peer.output
+
+
+def test_a_server_refuses_to_start_from_values_whose_names_are_damaged(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    assert service.peer("p0", 1).wait() == 0
+    service.server.kill()
+    service.server.wait()
+    path = service.state / "runs/demo/snapshots" / "round-00000001.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"scale"', b'"scald"', 1))
+    assert service.start().wait() == 2
+    assert f"{path}: lacks tensor 'scale'; restore the file from a copy" in service.output
 
 
 def test_a_contribution_damaged_on_the_servers_disk_is_uploaded_again(make_service: MakeService):
