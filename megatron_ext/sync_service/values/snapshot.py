@@ -47,6 +47,9 @@ _LENGTH = struct.Struct("<Q")
 _SUMS = "crc32"
 """In the metadata: 8 hexadecimal digits for each tensor and state, in their order."""
 
+_HEAD_SUM = b'"head_crc32": "'
+"""In the metadata, before the 8 digits of the head's own checksum, for which these are zeros."""
+
 _RECORD, _RECORD_REST = f"{RESERVED}record", f"{RESERVED}record.rest"
 """Names of the record, which is kept as bytes, with blanks where its room is larger; and of what has no room."""
 
@@ -271,10 +274,11 @@ class SnapshotWriter:
         if rest is not None:
             entries[_RECORD_REST] = rest.entry
             sums.setdefault(_RECORD_REST, 0)
-        text = json.dumps({"__metadata__": {**self._metadata, _SUMS: _joined(sums)}, **entries}).encode()
+        metadata = {"head_crc32": 8 * "0", **self._metadata, _SUMS: _joined(sums)}
+        text = json.dumps({"__metadata__": metadata, **entries}).encode()
         text = text.ljust(self._head_bytes - _LENGTH.size)
         text += b" " * (-len(text) % 8)
-        return _LENGTH.pack(len(text)) + text
+        return _LENGTH.pack(len(text)) + _with_head_sum(text, b"%08x" % crc32(memoryview(text)))
 
     def _put(self, position: int, data: bytes | memoryview) -> None:
         while data:
@@ -306,7 +310,7 @@ class Snapshot:
             (length,) = _LENGTH.unpack(self._file.read(_LENGTH.size))
             if length > path.stat().st_size:
                 raise ValueError("its head is longer than the file")
-            head = json.loads(self._file.read(length))
+            head = _checked_head(self._file.read(length))
             self.metadata: dict[str, str] = head.get("__metadata__", {})
             entries = {name: entry for name, entry in head.items() if name != "__metadata__"}
             self._extents = {name: _Extent.of_entry(entry) for name, entry in entries.items()}
@@ -456,6 +460,26 @@ class CheckedRead:
                 "start the server again"
             )
         return found
+
+
+def _with_head_sum(text: bytes, digits: bytes) -> bytes:
+    """Return the text of a head with another checksum of its own; as it is where it has none."""
+    before, key, after = text.partition(_HEAD_SUM)
+    return before + key + digits + after[len(digits) :] if key else text
+
+
+def _checked_head(text: bytes) -> dict[str, Any]:
+    """Return what a head says.
+
+    Raises:
+        ValueError: it is not what was written; a name that is damaged is a state that is lost.
+    """
+    _, key, after = text.partition(_HEAD_SUM)
+    # Those of former releases have none.
+    if key and after[:8] != b"%08x" % crc32(memoryview(_with_head_sum(text, 8 * b"0"))):
+        raise ValueError("its head is damaged")
+    found: dict[str, Any] = json.loads(text)
+    return found
 
 
 def _joined(sums: dict[str, int]) -> str:
