@@ -11,7 +11,10 @@ from megatron_ext.sync_service.rounds.journal import read_journal
 from tests.chaos.history import Struck
 from tests.sync_service.service import Process, Zygote
 
-__all__ = ["Damage"]
+__all__ = ["REBUILT", "Damage"]
+
+REBUILT = "; the journal was rebuilt"
+"""How the outcome of a damage ends that was repaired so; from a copy, otherwise."""
 
 
 class Damage:
@@ -68,7 +71,7 @@ class Damage:
             log = folder / f"recover.{len(list(folder.glob('recover.*.log')))}.log"
             process = Process(zygote, log, {"argv": ["server", "recover", str(self._run)]})
             if process.wait() == 0:
-                self.struck.outcome += "; the journal was rebuilt"
+                self.struck.outcome += REBUILT
                 return
             self.struck.outcome += f"; it could not be rebuilt: {process.output.strip().splitlines()[-1:]}"
         self._restore()
