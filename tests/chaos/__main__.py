@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="decides the settings, the data and the faults")
+    parser.add_argument("--jobs", action="store_true", help="peers that are Megatron jobs, instead of synthetic ones")
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults happen (3)")
     parser.add_argument("--faults-per-hour", type=float, default=600.0, help="how many begin in the mean (600)")
     parser.add_argument("--schedule", type=Path, metavar="FILE", help="the faults of this file instead")
@@ -48,7 +49,7 @@ def _run(options: argparse.Namespace) -> int:
     for name, value in (("--minutes", options.minutes), ("--faults-per-hour", options.faults_per_hour)):
         if not 0 < value < float("inf"):
             raise UserError(f"{name} is {value}; it must be above 0")
-    settings = Settings.of_seed(options.seed)
+    settings = (Settings.of_jobs if options.jobs else Settings.of_seed)(options.seed)
     names = [peer_name(index) for index in range(settings.peers)]
     if options.schedule:
         faults = read_schedule(options.schedule, seconds=seconds, peers=names)
@@ -73,7 +74,11 @@ def _run(options: argparse.Namespace) -> int:
 
 def _made(settings: Settings, faults: Sequence[Fault], seconds: float, folder: Path, zygote: Zygote) -> dict:
     folder.mkdir()
-    return figures(run_synthetic(settings, faults, seconds=seconds, folder=folder, zygote=zygote))
+    run = run_synthetic
+    if settings.jobs:
+        from tests.chaos.jobs import run_jobs as run  # with Megatron, which takes a while
+
+    return figures(run(settings, faults, seconds=seconds, folder=folder, zygote=zygote))
 
 
 def _say_how_to_run_again(
@@ -95,8 +100,8 @@ def _say_how_to_run_again(
     for fault in fewer:
         print(f"  {fault}")
     print(
-        f"files: {folder}\nagain: python -m tests.chaos --seed {options.seed} --minutes {options.minutes:g} "
-        f"--schedule {path}"
+        f"files: {folder}\nagain: python -m tests.chaos {'--jobs ' if options.jobs else ''}--seed {options.seed} "
+        f"--minutes {options.minutes:g} --schedule {path}"
     )
 
 

@@ -51,7 +51,8 @@ class Damage:
         """Return whether a server that runs, or a peer, has said that the file is damaged."""
         if self._path.suffix != ".safetensors":
             return False
-        is_said = "damaged on the disk" in output or any("snapshot on the server is damaged" in said for said in told)
+        is_said_there = "listening at" in output and "damaged on the disk" in output
+        is_said = is_said_there or any("snapshot on the server is damaged" in said for said in told)
         if is_said:
             self.struck.outcome = f"noticed at use ({self._what})"
         return is_said

@@ -201,6 +201,8 @@ def _survivors_equal(history: History) -> Iterator[str]:
     finals = {peer: said[-1] for peer in history.names if (said := history.said(peer, "ends"))}
     if not history.settings.asynchronous and len({(end["round"], end["digest"]) for end in finals.values()}) > 1:
         yield f"peers ended at different rounds or values: {finals}"
+    if len({end["model"] for end in finals.values() if "model" in end}) > 1:
+        yield f"peers ended with different models: {finals}"
 
 
 def _values_follow(history: History) -> Iterator[str]:

@@ -21,9 +21,9 @@ from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from tests.chaos.settings import BATCH, RUN, STEPS, Settings, peer_name
 from tests.chaos.task import Task, Values
 
-__all__ = ["digest_of", "run"]
+__all__ = ["POISON", "digest_of", "run"]
 
-_POISON = {"nan": float("nan"), "infinity": float("inf"), "huge": 1e20, "large": 1e3}
+POISON = {"nan": float("nan"), "infinity": float("inf"), "huge": 1e20, "large": 1e3}
 
 
 def digest_of(values: Values) -> str:
@@ -140,7 +140,7 @@ class _Peer:
         path.unlink()
         self._log("poisoned", kind=kind)
         bias = values["layer.0.bias"].clone()
-        bias[0] = _POISON[kind]
+        bias[0] = POISON[kind]
         return {**values, "layer.0.bias": bias}
 
     def _stop(self) -> float:

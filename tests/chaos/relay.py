@@ -13,9 +13,9 @@ __all__ = ["DataFrames", "Direction", "Relay"]
 
 _CHUNK = 1 << 14
 _POLL_SECONDS = 0.02
-_BULK = 1024
-"""Bytes of an HTTP/2 frame from which it carries values: what TCP's and TLS' checksums let through damaged is not
-promised to be noticed in a message without a checksum of its own."""
+_BULK = 8192
+"""Bytes of an HTTP/2 frame from which it carries values. All else, also what a job of many tensors asks for, has no
+checksum but TCP's and TLS'."""
 
 
 class Direction:

@@ -47,7 +47,10 @@ class Settings:
     """Rounds from one checkpoint of a peer to the next."""
 
     step_seconds: float = 0.05
-    """How long a step takes."""
+    """How long a step takes, beside what it computes."""
+
+    jobs: bool = False
+    """Whether the peers are Megatron jobs."""
 
     @classmethod
     def of_seed(cls, seed: int) -> Settings:
@@ -63,10 +66,25 @@ class Settings:
             save_every=dice.choice((1, 3)),
         )
 
+    @classmethod
+    def of_jobs(cls, seed: int) -> Settings:
+        """Return the settings that a seed stands for where the peers are Megatron jobs."""
+        dice = random.Random(f"jobs {seed}")
+        quorum = dice.choice((1, 2))
+        return cls(
+            seed=seed,
+            peers=2,
+            quorum=quorum,
+            grace_seconds=20.0,
+            outer_momentum=dice.choice((None, 0.5)),
+            step_seconds=0.0,
+            jobs=True,
+        )
+
     @property
     def is_exact(self) -> bool:
         """Whether the values of all rounds follow from the history alone: a lossy codec leaves residuals."""
-        return self.codec == "fp32"
+        return self.codec == "fp32" and not self.jobs
 
     def run_config(self) -> dict[str, Any]:
         """Return the run in the server's configuration."""

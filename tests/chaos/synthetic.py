@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +31,8 @@ _STALL = 1.0
 """Seconds between two looks at the run from which the machine itself had a pause."""
 _AGAIN = 0.3
 """Seconds after which a peer that has ended by itself is started again."""
+_MOST_ENDS = 50
+"""Processes that end by themselves in a run."""
 _PATIENCE = 240.0
 """Seconds for what has to come when all faults are over."""
 
@@ -76,26 +79,17 @@ class Synthetic:
         self._starts: dict[str, float] = {}
         self._damage: Damage | None = None
         self._looked = time.monotonic()
+        self._are_watched = False
 
     # What actions do.
 
     def start(self, who: str) -> None:
         """Start the server or a peer."""
         self._away.discard(who)
-        strain = str(self.strains[who].path)
         if who == SERVER:
-            argv = ["server", "start", "--config", str(self._server_config)]
-            job = {"argv": argv, "strain": strain}
+            self.processes[who] = self._forked(who, {"argv": ["server", "start", "--config", str(self._server_config)]})
         else:
-            arguments = {
-                "settings": self._settings.as_json(),
-                "index": self._names.index(who),
-                "server": self.relays[who].address,
-                "folder": str(self.folder),
-            }
-            job = {"call": "tests.chaos.peer:run", "arguments": arguments, "strain": strain}
-        count = len(list(self.folder.glob(f"{who}.*.log")))
-        self.processes[who] = Process(self._zygote, self.folder / f"{who}.{count:03d}.log", job)
+            self.processes[who] = self._started(who)
 
     def kill(self, who: str) -> None:
         """Kill the server or a peer, which stays away until it is started."""
@@ -119,16 +113,41 @@ class Synthetic:
 
     # The run.
 
-    def make(self, faults: Sequence[Fault], seconds: float) -> None:
-        """Start everything, let the faults happen, and let the peers end when all is well again."""
+    def _started(self, who: str) -> Process:
+        """Start a peer."""
+        arguments = {
+            "settings": self._settings.as_json(),
+            "index": self._names.index(who),
+            "server": self.relays[who].address,
+            "folder": str(self.folder),
+        }
+        return self._forked(who, {"call": "tests.chaos.peer:run", "arguments": arguments})
+
+    def _forked(self, who: str, job: dict[str, Any]) -> Process:
+        count = len(list(self.folder.glob(f"{who}.*.log")))
+        log = self.folder / f"{who}.{count:03d}.log"
+        return Process(self._zygote, log, {**job, "strain": str(self.strains[who].path)})
+
+    def make(self, faults: Sequence[Fault], seconds: float, *, stop: int | None = None) -> None:
+        """Start everything, let the faults happen, and let the peers end when all is well again.
+
+        Args:
+            faults: in the order of their time.
+            seconds: how long it lasts after all peers have begun, or until the last fault has ended.
+            stop: the round after which the peers end by themselves; unless given, one after all that.
+        """
         for who in (SERVER, *self._names):
             self.start(who)
         if not self._until(self._all_have_begun, "all peers' first interval"):
             return
-        began = time.monotonic()
+        began = self._looked = time.monotonic()
+        self._are_watched = True
         self._strike(faults, began, began + seconds)
         calm = time.monotonic()
-        if self._until(lambda: self._has_recovered(calm), "a round of all peers after the last fault"):
+        if stop is not None:
+            self.history.stop = stop
+            self._await_end()
+        elif self._until(lambda: self._has_recovered(calm), "a round of all peers after the last fault"):
             self._stop_peers()
         self.history.seconds = time.monotonic() - began
         self._conclude()
@@ -161,13 +180,15 @@ class Synthetic:
                 actions.begin(self, struck)
                 struck.begun = time.monotonic()
                 busy.add(struck.fault.target)
+            if now < time.monotonic() - _TICK:
+                self._looked = time.monotonic()  # what actions take is not a pause of the machine
             self._look_after()
 
     def _look_after(self) -> None:
         """Wait a moment, take in what is new, and start what has ended by itself."""
         time.sleep(_TICK)
         now = time.monotonic()
-        if now - self._looked > _STALL:
+        if now - self._looked > _STALL and self._are_watched:
             stall = Fault(kind="machine stalled", at=0.0, seconds=now - self._looked, target=SERVER, dice=0)
             self.history.struck.append(Struck(fault=stall, begun=self._looked, ended=now))
         self._looked = now
@@ -231,15 +252,16 @@ class Synthetic:
         path = self.folder / "stop"
         path.with_suffix(".new").write_text(str(self.history.stop))
         path.with_suffix(".new").replace(path)
-        self._until(
-            lambda: all(self.processes[name].exit_code == 0 for name in self._names), "the end of all peers"
-        )
+        self._await_end()
 
-    def _until(self, condition, what: str) -> bool:
+    def _await_end(self) -> None:
+        self._until(lambda: all(self.processes[name].exit_code == 0 for name in self._names), "the end of all peers")
+
+    def _until(self, condition: Callable[[], bool], what: str) -> bool:
         end = time.monotonic() + _PATIENCE
         while not condition():
-            if time.monotonic() > end:
-                self.history.stuck = f"{what} has not come in {_PATIENCE:.0f} s"
+            if time.monotonic() > end or len(self.history.ends) > _MOST_ENDS:
+                self.history.stuck = f"{what} has not come in {_PATIENCE:.0f} s, or processes end again and again"
                 return False
             self._look_after()
         return True

@@ -77,6 +77,11 @@ def peers_end_apart(found: History) -> None:
     found.said("p2", "ends")[0]["digest"] = commit(found, 3)["digest"]
 
 
+def jobs_end_with_other_models(found: History) -> None:
+    for name in found.names:
+        found.said(name, "ends")[0]["model"] = name
+
+
 def a_round_has_other_values_than_what_counted(found: History) -> None:
     number = commit(found, 3)["digest"]
     commit(found, 3)["digest"] = "0" * 8
@@ -129,6 +134,7 @@ WRONG: list[tuple[Callable[[History], None], str, str]] = [
     (an_interval_is_lost_long_after_the_fault, "a fault costs a peer one interval", "for round 5"),
     (a_peer_has_other_values, "survivors are equal", "peer p2 had other values than round 2"),
     (peers_end_apart, "survivors are equal", "peers ended at different rounds"),
+    (jobs_end_with_other_models, "survivors are equal", "peers ended with different models"),
     (a_round_has_other_values_than_what_counted, "values follow from what counted", "round 3 has other values"),
     (flipped(""), "bit flips are found", "nobody has found it"),
     (flipped("refused; it could not be rebuilt: why"), "bit flips are found", "could not be rebuilt"),

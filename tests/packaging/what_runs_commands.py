@@ -106,6 +106,7 @@ RUN_BY = {
     ),
     "tests/run.sh": "tests/packaging/test_run_script.py",
     "tests/run.sh --all": "tests/packaging/test_run_script.py::test_all_runs_the_slow_tests_too",
+    "python -m tests.chaos --jobs": "tests/chaos/test_jobs.py",
     "python -m tests.chaos": "tests/chaos/test_synthetic.py::test_the_command_prints_a_table_and_writes_its_figures",
     "python -m tests.versions": "tests/versions/test_record.py",
     "pip install --no-build-isolation examples/extension": (
