@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tests.chaos.damage import REBUILT
-from tests.chaos.history import Event, History, Struck
+from tests.chaos.history import End, Event, History, Struck
 from tests.chaos.peer import digest_of
 from tests.chaos.replay import Contribution, replayed
 from tests.chaos.schedule import SERVER
@@ -238,18 +238,20 @@ def _flips_are_found(history: History) -> Iterator[str]:
 
 
 def _processes_stay(history: History) -> Iterator[str]:
-    """A process may end by itself where a journal was rebuilt, which does not know who has registered since."""
+    """A process may end by itself: a peer that a rebuilt journal does not know, a server that starts on a full disk."""
     for end in history.ends:
         explained = any(
-            struck.begun <= end.at <= history.recovered(struck) and _ends_processes(struck, end.who)
+            struck.begun <= end.at <= history.recovered(struck) and _ends_processes(struck, end)
             for struck in history.struck
         )
         if not explained:
             yield f"{end.who} ended by itself with status {end.code}: {end.said}"
 
 
-def _ends_processes(struck: Struck, who: str) -> bool:
-    return who != SERVER and struck.outcome.endswith(REBUILT)
+def _ends_processes(struck: Struck, end: End) -> bool:
+    if end.who == SERVER:
+        return struck.fault.kind == "full disk" and "cannot be used: File too large" in end.said
+    return struck.outcome.endswith(REBUILT)
 
 
 def _all_is_well_again(history: History) -> Iterator[str]:

@@ -165,6 +165,15 @@ def test_a_rebuilt_journal_explains_a_peer_that_ends_and_a_restored_file_does_no
     assert list(violations(found)) == ([] if "rebuilt" in outcome else ["processes stay"])
 
 
+@pytest.mark.parametrize("said", ["dir x: it cannot be used: File too large", "KeyError: 3"])
+def test_a_full_disk_explains_a_server_that_refuses_it_when_it_starts_and_no_other_end(said: str):
+    found = history()
+    fault = Fault(kind="full disk", at=2.0, seconds=0.1, target="server", dice=0)
+    found.struck.append(Struck(fault=fault, begun=2.0, ended=2.1))
+    found.ends.append(End(who="server", at=2.05, code=2, said=said))
+    assert list(violations(found)) == ([] if "too large" in said else ["processes stay"])
+
+
 def test_the_figures_say_how_much_was_lost_and_how_long_it_took_to_recover():
     found = figures(history())
     assert (found["intervals"], found["intervals_lost"], found["goodput"]) == (12, 1, 0.9167)
