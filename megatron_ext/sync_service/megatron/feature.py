@@ -159,6 +159,14 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
                 f"{place.samples} of part {index}, of which no round has any, are left out"
             )
         resume_after(context, place)
+        if self._saved is None and begun is None and _is_over(context.args):
+            peer.client.leave()
+            peer.client.close()
+            raise UserError(
+                f"--sync-service-run {context.args.sync_service_run}: part {index} of the samples is trained up to "
+                f"iteration {place.iteration} in this run, and --train-iters is {context.args.train_iters}: this job, "
+                "which has no checkpoint of the run, would train nothing; give a new experiment a run of another name"
+            )
         peer.begin_interval()
 
     @on(StepEnd)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.sync_service.jobs import SINGLE, model_of, run_job, same_bits
+from tests.sync_service.jobs import SINGLE, Kind, failing_job, model_of, run_job, same_bits
 from tests.sync_service.service import Service, kill_process
 
 MakeService = Callable[..., Service]
@@ -75,6 +75,21 @@ def test_a_peer_that_has_ended_and_is_started_again_changes_nothing(
     assert service.events("joined") == events
     assert same_bits(model_of(again), model_of(ended))
     assert place(tmp_path / "a") == before
+
+
+@pytest.mark.parametrize("ranks", [SINGLE, ("tp2", "fp32", 2)], ids=["one rank", "two ranks"])
+def test_a_new_job_for_which_an_old_run_leaves_nothing_to_train_is_refused_and_stays_no_member(
+    make_service: MakeService, tmp_path: Path, ranks: Kind
+):
+    service = make_service(peers=1)
+    service.start()
+    run_job(service, "a", SINGLE, train_iters=4)
+    rounds = service.events("committed")
+    said = failing_job(service, "a", ranks, train_iters=4, save=str(tmp_path / "a"), save_interval=100)
+    assert "--sync-service-run demo: part 0 of the samples is trained up to iteration 4 in this run" in said
+    assert "would train nothing; give a new experiment a run of another name" in said
+    assert service.events("committed") == rounds and not list(tmp_path.glob("a/iter_*"))
+    assert [event["event"] for event in service.journal()][-2:] == ["joined", "left"]
 
 
 def test_a_checkpoint_of_the_end_is_one_of_that_place(make_service: MakeService, tmp_path: Path):
