@@ -97,7 +97,7 @@ def _add_from_hf(actions: Any) -> None:
     parser.add_argument(
         "--mtp", action="store_true", help="take layers of multi-token prediction, too (num_nextn_predict_layers)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion wrote in OUT")
     parser.set_defaults(func=_from_hf)
 
 
@@ -143,7 +143,7 @@ def _add_to_hf(actions: Any) -> None:
     parser.add_argument(
         "--drop-mtp", action="store_true", help="leave out layers of multi-token prediction (--mtp-num-layers)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion wrote in OUT")
     parser.set_defaults(func=_to_hf)
 
 
@@ -158,7 +158,7 @@ def _add_upcycle(actions: Any) -> None:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the mixture's checkpoint, for --load")
     parser.add_argument("--iteration", type=int, metavar="N", help="of the source (default: the newest)")
     add_fields(parser, UpcycleConfig)
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace what an earlier conversion wrote in OUT")
     parser.set_defaults(func=_upcycle)
 
 

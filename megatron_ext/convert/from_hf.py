@@ -43,7 +43,7 @@ def from_hf(
         divisor: the vocabulary's rows are padded with zeros to a multiple of it.
         ignored: fields of config.json, and tensors, to leave out.
         mtp: whether its layers of multi-token prediction are taken, too.
-        overwrite: whether a checkpoint in `target` is replaced.
+        overwrite: whether what an earlier conversion wrote in `target` is replaced.
         step: is told of the progress.
 
     Raises:
@@ -68,6 +68,7 @@ def from_hf(
         shape,
         lambda tensor: _assembled(model, tensor, shape, family.names),
         {"config": model.config, "ignored": sorted(ignored), "of": identity(model.files)},
+        source={"MODEL": source},
         tokenizer=source,
         hf_config=model.config,
         overwrite=overwrite,

@@ -51,6 +51,7 @@ def write_release(
     values: Callable[[GlobalTensor], torch.Tensor],
     task: Mapping[str, Any],
     *,
+    source: Mapping[str, Path],
     tokenizer: Path,
     hf_config: Mapping[str, Any] | None,
     overwrite: bool,
@@ -65,13 +66,14 @@ def write_release(
         values: what they are, each of its shape and type.
         task: what tells that a conversion which was cut off was the same one; it is resumed after the files that are
             whole.
+        source: the folder that is read, by what the user calls it.
         tokenizer: folder that may have one, to be copied.
         hf_config: the model's ``config.json``, for the way back; None where there is none.
-        overwrite: whether a checkpoint in `target` is replaced.
+        overwrite: whether what an earlier conversion wrote in `target` is replaced.
         step: is told of the progress.
 
     Raises:
-        UserError: the installed Megatron has no such layers, or `target` has a checkpoint.
+        UserError: the installed Megatron has no such layers, or `target` is not free.
     """
 
     def told(tensor: GlobalTensor) -> torch.Tensor:
@@ -83,7 +85,7 @@ def write_release(
     args = checkpoint_args(settings, shape.padded_vocab_size)
     flags = command_line(settings)
     task = {**task, "flags": flags, "rows": shape.padded_vocab_size, "dtype": str(shape.dtype)}
-    with resumed_folder(target, task, overwrite=overwrite) as folder:
+    with resumed_folder(target, task, inputs=source, overwrite=overwrite) as folder:
         write_checkpoint(
             folder / "release",
             shape,

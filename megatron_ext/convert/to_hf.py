@@ -78,7 +78,7 @@ class ToHf:
     """Whether layers of multi-token prediction are left out."""
 
     overwrite: bool = False
-    """Whether a model in the target's folder is replaced."""
+    """Whether what an earlier conversion wrote in the target's folder is replaced."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,8 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
 
     task = {"weights": options.weights, "config": config, "of": identity(files)}
     groups = grouped(tensors, dtype.itemsize, options.max_shard_bytes)
-    with resumed_folder(options.target, task, overwrite=options.overwrite) as folder:
+    inputs = {"SOURCE": options.source, "--hf-config": options.config, "--tokenizer": options.tokenizer}
+    with resumed_folder(options.target, task, inputs=inputs, overwrite=options.overwrite) as folder:
         write_weights(folder, groups, value, dtype.itemsize)
         write_json(folder / "config.json", config)
         tokenizers = [path for path in (options.tokenizer, options.config, options.source / "tokenizer") if path]

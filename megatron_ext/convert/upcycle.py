@@ -54,7 +54,7 @@ def upcycle(
         target: the mixture's, which begins at iteration 0.
         config: how.
         iteration: of the source; None for the newest.
-        overwrite: whether a checkpoint in `target` is replaced.
+        overwrite: whether what an earlier conversion wrote in `target` is replaced.
         step: is told of each tensor that is written.
 
     Raises:
@@ -81,6 +81,7 @@ def upcycle(
         shape,
         lambda tensor: value(tensor).to(tensor.dtype),
         {"upcycle": asdict(config), "of": identity([folder / ".metadata"])},
+        source={"SOURCE": source},
         tokenizer=source / "tokenizer",
         hf_config=_hf_config(settings, source / "hf_config.json"),
         overwrite=overwrite,

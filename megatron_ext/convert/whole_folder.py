@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that appear under their name only when they are whole."""
+"""Folders that appear under their name only when they are whole, and replace nothing that a conversion did not write.
+
+A folder that is being written, or was, has a record in it: of what it is to become, and, when it is whole, of the files
+that were written. What has no record, or more files than its record says, is somebody's, and stays.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,14 +18,19 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["identity", "resumed_folder"]
+__all__ = ["RECORD", "identity", "resumed_folder"]
 
-_TASK = "conversion.json"
-"""What a folder that is not whole is to become."""
+RECORD = "conversion.json"
+"""The record's name, in the folder."""
+
+_UNFINISHED = f"{RECORD}.partial"
+_WRITER = "megatron-ext convert"
 
 
 @contextmanager
-def resumed_folder(target: Path, task: Mapping[str, Any], *, overwrite: bool) -> Iterator[Path]:
+def resumed_folder(
+    target: Path, task: Mapping[str, Any], *, inputs: Mapping[str, Path | None], overwrite: bool
+) -> Iterator[Path]:
     """Give a folder to write into, which becomes `target` when the block ends without an error.
 
     What an earlier run of the same task wrote that was cut off is in it. At no time is `target` there in part.
@@ -27,27 +38,36 @@ def resumed_folder(target: Path, task: Mapping[str, Any], *, overwrite: bool) ->
     Args:
         target: the folder to be.
         task: what tells that the task is the same.
-        overwrite: whether one that is there is replaced, in the end.
+        inputs: what is read, by what the user calls it; None for what was not given.
+        overwrite: whether what an earlier conversion wrote there is replaced, in the end.
 
     Raises:
-        UserError: it is there, and not empty, and `overwrite` is not given; or it cannot be written.
+        UserError: `target` is one of the inputs, or has one in it; it is there, and not empty, and `overwrite` is not
+            given; no conversion wrote what is there, or beside it under the names that are needed; or it cannot be
+            written.
     """
-    if target.exists() and not overwrite and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target}: something is there already; choose another folder, or give --overwrite")
-    partial, former = (target.parent / f"{target.name}.{state}" for state in ("partial", "former"))
-    said = json.dumps(task, sort_keys=True)
+    place = target.resolve()
+    partial, former = (place.parent / f"{place.name}.{state}" for state in ("partial", "former"))
+    for folder in (place, partial, former):
+        _refuse_input(folder, inputs)
+    said = hashlib.sha256(json.dumps(task, sort_keys=True).encode()).hexdigest()
     try:
-        if not (partial / _TASK).exists() or (partial / _TASK).read_text(encoding="utf-8") != said:
-            shutil.rmtree(partial, ignore_errors=True)
+        if former.exists() and not place.exists() and _foreign(former) is None:
+            former.rename(place)  # a kill between the two renames below
+        _refuse_foreign(place, overwrite)
+        for folder in (partial, former):
+            _refuse_foreign(folder, overwrite=True)
+        _remove(former)
+        if _record(partial).get("task") != said:
+            _remove(partial)
             partial.mkdir(parents=True)
-            (partial / _TASK).write_text(said, encoding="utf-8")
+            _write_record(partial, {"task": said})
         yield partial
-        (partial / _TASK).unlink()
-        if target.exists():
-            shutil.rmtree(former, ignore_errors=True)
-            target.rename(former)
-        partial.rename(target)
-        shutil.rmtree(former, ignore_errors=True)
+        _write_record(partial, {"task": said, "files": _files(partial)})
+        if place.exists():
+            place.rename(former)
+        partial.rename(place)
+        _remove(former)
     except OSError as error:
         raise UserError(f"{target}: cannot be written ({error})") from error
 
@@ -55,3 +75,73 @@ def resumed_folder(target: Path, task: Mapping[str, Any], *, overwrite: bool) ->
 def identity(files: Iterable[Path]) -> list[list[object]]:
     """Return that by which a source that was changed meanwhile is known."""
     return [[str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+
+
+def _refuse_input(folder: Path, inputs: Mapping[str, Path | None]) -> None:
+    """Refuse an output that an input is, or lies in; inside an input nothing of it can be replaced."""
+    for name, path in inputs.items():
+        if path is not None and path.resolve().is_relative_to(folder):
+            raise UserError(f"OUT {folder}: {name} is {path}, which would be replaced by it; choose another folder")
+
+
+def _refuse_foreign(folder: Path, overwrite: bool) -> None:
+    """Refuse what is there, unless it is empty, or a conversion wrote it and it may be replaced."""
+    if not folder.exists() or (folder.is_dir() and all(path.name == _UNFINISHED for path in folder.iterdir())):
+        return
+    foreign = _foreign(folder)
+    if foreign is not None:
+        raise UserError(
+            f"OUT {folder}: something is there already, which not even --overwrite replaces: {foreign}; choose another "
+            "folder, or move it away"
+        )
+    if not overwrite:
+        raise UserError(f"OUT {folder}: something is there already; choose another folder, or give --overwrite")
+
+
+def _foreign(folder: Path) -> str | None:
+    """Why a folder is not what a conversion wrote, and nothing else; None where it is."""
+    if not folder.is_dir():
+        return "it is a file"
+    record = _record(folder)
+    if not record:
+        return f"no conversion wrote it (it has no {RECORD} that says so)"
+    # Without the files' names it is not whole, and what is in it is a conversion's own.
+    added = sorted(set(_files(folder)) - set(record["files"])) if "files" in record else []
+    return f"it has {added[0]}, which no conversion wrote" if added else None
+
+
+def _record(folder: Path) -> dict[str, Any]:
+    """A folder's record; empty where it has none, or one of somebody else."""
+    try:
+        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) and content.get("written_by") == _WRITER else {}
+
+
+def _write_record(folder: Path, content: Mapping[str, Any]) -> None:
+    """Whole or not at all: a kill leaves the former record."""
+    partial = folder / _UNFINISHED
+    partial.write_text(json.dumps({"written_by": _WRITER, **content}, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, folder / RECORD)
+
+
+def _files(folder: Path) -> list[str]:
+    """All files below, and folders without any, but the record."""
+    found = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir() or not any(path.iterdir())]
+    return sorted(str(path.relative_to(folder)) for path in found if path != folder / RECORD)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of a conversion's, the record at last: after a kill it is still known."""
+    if not folder.exists():
+        return
+    for path in folder.iterdir():
+        if path.name == RECORD:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    (folder / RECORD).unlink(missing_ok=True)
+    folder.rmdir()
