@@ -231,6 +231,8 @@ def _to_hf(options: argparse.Namespace) -> int:
         f"{made.folder}: a {made.family.model_type} model, {made.tensors} tensors, {made.parameters:,} parameters in "
         f"{_short(made.dtype)}"
     )
+    if options.dtype is None and made.described not in (None, str(made.dtype).removeprefix("torch.")):
+        print(f"their type is the source's; the configuration says {made.described}, which --dtype can choose")
     if made.padding:
         print(f"{made.padding} rows that pad the vocabulary were left out")
     if not made.has_tokenizer:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_ext.convert.dtypes import fitting, trained_dtype
 from megatron_ext.convert.families import Family, family_named, read_config
 from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of, prediction_copies
 from megatron_ext.convert.hf_reader import HfModel
@@ -60,7 +61,7 @@ def from_hf(
     model.check(hf_tensors(plain, family.names), also=frozenset(ignored), hint=hint)
     for copy, of in prediction_copies(plain).items():
         model.check_equal(copy, of)
-    shape = settings.shape(dtype or _one_dtype(model, plain, family.names), divisor)
+    shape = settings.shape(dtype or trained_dtype(_one_dtype(model, plain, family.names), model.folder), divisor)
 
     return write_release(
         target,
@@ -104,8 +105,8 @@ def _assembled(model: HfModel, tensor: GlobalTensor, shape: GptShape, names: Nam
     """One of Megatron's tensors, of the rows that it is made of; rows that pad the vocabulary are zero."""
     parts = parts_of(tensor, shape, names)
     if len(parts) == 1 and parts[0].at == (0, tensor.shape[0]):
-        return model.rows(parts[0].name, *parts[0].rows).to(tensor.dtype)
+        return fitting(model.rows(parts[0].name, *parts[0].rows), tensor.dtype, parts[0].name)
     made = torch.zeros(tensor.shape, dtype=tensor.dtype)
     for part in parts:
-        made[slice(*part.at)] = model.rows(part.name, *part.rows)
+        made[slice(*part.at)] = fitting(model.rows(part.name, *part.rows), tensor.dtype, part.name)
     return made

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron_ext.convert.description import Description, described_by_args, described_by_run, given_config
+from megatron_ext.convert.dtypes import described_dtype, fitting, trained_dtype
 from megatron_ext.convert.families import Family
 from megatron_ext.convert.hf_names import HfTensor, hf_tensors
 from megatron_ext.convert.hf_writer import grouped, write_json, write_weights
@@ -30,6 +31,7 @@ from megatron_ext.convert.tokenizer_files import copy_tokenizer
 from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.errors import UserError
 from megatron_ext.params import GptShape, gpt_parameters
+from megatron_ext.params.gpt import WORD_EMBEDDING
 from megatron_ext.params.tensors import EMBEDDING_UNIT, OUTPUT_UNIT
 
 __all__ = ["Exported", "ToHf", "to_hf"]
@@ -100,6 +102,9 @@ class Exported:
     dtype: torch.dtype
     """Of all of them."""
 
+    described: str | None
+    """The type of which the configuration that was given says that its weights are."""
+
     padding: int
     """Rows of the vocabulary that were left out."""
 
@@ -119,7 +124,10 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
     source, files, (family, settings, config) = _opened(options)
     if options.vocab_size is not None:
         config["vocab_size"] = options.vocab_size
-    dtype = options.dtype or source.dtype("embedding.word_embeddings.weight")
+    dtype = options.dtype or trained_dtype(source.dtype(WORD_EMBEDDING), options.source)
+    described = described_dtype(config)
+    # Releases of transformers know the one name or the other, and new ones take `dtype` where both are there.
+    config.pop("dtype", None)
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
     shape = settings.shape(dtype)
     stored = _check(source, shape, prediction_layers(source) if options.drop_mtp else 0)
@@ -130,7 +138,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         parts = [read(ours.name)[slice(*part.at)] for ours, part in tensor.sources]
         made = parts[0] if len(parts) == 1 else torch.cat(parts)
         if tensor.sources[0][0].kind == "parameter":  # a balancing bias stays in fp32
-            made = made.to(dtype)
+            made = fitting(made, dtype, tensor.name)
         if step is not None:
             step(tensor.name, made.nbytes)
         return made.clone()
@@ -149,6 +157,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         tensors=len(tensors),
         parameters=sum(tensor.numel for tensor in tensors),
         dtype=dtype,
+        described=described,
         padding=stored - settings.vocab_size,
         has_tokenizer=has_tokenizer,
     )

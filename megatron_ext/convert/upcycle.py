@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from megatron_ext.convert.dtypes import fitting, trained_dtype
 from megatron_ext.convert.families import family_for
 from megatron_ext.convert.flags import settings_of
 from megatron_ext.convert.hf_reader import read_json
@@ -71,7 +72,7 @@ def upcycle(
     config.check(dense)
     settings = config.settings(dense)
     rows = reader.shape(WORD_EMBEDDING)[0]
-    shape = settings.shape(reader.dtype(WORD_EMBEDDING))
+    shape = settings.shape(trained_dtype(reader.dtype(WORD_EMBEDDING), folder))
     shape = replace(shape, padded_vocab_size=rows)
     value = _values(reader, config, dense.ffn_hidden_size // config.granularity)
 
@@ -79,7 +80,7 @@ def upcycle(
         target,
         settings,
         shape,
-        lambda tensor: value(tensor).to(tensor.dtype),
+        lambda tensor: fitting(value(tensor), tensor.dtype, tensor.name, fix="give less noise"),
         {"upcycle": asdict(config), "of": identity([folder / ".metadata"])},
         source={"SOURCE": source},
         tokenizer=source / "tokenizer",
@@ -109,7 +110,7 @@ def _values(source: Source, config: UpcycleConfig, width: int) -> Callable[[Glob
             made = torch.cat([gate[begin : begin + width], up[begin : begin + width]])
         else:
             # The weights of the slices of one copy sum to a part of what a whole copy would have.
-            made = whole[:, begin : begin + width] * config.granularity
+            made = whole[:, begin : begin + width].float() * config.granularity
         return _with_noise(made, tensor, config)
 
     return value
@@ -128,7 +129,7 @@ def _with_noise(values: torch.Tensor, tensor: GlobalTensor, config: UpcycleConfi
     generator = _generator(tensor, config)
     chosen = torch.rand(values.shape, generator=generator) < config.noise_fraction
     noise = config.noise_std * torch.randn(values.shape, generator=generator)
-    return torch.where(chosen, (values.float() + noise).to(values.dtype), values)
+    return torch.where(chosen, values.float() + noise, values.float())
 
 
 def _generator(tensor: GlobalTensor, config: UpcycleConfig) -> torch.Generator:

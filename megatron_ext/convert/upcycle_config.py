@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -65,12 +66,13 @@ class UpcycleConfig:
             problems.append(f"--topk {self.topk}: there are {self.num_experts} copies")
         if self.granularity > 0 and dense.ffn_hidden_size % self.granularity:
             problems.append(f"--granularity {self.granularity} does not divide the MLP's width {dense.ffn_hidden_size}")
-        if self.noise_std < 0:
-            problems.append(f"--noise-std {self.noise_std}: give 0 or more")
+        problems += [
+            f"--{name.replace('_', '-')} {getattr(self, name)}: give a finite number of 0 or more"
+            for name in ("noise_std", "router_std", "aux_loss_coeff")
+            if not 0 <= getattr(self, name) < math.inf
+        ]
         if not 0 <= self.noise_fraction <= 1:
             problems.append(f"--noise-fraction {self.noise_fraction}: give a number from 0 to 1")
-        if self.router_std < 0:
-            problems.append(f"--router-std {self.router_std}: give 0 or more")
         if dense.num_experts is not None:
             problems.append(f"the model has experts already ({dense.num_experts})")
         if dense.mtp_num_layers:

@@ -2,6 +2,7 @@
 """A mixture of experts that starts as the dense model it was made of."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,11 @@ def test_noise_is_added_to_a_part_of_the_weights_and_is_the_same_every_time(dens
         ({"num_experts": 0}, "--num-experts 0"),
         ({"granularity": 5}, "--granularity 5 does not divide the MLP's width 96"),
         ({"noise_std": -1.0}, "--noise-std -1.0"),
+        ({"noise_std": math.nan}, "--noise-std nan: give a finite number of 0 or more"),
+        ({"noise_std": math.inf}, "--noise-std inf: give a finite number of 0 or more"),
+        ({"router_std": math.nan}, "--router-std nan: give a finite number of 0 or more"),
+        ({"aux_loss_coeff": math.nan}, "--aux-loss-coeff nan: give a finite number of 0 or more"),
+        ({"noise_fraction": math.nan}, "--noise-fraction nan: give a number from 0 to 1"),
         ({"noise_fraction": 1.5}, "--noise-fraction 1.5"),
         ({"router_std": -1.0}, "--router-std -1.0"),
     ],
