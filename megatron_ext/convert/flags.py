@@ -38,6 +38,13 @@ _LATENT = (
 """Fields that count with multi-latent attention alone."""
 
 
+_SAID_ALWAYS = ("attention_dropout", "hidden_dropout")
+"""Fields whose default is another in Megatron."""
+
+_CHOOSES = ("sinkhorn", "quantile_balancing")
+"""Ways of balancing that decide which experts a token is given to."""
+
+
 def flag_of_field(name: str) -> str:
     """Return the flag of Megatron's command line that a field of the settings has."""
     return _NAMES.get(name, "--" + name.replace("_", "-"))
@@ -64,7 +71,8 @@ def flags_of(settings: ModelSettings) -> list[str]:
         flags += ["--moe-layer-freq", str(arguments["moe_layer_freq"]).replace(" ", "")]
     for entry in fields(settings):
         value = getattr(settings, entry.name)
-        if entry.name in _DERIVED or (entry.default is not MISSING and value == entry.default):
+        is_default = entry.default is not MISSING and value == entry.default
+        if entry.name in _DERIVED or (is_default and entry.name not in _SAID_ALWAYS):
             continue
         flag = flag_of_field(entry.name)
         if isinstance(value, bool):
@@ -93,6 +101,10 @@ def settings_of(args: Any, vocab_size: int | None = None) -> ModelSettings:
     spec = getattr(args, "spec", None)
     if spec is not None and tuple(spec) not in (PLAIN_QUERIES, NORMS_OVER_HEADS):
         problems.append(f"spec is {' '.join(spec)!r} (layers of your own do not convert)")
+    balancing = getattr(args, "moe_router_load_balancing_type", "aux_loss")
+    balancing = balancing[0] if isinstance(balancing, list) else balancing
+    if args.num_experts is not None and balancing in _CHOOSES:
+        problems.append(f"moe_router_load_balancing_type is {balancing!r} (a softmax or a sigmoid alone converts)")
     if problems:
         raise UserError("convert: the model has what a Hugging Face layout cannot say: " + "; ".join(problems))
     values: dict[str, Any] = {
@@ -101,6 +113,7 @@ def settings_of(args: Any, vocab_size: int | None = None) -> ModelSettings:
     values["qk_norm_over_heads"] = spec is not None and tuple(spec) == NORMS_OVER_HEADS
     values["vocab_size"] = _rows(args, vocab_size)
     values["moe_layer_freq"] = _layer_pattern(args)
+    values["moe_router_load_balancing_type"] = balancing
     if isinstance(values["moe_aux_loss_coeff"], list):
         # One for each kind of balancing; other families' training has one.
         values["moe_aux_loss_coeff"] = values["moe_aux_loss_coeff"][0]

@@ -154,6 +154,16 @@ class ModelSettings:
     moe_aux_loss_coeff: float = field(default=0.0, compare=False)
     """Weight of the loss that balances experts; only training looks at it."""
 
+    moe_router_load_balancing_type: str = field(default="aux_loss", compare=False)
+    """Over which tokens that loss is: ``aux_loss`` or, sequence by sequence, ``seq_aux_loss``."""
+
+    attention_dropout: float = field(default=0.0, compare=False)
+    """Part of the attention's weights that training leaves out."""
+
+    hidden_dropout: float = field(default=0.0, compare=False)
+    """Part of what layers add to the residual stream that training leaves out; 0 in all of Hugging Face's families
+    here, which have no field for it."""
+
     @property
     def multi_latent_attention(self) -> bool:
         """Whether attention is multi-latent."""

@@ -4,36 +4,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ext.errors import UserError
 
 __all__ = ["ConfigFields"]
 
-_SAYS_NOTHING = frozenset(
+_SAYS_NOTHING: Mapping[str, str] = MappingProxyType(
     {
-        # Of the file, of text generation, and of training: the function of the weights is the same with any.
-        "architectures",
-        "attention_dropout",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "ep_size",
-        "initializer_range",
-        "max_window_layers",
-        "model_type",
-        "num_nextn_predict_layers",  # the weights say whether there are any
-        "output_router_logits",
-        "pad_token_id",
-        "pretraining_tp",
-        "seq_aux",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "_name_or_path",
+        "architectures": "of the file: a class with other tensors is found by its tensors",
+        "auto_map": "of the file: code beside the weights, of which the family is a copy in transformers",
+        "dtype": "of the file: the weights have their types themselves",
+        "model_type": "of the file: it has chosen the family",
+        "torch_dtype": "of the file: the former name of dtype",
+        "transformers_version": "of the file",
+        "_name_or_path": "of the file",
+        "bos_token_id": "of the text: data and tokenizer decide which tokens there are",
+        "eos_token_id": "of the text",
+        "pad_token_id": "of the text: Megatron pads no rows, whose embedding training would have to leave alone",
+        "use_cache": "of generation",
+        "ep_size": "of how DeepSeek's own code is spread over GPUs",
+        "pretraining_tp": "of the order in which transformers adds up a product",
+        "initializer_range": "of the beginning: every weight is read, and upcycling has --router-std",
+        "max_window_layers": "counts with use_sliding_window alone, which does not convert",
+        "num_nextn_predict_layers": "the weights say whether there are any, and --mtp asks for it",
+        "output_router_logits": "of what transformers returns; the balancing loss has a coefficient, which is carried",
     }
 )
+"""Fields with which the function of the weights, and training from them, is the same with any value; and why."""
 
 
 class ConfigFields:
@@ -82,6 +81,14 @@ class ConfigFields:
             self._problems.append(f"{name} is {value!r}, not a whole number of at least 1")
             return 1
         return value
+
+    def part(self, name: str) -> float:
+        """Return a field that is a part of a whole, from 0 to below 1, and 0 where it is missing."""
+        value = self.take(name, 0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            self._problems.append(f"{name} is {value!r}, not a number from 0 to below 1")
+            return 0.0
+        return float(value)
 
     def must_be(self, name: str, *allowed: Any) -> None:
         """Take a field that converts at some values alone; the first is what a file means that lacks it."""

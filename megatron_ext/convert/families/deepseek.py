@@ -87,6 +87,8 @@ def _settings(fields: ConfigFields) -> dict[str, Any]:
     fields.must_stay("rms_norm_eps", _EPSILON)
     fields.take("qk_head_dim")  # the sum of two others
     common = common_settings(fields)
+    # As in DeepSeek's own files; transformers knows neither field.
+    balance, by_sequence = fields.take("aux_loss_alpha", 0.0), fields.take("seq_aux", True)
     width = fields.size("moe_intermediate_size")
     shared = fields.need("n_shared_experts", 0)
     fields.take("head_dim")
@@ -106,7 +108,8 @@ def _settings(fields: ConfigFields) -> dict[str, Any]:
         "moe_router_topk": fields.size("num_experts_per_tok"),
         "moe_router_topk_scaling_factor": float(fields.need("routed_scaling_factor", 1.0)),
         "moe_shared_expert_intermediate_size": shared * width or None,
-        "moe_aux_loss_coeff": fields.take("aux_loss_alpha", 0.0),
+        "moe_aux_loss_coeff": balance,
+        "moe_router_load_balancing_type": "seq_aux_loss" if balance and by_sequence else "aux_loss",
         **common,
     }
 
@@ -117,6 +120,9 @@ def _config(settings: ModelSettings) -> dict[str, Any]:
     pattern = settings.moe_layer_freq
     config = common_config(settings)
     del config["head_dim"]
+    if settings.moe_aux_loss_coeff:
+        config["aux_loss_alpha"] = settings.moe_aux_loss_coeff
+        config["seq_aux"] = settings.moe_router_load_balancing_type == "seq_aux_loss"
     return {
         **config,
         "attention_bias": False,

@@ -66,6 +66,7 @@ def common_settings(fields: ConfigFields) -> dict[str, Any]:
         "layernorm_epsilon": float(fields.need("rms_norm_eps", 1e-6)),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
         "rotary_base": base,
+        "attention_dropout": fields.part("attention_dropout"),
         **scaling,
     }
 
@@ -83,6 +84,7 @@ def common_config(settings: ModelSettings) -> dict[str, Any]:
         "hidden_act": "silu",
         "max_position_embeddings": settings.max_position_embeddings,
         "rms_norm_eps": settings.layernorm_epsilon,
+        "attention_dropout": settings.attention_dropout,
         "tie_word_embeddings": not settings.untie_embeddings_and_output_weights,
         "rope_theta": float(settings.rotary_base),
         "rope_scaling": None,

@@ -73,7 +73,7 @@ def test_flags_are_those_that_make_the_model():
         "--moe-ffn-hidden-size 32 --moe-router-topk 4 --moe-router-score-function sigmoid "
         "--moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-num-groups 4 "
         "--moe-router-group-topk 2 --moe-shared-expert-intermediate-size 64 --kv-lora-rank 16 --q-lora-rank 24 "
-        "--qk-pos-emb-head-dim 8 --v-head-dim 16"
+        "--qk-pos-emb-head-dim 8 --v-head-dim 16 --attention-dropout 0.0 --hidden-dropout 0.0"
     )
 
 
@@ -96,6 +96,8 @@ def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rota
     [
         ("llama", {"no_such_field": 1}, "no_such_field (1) has no counterpart"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"attention_dropout": 1.5}, "attention_dropout is 1.5, not a number from 0 to below 1"),
+        ("llama", {"attention_dropout": "no"}, "attention_dropout is 'no', not a number from 0 to below 1"),
         ("llama", {"attention_bias": True}, "attention_bias and mlp_bias differ"),
         ("llama", {"rope_theta": 10000.5}, "--rotary-base is a whole number"),
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic'"),
@@ -161,14 +163,40 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_nearest_ones_reason(
         ("squared_relu", True),
         ("mtp_use_repeated_layer", True),
         ("window_size", [64, 0]),
+        ("moe_router_load_balancing_type", ["sinkhorn"]),
+        ("moe_router_load_balancing_type", "quantile_balancing"),
         ("spec", ["mine", "layers"]),
     ],
 )
 def test_arguments_without_a_counterpart_are_named(name: str, value: Any):
-    args = checkpoint_args(read_config(family_named("llama"), DENSE), 300)
+    args = checkpoint_args(read_config(family_named("mixtral"), CONFIGS["mixtral"]), 300)
     setattr(args, name, value)
     with pytest.raises(UserError, match=rf"{name} is .*{str(value).strip("[']").split(',')[0].strip("'")}"):
         settings_of(args)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_has_the_dropout_and_the_balancing_of_the_configuration_both_ways(name: str):
+    family = family_named(name)
+    latent = name.startswith("deepseek")
+    change = {"attention_dropout": 0.25, **({"aux_loss_alpha": 0.5, "seq_aux": True} if latent else {})}
+    settings = read_config(family, {**CONFIGS[name], **change})
+    flags = " ".join(flags_of(settings))
+    # Megatron's own defaults are 0.1 for both.
+    assert "--attention-dropout 0.25 --hidden-dropout 0.0" in flags
+    assert ("--moe-router-load-balancing-type seq_aux_loss" in flags) == latent
+    args = checkpoint_args(settings, 300)
+    assert (args.attention_dropout, args.hidden_dropout) == (0.25, 0.0)
+    assert write_config(family, settings_of(args)).items() >= change.items()
+    if latent:
+        over_all = read_config(family, {**CONFIGS[name], **change, "seq_aux": False})
+        assert "--moe-router-load-balancing-type" not in flags_of(over_all)
+
+
+def test_a_checkpoints_hidden_dropout_stays_with_the_flags_of_a_mixture_made_of_it():
+    args = checkpoint_args(read_config(family_named("llama"), DENSE), 300)
+    args.hidden_dropout = 0.1
+    assert "--hidden-dropout 0.1" in " ".join(flags_of(settings_of(args)))
 
 
 def test_megatrons_list_of_balancing_weights_becomes_the_one_that_a_family_has():
