@@ -32,7 +32,7 @@ from megatron_ext.data.progress import PrepareProgress
 from megatron_ext.data.readers import read_documents
 from megatron_ext.data.survey import Survey, refuse_unread, survey
 from megatron_ext.data.token_ids import check_tokenizer
-from megatron_ext.data.tokenizers import TokenizerSpec, token_dtype
+from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
 
 __all__ = ["PrepareConfig", "Prepared", "prepare"]
@@ -273,7 +273,7 @@ def _write(
 
     progress = PrepareProgress("tokenize", inventory.total_bytes, stream)
     batches = encode_all(
-        _items(config, inventory, seen, tokenizer.eod),
+        _items(config, inventory, seen, tokenizer),
         config.tokenizer,
         json_key=config.jsonl_key,
         workers=config.workers,
@@ -330,7 +330,7 @@ def _write(
     return sidecar
 
 
-def _items(config: PrepareConfig, inventory: Inventory, seen: Survey, eod: int) -> Iterator[Item]:
+def _items(config: PrepareConfig, inventory: Inventory, seen: Survey, tokenizer: Tokenizer) -> Iterator[Item]:
     """Yield everything the readers find, file after file."""
     return itertools.chain.from_iterable(
         read_documents(
@@ -338,7 +338,8 @@ def _items(config: PrepareConfig, inventory: Inventory, seen: Survey, eod: int) 
             parquet_column=config.parquet_column,
             json_key=config.jsonl_key,
             token_dtype=config.token_dtype,
-            eod=eod,
+            vocab_size=tokenizer.vocab_size,
+            eod=tokenizer.eod,
             content=content,
         )
         for source, content in zip(inventory.files, seen.contents, strict=True)

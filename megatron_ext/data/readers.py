@@ -35,6 +35,7 @@ def read_documents(
     parquet_option: str = "--parquet-column",
     json_key: str = "text",
     token_dtype: str | None = None,
+    vocab_size: int | None = None,
     eod: int | None = None,
     content: Content | Unread | None = None,
 ) -> Iterator[Item]:
@@ -46,7 +47,8 @@ def read_documents(
         parquet_option: What the user chooses it by, for messages.
         json_key: Key of the text in JSON records.
         token_dtype: Type of token ids on disk; None leaves it to the files.
-        eod: The id that ends documents, needed for token ids alone.
+        vocab_size: Number of ids of the tokenizer, needed for token ids alone.
+        eod: The id that ends documents, needed for them, too.
         content: What the file holds, where that is known already.
 
     Raises:
@@ -73,11 +75,17 @@ def read_documents(
             option=parquet_option,
         )
     else:
-        yield from _read_stream(source, content, path, json_key, token_dtype, eod)
+        yield from _read_stream(source, content, path, json_key, token_dtype, vocab_size, eod)
 
 
 def _read_stream(
-    source: SourceFile, content: Content, path: str, json_key: str, token_dtype: str | None, eod: int | None
+    source: SourceFile,
+    content: Content,
+    path: str,
+    json_key: str,
+    token_dtype: str | None,
+    vocab_size: int | None,
+    eod: int | None,
 ) -> Iterator[Item]:
     try:
         with (
@@ -85,8 +93,10 @@ def _read_stream(
             opened(raw, content.compression, path) as stream,
         ):
             if content.format == "tokens":
-                assert eod is not None, "prepare knows the tokenizer"
-                yield from read_token_ids(stream, source.path, source.size, dtype=token_dtype, eod=eod)
+                assert vocab_size is not None and eod is not None, "prepare knows the tokenizer"
+                yield from read_token_ids(
+                    stream, source.path, source.size, dtype=token_dtype, vocab_size=vocab_size, eod=eod
+                )
             elif content.format == "text":
                 yield from _read_text(stream, path, source.size)
             elif content.format == "json":

@@ -31,6 +31,8 @@ SHARDS_FORMAT = "megatron-ext token shards 1"
 _SHARD_NAME = re.compile(r"(?P<prefix>.*)\d{3,}_\d{6,}\.npy")
 _IDS_AT_ONCE = 1 << 22
 _WHICH_TYPE = f"--token-dtype says which type they have ({', '.join(ID_TYPES)})"
+_FEWEST_HALVES = 16
+"""Of so many ids it is no chance that every second one is 0; a document of one id and its end may look so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +113,26 @@ def check_tokenizer(spec: TokenizerSpec, shards: Sequence[Path]) -> None:
             raise UserError(f"{path}: its ids are of {known} ({record.path}), not of {given}; give that tokenizer")
 
 
-def read_token_ids(stream: Stream, path: Path, size: int, *, dtype: str | None, eod: int) -> Iterator[Item]:
+def read_token_ids(
+    stream: Stream, path: Path, size: int, *, dtype: str | None, vocab_size: int, eod: int
+) -> Iterator[Item]:
     """Yield the documents of a file of ids.
+
+    Without a record beside it the user alone says which tokenizer a file's ids are of, and without a header which type
+    they have, and bytes of one type are numbers of every other: what they cannot be is a `Problem`, and no document.
 
     Args:
         stream: What the file holds.
         path: Of the file.
         size: Its bytes.
         dtype: As the user says it is; None leaves it to the header or the record.
+        vocab_size: Number of ids of the tokenizer.
         eod: The id that ends documents. What follows the last one is a document, too.
     """
     name = str(path)
     try:
-        kind = _type_of(stream, path, dtype)
+        kind = _type_of(stream, path, dtype, vocab_size)
+        is_recorded = record_of(path) is not None
     except (ValueError, DamagedData) as error:
         yield Problem(path=name, position="", message=str(error))
         return
@@ -154,7 +163,13 @@ def read_token_ids(stream: Stream, path: Path, size: int, *, dtype: str | None, 
             return
         if not data:
             break
-    if open_end:
+    if open_end and number == 0 and not is_recorded:
+        message = (
+            f"none of its {length:,} ids is the end of document ({eod}): they are of another tokenizer or type; give "
+            "theirs (--tokenizer, --token-dtype), or write that id after each document"
+        )
+        yield Problem(path=name, position="", message=message)
+    elif open_end:
         yield _document(name, number + 1, open_end, size if number == 0 else 0)
     elif number == 0:
         yield Skipped(reason="empty file", path=name)
@@ -165,21 +180,37 @@ def _document(path: str, number: int, pieces: list[NDArray[Any]], source_bytes: 
     return TokenizedDocument(path=path, position=f"document {number}", ids=ids, source_bytes=source_bytes)
 
 
-def _type_of(stream: Stream, path: Path, given: str | None) -> np.dtype[Any]:
+def _type_of(stream: Stream, path: Path, given: str | None, vocab_size: int) -> np.dtype[Any]:
     """Return the type of a file's ids, and pass over its header.
 
     Raises:
-        ValueError: Nothing says it, or it is not one of ids, or two disagree.
+        ValueError: Nothing says it, or it is not one of ids, or two disagree, or it is not that of a vocabulary's ids.
     """
     if stream.peek(len(NPY_MAGIC)).startswith(NPY_MAGIC):
-        return _type_in_header(stream, given)
+        kind = _type_in_header(stream, given)
+    else:
+        kind = _type_without_header(stream, path, given)
+    if np.iinfo(kind).max < vocab_size - 1:
+        raise ValueError(
+            f"{kind.newbyteorder('=').name} holds no id above {np.iinfo(kind).max:,}, and the tokenizer has "
+            f"{vocab_size:,}: they are of another tokenizer, or {_WHICH_TYPE}"
+        )
+    return kind
+
+
+def _type_without_header(stream: Stream, path: Path, given: str | None) -> np.dtype[Any]:
     record = record_of(path)
     if record is not None and given not in (None, record.dtype):
         raise ValueError(f"--token-dtype is {given}, but {record.path} says {record.dtype}; leave that option out")
     name = given if record is None else record.dtype
     if name is None:
         raise ValueError(f"ids without a header, and without a record beside them; {_WHICH_TYPE}")
-    return np.dtype(name).newbyteorder("<")
+    kind = np.dtype(name).newbyteorder("<")
+    head = stream.peek(kind.itemsize)
+    ids = np.frombuffer(head, kind, count=len(head) // kind.itemsize)
+    if record is None and ids.size >= _FEWEST_HALVES and not ids[1::2].any():
+        raise ValueError(f"every second id is 0 if they are {name}, as if they were of a wider type; {_WHICH_TYPE}")
+    return kind
 
 
 def _type_in_header(stream: Stream, given: str | None) -> np.dtype[Any]:

@@ -4,6 +4,7 @@
 import gzip
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +12,11 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.data import token_ids
+from megatron_ext.data.discover import find_sources
+from megatron_ext.data.encode import encode_batch
 from megatron_ext.data.output import read_sidecar
-from megatron_ext.data.tokenizers import TokenizerSpec
+from megatron_ext.data.readers import read_documents
+from megatron_ext.data.tokenizers import ByteTokenizer, TokenizerSpec
 from megatron_ext.errors import UserError
 from tests.support.corpus import make, make_tokenizer, read_corpus, write_json_lines
 
@@ -96,6 +100,7 @@ def test_several_processes_change_nothing(tmp_path: Path) -> None:
         (with_header(IDS, "int32"), {}, "int64", "--token-dtype is int64, but its header says int32"),
         (with_header(IDS, "float32"), {}, None, "its header says float32 of shape .*, not one row of ids"),
         (raw([EOD]), {}, None, "no document with text was found in the input"),
+        (raw(IDS * 9, "uint16"), {"dtype": "uint32"}, None, "has the id .*, and the tokenizer has 257"),
     ],
 )
 def test_ids_of_another_tokenizer_or_type_are_refused_and_nothing_is_written(
@@ -108,6 +113,56 @@ def test_ids_of_another_tokenizer_or_type_are_refused_and_nothing_is_written(
         shard = tmp_path / "t_000_000000.npy"
         make(shard, tmp_path / "corpus", file_format="tokens", token_dtype=dtype)
     assert not list(tmp_path.glob("corpus*"))
+
+
+class Words(ByteTokenizer):
+    """Bytes with more ids, as a tokenizer has them whose record is not beside the shards."""
+
+    def __init__(self, vocab_size: int, eod: int) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+
+
+SMALL = [*range(1, 31), 0] * 20
+NARROW = "uint16 holds no id above 65,535, and the tokenizer has 70,002"
+
+
+@pytest.mark.parametrize(
+    ("data", "dtype", "tokenizer", "message"),
+    [
+        # Where 0 ends documents, halves of ids would make documents of one id each.
+        (raw(SMALL), "uint16", (500, 0), "every second id is 0 if they are uint16, as if they were of a wider type"),
+        (raw(SMALL, "int64"), "uint32", (500, 0), "every second id is 0 if they are uint32"),
+        (raw(SMALL, "int64"), "uint16", (500, 499), "every second id is 0 if they are uint16"),
+        (gzip.compress(raw(SMALL)), "uint16", (500, 0), "every second id is 0 if they are uint16"),
+        (raw(SMALL, "uint16"), "uint32", (500, 0), "none of its 310 ids is the end of document"),
+        (raw(SMALL, "uint16"), "uint16", (70_002, 9), NARROW),
+        (with_header(SMALL, "uint16"), None, (70_002, 9), NARROW),
+        (raw([1, 2, 3] * 20), "uint32", (500, 499), r"none of its 60 ids is the end of document \(499\)"),
+        (with_header([1, 2, 3], "uint32"), None, (500, 499), r"none of its 3 ids is the end of document \(499\)"),
+    ],
+)
+def test_what_bytes_cannot_be_as_the_given_type_is_refused(
+    tmp_path: Path, data: bytes, dtype: str | None, tokenizer: tuple[int, int], message: str
+) -> None:
+    ids = tmp_path / "ids.npy"
+    ids.write_bytes(data)
+    (source,) = find_sources([ids], file_format="tokens").files
+    words = Words(*tokenizer)
+    items = list(read_documents(source, token_dtype=dtype, vocab_size=words.vocab_size, eod=words.eod))
+    problems = encode_batch(items, words, "text").problems
+    assert re.search(message, str(problems[0])), problems
+    assert str(problems[0]).startswith(f"{ids}")
+
+
+def test_few_ids_and_every_type_that_is_right_are_taken(tmp_path: Path) -> None:
+    words = Words(65_536, 0)
+    for ids, dtype in (([5, 0], "uint16"), (SMALL, "uint16"), (SMALL, "uint32"), ([9, 0, 0, 8, 0], "int64")):
+        path = tmp_path / f"{len(ids)}_{dtype}.npy"
+        path.write_bytes(raw(ids, dtype))
+        (source,) = find_sources([path], file_format="tokens").files
+        items = list(read_documents(source, token_dtype=dtype, vocab_size=words.vocab_size, eod=words.eod))
+        found = encode_batch(items, words, "text")
+        assert found.problems == [] and found.lengths
 
 
 def test_ids_without_a_type_name_the_option(tmp_path: Path) -> None:
