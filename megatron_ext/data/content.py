@@ -16,7 +16,9 @@ The rule, in this order; a format that the user gives (`--format`) replaces all 
    document, or all of them one.
 6. Other JSON is JSON lines where its first line is JSON, or is where the damage lies; else records over several lines.
 7. A name that ends in .json and does not keep it, from the first character on, is an error.
-8. Everything else is text, and so one document: source code, Markdown.
+8. Tables, and documents whose text lies between what describes it (`_MARKUP`: CSV, HTML, PDF, ...), are known by their
+   name or first bytes, and not read: as text they would be one document with all of that. `--format text` says so.
+9. Everything else is text, and so one document: source code, Markdown. It has no zero byte anywhere.
 
 Where an object has a key twice, the last one counts, as everywhere in Python's json.
 """
@@ -41,11 +43,13 @@ from megatron_ext.data.compression import (
 )
 from megatron_ext.data.discover import FileFormat, SourceFile
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES
+from megatron_ext.data.json_values import JSON_DECODER
 
-__all__ = ["BINARY_PROBE_BYTES", "NPY_MAGIC", "TOO_LONG", "Content", "Unread", "content_of"]
+__all__ = ["BINARY_PROBE_BYTES", "NPY_MAGIC", "TOO_LONG", "Content", "Unread", "content_of", "zero_byte"]
 
 BINARY_PROBE_BYTES = 8192
-"""A text file with a zero byte among this many first bytes is taken for binary data."""
+"""A text file with a zero byte among this many first bytes is known to be binary data before any file is read; one with
+a zero byte behind them when it is read."""
 
 TOO_LONG = (
     f"too long for one document (limit {MAX_DOCUMENT_BYTES}); "
@@ -76,7 +80,19 @@ _UTF8_BOM = codecs.BOM_UTF8
 _ARCHIVES = {b"PK\x03\x04": "zip", b"PK\x05\x06": "zip", b"7z\xbc\xaf\x27\x1c": "7z", b"Rar!\x1a\x07": "rar"}
 _TAR_OFFSET, _TAR_MAGIC = 257, b"ustar"
 
-_DECODER = json.JSONDecoder()
+_MARKUP = {
+    "a table of comma-separated values (CSV)": ((".csv",), ()),
+    "a table of tab-separated values (TSV)": ((".tsv", ".tab"), ()),
+    "HTML": ((".html", ".htm", ".xhtml", ".mhtml"), (b"<!doctype html", b"<html")),
+    "SVG": ((".svg",), (b"<svg",)),
+    "XML": ((".xml", ".rss", ".atom"), (b"<?xml",)),
+    "RTF": ((".rtf",), (b"{\\rtf",)),
+    "PDF": ((".pdf",), (b"%pdf-",)),
+    "PostScript": ((".ps", ".eps"), (b"%!ps",)),
+    "a web archive (WARC)": ((".warc", ".wet", ".wat"), (b"warc/",)),
+}
+"""What is not one text although it has letters: ends of names, and beginnings, in small letters."""
+
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -104,6 +120,7 @@ class Unread:
         "packed",
         "length",
         "strings",
+        "markup",
         "json",
         "record",
         "twice",
@@ -170,10 +187,11 @@ def _by_content(head: bytes, stream: Stream, source: SourceFile) -> FileFormat |
         return source.format
     if head.startswith(NPY_MAGIC) or uncompressed_name(source.name).endswith(".npy"):
         return Unread(kind="ids", message="token ids or other numbers (.npy); --format tokens reads ids")
-    binary = _unless_binary(head)
-    if binary is not None and source.format != "jsonl":
-        return binary
-    return _json(stream, source.format)
+    found: FileFormat | Unread | None = _unless_binary(head) if source.format != "jsonl" else None
+    found = found or _json(stream, source.format)
+    is_text = found == "text" or (isinstance(found, Unread) and found.kind == "binary")
+    markup = _markup(head, uncompressed_name(source.name)) if is_text and source.format == "text" else None
+    return markup or found
 
 
 def _json(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
@@ -217,11 +235,11 @@ def _values(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
         return "jsonl"
     line = data.decode("utf-8", errors="replace")
     try:
-        json.loads(line)
+        JSON_DECODER.decode(line)
     except json.JSONDecodeError:
         pass
-    except (ValueError, RecursionError):
-        return "jsonl"  # too deep, or with too long a number: that line's fault alone
+    except RecursionError:
+        return "jsonl"  # too deep: that line's fault alone
     else:
         return "jsonl"
     more = stream.read(_RECORD_PROBE_BYTES)
@@ -232,7 +250,7 @@ def _values(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
     try:
         end = 0
         while end < min(len(line.rstrip()), _FIRST_RECORDS):
-            _, end = _DECODER.raw_decode(text, _SPACE.match(text, end).end())  # type: ignore[union-attr]  # matches all
+            _, end = JSON_DECODER.raw_decode(text, _SPACE.match(text, end).end())  # type: ignore[union-attr]  # matches all
     except json.JSONDecodeError as error:
         if error.pos == 0 and promised == "json":
             message = f"not JSON although its name promises that: it begins with {text[0]!a}; {_NO_JSON}"
@@ -242,7 +260,7 @@ def _values(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
         is_cut = error.msg.startswith("Unterminated") or error.pos == len(text)
         if is_cut and len(more) == _RECORD_PROBE_BYTES:
             return Unread(kind="record", message=f"its first record has no end in {len(more)} bytes; {_LONG_RECORD}")
-    except (ValueError, RecursionError):
+    except RecursionError:
         pass  # for the reader to tell
     return "json"
 
@@ -250,6 +268,11 @@ def _values(stream: Stream, promised: FileFormat) -> FileFormat | Unread:
 def _peek(stream: Stream) -> bytes:
     """Return the first bytes of a file without passing over them."""
     return stream.peek(BINARY_PROBE_BYTES)[:BINARY_PROBE_BYTES]
+
+
+def zero_byte(offset: int) -> str:
+    """Return the message about a text that is none."""
+    return f"binary data (zero byte at offset {offset}), not text; leave the file out"
 
 
 def _unless_binary(head: bytes) -> Unread | None:
@@ -260,8 +283,18 @@ def _unless_binary(head: bytes) -> Unread | None:
         return Unread(kind="archive", message="a tar archive, as its first bytes say; unpack it")
     zero = head.find(b"\0")
     if zero >= 0:
-        message = f"binary data (zero byte at offset {zero}), not text; leave the file out"
-        return Unread(kind="binary", message=message)
+        return Unread(kind="binary", message=zero_byte(zero))
+    return None
+
+
+def _markup(head: bytes, name: str) -> Unread | None:
+    """Return why what looks like a text is not one document, or None."""
+    start = head.removeprefix(_UTF8_BOM).lstrip()[:32].lower()
+    for kind, (suffixes, beginnings) in _MARKUP.items():
+        if name.endswith(suffixes) or start.startswith(beginnings):
+            known_by = "first bytes say" if start.startswith(beginnings) else "name says"
+            advice = "extract its text to JSON lines or Parquet, or use --format text to take each file as one text"
+            return Unread(kind="markup", message=f"{kind}, as its {known_by}, which is not read; {advice}")
     return None
 
 
@@ -271,7 +304,7 @@ def _is_array_of_strings(inner: bytes, is_cut: bool) -> bool:
         return False
     text = inner.decode("utf-8", errors="replace")
     try:
-        value, end = _DECODER.raw_decode(text)
+        value, end = JSON_DECODER.raw_decode(text)
     except ValueError:
         return is_cut  # a string so long that its end is not in sight
     return isinstance(value, str) and text[end:].lstrip()[:1] in (",", "]")

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import codecs
 import json
 import multiprocessing
 from collections import deque
@@ -25,6 +24,7 @@ from megatron_ext.data.documents import (
     Skipped,
     TokenizedDocument,
 )
+from megatron_ext.data.json_values import JSON_DECODER, TOO_DEEP
 from megatron_ext.data.tokenizers import Tokenizer, TokenizerSpec, token_dtype
 from megatron_ext.data.tokenizing_processes import begin_process, result_of
 from megatron_ext.errors import UserError
@@ -60,7 +60,15 @@ class EncodedBatch:
 
 
 def text_of(document: Document, json_key: str) -> str | Problem:
-    """Return a document's text, or its problem."""
+    """Return a document's text, or its problem.
+
+    A byte order mark says how the file was written that a text comes from, and is not part of it, nor of a record.
+    """
+    text = _text_of(document, json_key)
+    return text.removeprefix("\ufeff") if isinstance(text, str) else text
+
+
+def _text_of(document: Document, json_key: str) -> str | Problem:
     payload = document.payload
     if isinstance(payload, str):
         return payload
@@ -70,8 +78,7 @@ def text_of(document: Document, json_key: str) -> str | Problem:
 
     if not document.is_json:
         try:
-            # A byte order mark says how a file is written, and is not part of the text.
-            return payload.removeprefix(codecs.BOM_UTF8).decode("utf-8")
+            return payload.decode("utf-8")
         except UnicodeDecodeError as error:
             line = payload.count(b"\n", 0, error.start) + 1
             return Problem(
@@ -87,11 +94,11 @@ def text_of(document: Document, json_key: str) -> str | Problem:
     except UnicodeDecodeError as error:
         return problem(f"{_bad_byte(payload, error)} of the line")
     try:
-        row = json.loads(line_text)
+        row = JSON_DECODER.decode(line_text)
     except json.JSONDecodeError as error:
-        return problem(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}")
-    except (ValueError, RecursionError) as error:
-        return problem(f"not usable JSON: {error}")
+        return problem(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}; {ONE_TEXT}")
+    except RecursionError:
+        return problem(f"not usable JSON: {TOO_DEEP}; {ONE_TEXT}")
     if not isinstance(row, dict):
         way_out = "--format json takes each string as a document, " if isinstance(row, str) else ""
         expected = f"where an object with the key {json_key!r} is expected"

@@ -14,14 +14,18 @@ from typing import Any
 from megatron_ext.data.compression import DamagedData, Stream
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES
 
-__all__ = ["BadJson", "json_values"]
+__all__ = ["JSON_DECODER", "TOO_DEEP", "BadJson", "json_values"]
 
 _CHUNK_BYTES = 1 << 20
+TOO_DEEP = "arrays or objects lie too deep inside each other"
+"""The end of a message about a record."""
+
 _SPACE = " \t\r\n"
 _CUT_CHARACTERS = 16
 """An error so near to the end of what was read may come from the cut alone, as in the middle of `\\ud83d\\ude00`."""
 
-_DECODER = json.JSONDecoder()
+JSON_DECODER = json.JSONDecoder(parse_int=float)
+"""Reads records, of which texts alone are looked at: a number may have more digits than Python makes integers of."""
 
 
 class BadJson(Exception):
@@ -107,14 +111,14 @@ class _Window:
         self.next_character()
         while True:
             try:
-                value, end = _DECODER.raw_decode(self._text, self._at)
+                value, end = JSON_DECODER.raw_decode(self._text, self._at)
             except json.JSONDecodeError as error:
                 cut = error.msg.startswith("Unterminated") or error.pos >= len(self._text) - _CUT_CHARACTERS
                 if self._ended or not cut:
                     place = self._before + error.pos + 1
                     raise BadJson(f"not JSON: {error.msg.removesuffix(' at')} at character {place}") from error
-            except (ValueError, RecursionError) as error:
-                raise BadJson(f"not usable JSON: {error}") from error
+            except RecursionError as error:
+                raise BadJson(f"not usable JSON: {TOO_DEEP}") from error
             else:
                 # A number near the end of what was read may be the beginning of a longer one.
                 if end + _CUT_CHARACTERS <= len(self._text) or self._ended:

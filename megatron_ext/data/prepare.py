@@ -39,9 +39,10 @@ __all__ = ["PrepareConfig", "Prepared", "prepare"]
 
 _LISTED_PROBLEMS = 1000
 
-_READING_RULES = 3
+_READING_RULES = 4
 """Changes when the same files and settings give other documents, so that `--reuse` does not keep the former ones.
-2: content decides how a file is read; byte order marks are dropped. 3: JSON is never one text."""
+2: content decides how a file is read; byte order marks are dropped. 3: JSON is never one text.
+4: markup and what has a zero byte anywhere are no text; records have no byte order marks."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 
 from megatron_ext.data.columns import NO_TEXT, read_rows
 from megatron_ext.data.compression import DamagedData, Stream, open_file, opened
-from megatron_ext.data.content import BINARY_PROBE_BYTES, TOO_LONG, Content, Unread, content_of
+from megatron_ext.data.content import BINARY_PROBE_BYTES, TOO_LONG, Content, Unread, content_of, zero_byte
 from megatron_ext.data.discover import SourceFile
 from megatron_ext.data.documents import MAX_DOCUMENT_BYTES, ONE_TEXT, Document, Item, Problem, Skipped
 from megatron_ext.data.json_values import BadJson, json_values
@@ -117,6 +117,8 @@ def _read_text(stream: Stream, path: str, size: int) -> Iterator[Item]:
         yield Problem(path=path, position="", message=f"what was compressed is {TOO_LONG}")
     elif not data:
         yield Skipped(reason="empty file", path=path)
+    elif (zero := data.find(b"\0")) >= 0:
+        yield Problem(path=path, position="", message=zero_byte(zero))
     else:
         yield Document(path=path, position="", payload=data, is_json=False, source_bytes=size)
 

@@ -21,6 +21,7 @@ LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
 ARRAY = json.dumps(ROWS).encode()
 CODE = b"def f():\n    return {}\n"
 BLANK = b" \r\n\t\n" * 20_000
+LONG = b"9" * 5000
 NO_KEY = "no key 'text'; keys are "
 ONE_TEXT = "--format text takes each file as one text"
 EXPECTED = f"where an object with the key 'text' is expected; {ONE_TEXT}"
@@ -47,6 +48,11 @@ def tabulated(*rows: dict[str, Any]) -> bytes:
         ("code.py", BLANK + CODE, [(BLANK + CODE).decode()]),
         ("two lines.json", b'{"text": "one", "more":\n{"b": 1}\n}', ["one"]),
         ("two a line.json", b'{"text": "one"} {"text":\n"two"}\n', ["one", "two"]),
+        ("long.json", b'{"id": ' + LONG + b', "text": "one"}', ["one"]),
+        ("long record.json", b'{"id":\n ' + LONG + b', "text": "one"}', ["one"]),
+        ("long in array.json", b'[{"id": -' + LONG + b', "text": "one"}]', ["one"]),
+        ("mark.jsonl", b'{"text": "\\ufeffone"}\n{"text": "\\ufeff"}\n{"text": "t\\ufeffwo"}', ["one", "t\ufeffwo"]),
+        ("mark.json", '[{"text": "\ufeffone"}]'.encode(), ["one"]),
         ("last counts.json", b'{"text": "none", "text": "one"}', ["one"]),
     ],
     ids=name_of,
@@ -74,8 +80,9 @@ def test_records_are_found_behind_any_white_space_and_over_any_lines(
         ("damaged", b'{"text": "a\n' * 3 + LINES, ":1: not JSON: Unterminated string", TEXTS),
         ("cut.json", b'{"text": "a"\n' * 3 + LINES, ":1: not JSON: Expecting ',' delimiter", TEXTS),
         ("in line.json", b'{"text": "a"} {"b": x}\n' + LINES, ":1: not JSON: Extra data at column 15", TEXTS),
-        ("too deep.json", b'{"a": ' + b"[" * 200_000 + b"\n" + LINES, ":1: not usable JSON: ", TEXTS),
-        ("long number.json", b'{"text": ' + b"9" * 5000 + b"}\n" + LINES, ":1: not usable JSON: ", TEXTS),
+        ("too deep.json", b'{"a": ' + b"[" * 200_000 + b"\n" + LINES, ":1: not usable JSON: arrays or objects", TEXTS),
+        ("long number.json", b'{"text": ' + LONG + b"}\n" + LINES, ":1: key 'text' holds number, not", TEXTS),
+        ("prose", b'{"a": 1} is what it printed\n', f":1: not JSON: Extra data at column 10; {ONE_TEXT}", []),
         ("latin-1.json", b'{"text": "\xe9"}\n' + LINES, ":1: not valid UTF-8: byte 0xe9 at offset 10", TEXTS),
         ("comma.json", b'{\n "text": "a",\n}\n', "(record 1): not JSON: Expecting property name", []),
         ("comma", b'{\n "text": "a",\n}\n', f"nothing could be read after record 0; {ONE_TEXT}", []),
@@ -135,3 +142,34 @@ def test_a_first_record_without_an_end_in_sight_is_refused_before_all_of_it_is_r
         make(tmp_path / "x.json", tmp_path / "corpus")
     (tmp_path / "x.json").write_bytes(tabulated(*ROWS * 100))
     assert make(tmp_path / "x.json", tmp_path / "corpus").sidecar["documents"] == 300
+
+
+def test_markup_among_code_is_asked_for_with_ways_to_leave_it_out_or_to_take_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"a.py": CODE, "b.md": b"<div align=center>\n<h1>one</h1></div>", "c.html": b"<p>x", "d/e.csv": b"x,y\n"}
+    for name, data in files.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_bytes(data)
+    command = ["data", "prepare", str(tmp_path / "in"), "--output-prefix", str(tmp_path / "corpus"), "--overwrite"]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "2 tables or documents in markup (CSV, HTML, PDF, ...)" in line
+    assert f"({tmp_path}/in/c.html, {tmp_path}/in/d/e.csv): --format text takes each file as one text" in line
+    assert "(--exclude '*.html' --exclude '*.csv')" in line
+    assert main([*command, "--exclude", "*.html", "--exclude", "*.csv"]) == 0
+    assert read_texts(tmp_path / "corpus") == [files[name].decode() for name in ("a.py", "b.md")]
+    assert main([*command, "--on-error", "skip"]) == 0
+    assert "d/e.csv: a table of comma-separated values (CSV), as its name says, which" in capsys.readouterr().out
+    assert read_texts(tmp_path / "corpus") == [files[name].decode() for name in ("a.py", "b.md")]
+    assert main([*command, "--format", "text"]) == 0
+    assert read_texts(tmp_path / "corpus") == [data.decode() for data in files.values()]
+
+
+def test_a_table_row_has_no_byte_order_mark_either(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `data` is not installed")
+    import pyarrow
+
+    parquet.write_table(pyarrow.table({"text": ["\ufeffone", "\ufeff"]}), tmp_path / "a.parquet")
+    make(tmp_path / "a.parquet", tmp_path / "corpus")
+    assert read_texts(tmp_path / "corpus") == ["one"]

@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,17 @@ REFUSED = [
     refused("Latin-1", "a.txt", "caf\u00e9".encode("latin-1"), "not valid UTF-8"),
     refused("an archive", "a.zip", b"PK\x03\x04" + LINES, "a zip archive"),
     refused("token ids, without --format tokens", "a.npy", b"\1\0\2\0", "token ids or other numbers"),
+    refused("a table in CSV", "a.csv", b"id,text\n1,one\n", "a table of comma-separated values (CSV)"),
+    refused("a table in TSV", "a.tsv", b"id\ttext\n1\tone\n", "a table of tab-separated values (TSV)"),
+    refused("HTML", "a.htm", b"<p>one</p>\n", "HTML, as its name says"),
+    refused("HTML with another suffix", "a.txt", BOM + b"\n<!DOCTYPE html><p>one", "HTML, as its first bytes say"),
+    refused("XML", "a.feed", b"<?xml version='1.0'?><a>one</a>", "XML, as its first bytes say"),
+    refused("SVG", "a.svg", b"<svg><text>one</text></svg>", "SVG, as its first bytes say"),
+    refused("RTF", "a.doc", b"{\\rtf1 one}", "RTF, as its first bytes say"),
+    refused("PDF, with a zero byte or without", "a.pdf", b"%PDF-1.4\nBT (one) Tj ET\n", "PDF, as its first bytes say"),
+    refused("PostScript", "a.eps", b"%!PS-Adobe-3.0\n(one) show\n", "PostScript, as its first bytes say"),
+    refused("a web archive", "a.gz", gzip.compress(b"WARC/1.0\r\none"), "a web archive (WARC), as its first bytes say"),
+    refused("a text with a zero byte, wherever it is", "a.txt", b"one\n" * 9999 + b"\0", "binary data"),
     refused("a picture", "a.png", b"\x89PNG\0", "binary data"),
     refused("an empty file alone", "a.jsonl", b"", "no document with text was found"),
 ]
@@ -187,7 +199,7 @@ def test_a_kind_of_input_becomes_the_documents_and_tokens_of_the_table(tmp_path:
 
 @pytest.mark.parametrize("kind", REFUSED, ids=identity)
 def test_a_kind_of_input_that_is_not_read_is_named_and_nothing_is_written(tmp_path: Path, kind: Kind) -> None:
-    with pytest.raises(UserError, match=kind.refused) as refusal:
+    with pytest.raises(UserError, match=re.escape(kind.refused)) as refusal:
         make(put(tmp_path / "in", kind, {"": bytes}), tmp_path / "corpus")
     if "no document" not in kind.refused:
         assert f"{tmp_path}/in/{next(iter(kind.files))}" in str(refusal.value)

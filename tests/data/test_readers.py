@@ -73,9 +73,13 @@ def test_a_problem_is_one_line_whatever_the_file_is_called(tmp_path: Path) -> No
     assert "\n" not in str(problem)
 
 
-def test_a_zero_byte_late_in_a_text_does_not_make_it_binary(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * readers.BINARY_PROBE_BYTES + b"\0")
-    assert isinstance(read_in_folder(tmp_path)[0], Document)
+def test_a_zero_byte_makes_a_text_binary_wherever_it_is(tmp_path: Path) -> None:
+    for before in (0, readers.BINARY_PROBE_BYTES - 1, readers.BINARY_PROBE_BYTES, 3 << 20):
+        (tmp_path / "a.txt").write_bytes(b"x" * before + b"\0")
+        for settings in ({}, {"file_format": "text"}):
+            (source,) = find_sources([tmp_path / "a.txt"], **settings).files
+            (problem,) = readers.read_documents(source)
+            assert f"a.txt: binary data (zero byte at offset {before}), not text" in str(problem)
 
 
 def test_a_text_too_long_for_one_document_is_refused_before_it_is_read(tmp_path: Path) -> None:
