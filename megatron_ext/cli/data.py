@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_ext.cli.corpora import data_check, data_list, data_pad
+from megatron_ext.cli.ending import ended_by_sigterm
 from megatron_ext.data.documents import ID_TYPES
 from megatron_ext.errors import UserError
 
@@ -186,7 +187,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_ext.data.prepare import prepare
 
     try:
-        result = prepare(_config(args))
+        with ended_by_sigterm():
+            result = prepare(_config(args))
     except KeyboardInterrupt:
         print("megatron-ext: interrupted, no output written", file=sys.stderr)
         return 130

@@ -67,7 +67,10 @@ def check_corpus(prefix: str, *, option: str = "--data-path") -> None:
     tokens, index = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (tokens, index):
         if not path.is_file():
-            raise UserError(f"{option} {prefix}: there is no {path}; give the prefix of a .bin/.idx corpus")
+            given = Path(prefix)
+            is_half = given.suffix in (".bin", ".idx") and given.is_file()
+            fix = f"leave out the suffix {given.suffix}" if is_half else "give the prefix of a .bin/.idx corpus"
+            raise UserError(f"{option} {prefix}: there is no {path}; {fix}")
     count = check_index(index)
     if count == 0:
         return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import os
+import shlex
 import stat
 from collections import Counter
 from collections.abc import Sequence
@@ -172,7 +173,7 @@ def find_sources(
         try:
             status = given.stat()
         except OSError as error:
-            raise UserError(f"input {given}: {error.strerror}; check the path") from error
+            raise UserError(f"input {given}: {error.strerror}; {_instead_of(given)}") from error
         if stat.S_ISDIR(status.st_mode):
             inventory.files.extend(_walk(given, patterns, file_format, inventory))
         elif stat.S_ISREG(status.st_mode):
@@ -181,6 +182,17 @@ def find_sources(
             raise UserError(f"input {given}: neither a regular file nor a folder")
     _drop_repeats(inventory)
     return inventory
+
+
+def _instead_of(missing: Path) -> str:
+    """Return what to do about an input that is not there, which may be a pattern that the shell has left as it was."""
+    parts = missing.parts
+    first = next((number for number, part in enumerate(parts) if any(sign in part for sign in "*?[")), None)
+    if first is None:
+        return "check the path"
+    folder, pattern = Path(*parts[:first]), "/".join(parts[first:])
+    pattern = f"/{pattern}" if "/" in pattern else pattern
+    return f"no file has such a name; of a folder's files --glob chooses: {folder} --glob {shlex.quote(pattern)}"
 
 
 def _refuse_overlap(inputs: Sequence[Path]) -> None:

@@ -44,18 +44,29 @@ def _other_data(folder: Path) -> str:
 
 
 def write_manifest(path: Path, prefixes: Sequence[str]) -> None:
-    """Write a list of corpora, one a line.
+    """Write a list of corpora, one a line, in place of a former one.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: It cannot be written, or there is something else.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        if path.exists() and not _is_list(path):
+            raise UserError(
+                f"{path}: is there already, and not a list that data list wrote (an absolute path in every line); give "
+                "another --output, or remove it"
+            )
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text("".join(f"{prefix}\n" for prefix in prefixes), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _is_list(path: Path) -> bool:
+    """Return whether a file is what `write_manifest` writes, or empty; with weights it is a user's own work."""
+    with path.open("rb") as file:
+        return all(line.startswith(b"/") and line.split() == [line.removesuffix(b"\n")] for line in file)
 
 
 def read_manifest(path: Path) -> list[str]:

@@ -41,6 +41,11 @@ _NOT_TOKENIZER_SUFFIXES = frozenset(
 )
 
 
+_IN_TOKENIZER_NAMES = ("token", "vocab", "merges", "spiece", "spm", "bpe", "tekken")
+"""Some of these is in the name of every file that a tokenizer is read from."""
+_LISTED_NAMES = 6
+
+
 class Tokenizer(Protocol):
     """What the pipeline needs of a tokenizer."""
 
@@ -171,6 +176,13 @@ class HuggingFaceTokenizer:
             )
         # The library raises whatever its loaders happen to raise for a damaged folder.
         except Exception as error:
+            names = sorted(path.name for path in folder.iterdir())
+            if not any(word in name for name in names for word in _IN_TOKENIZER_NAMES):
+                held = ", ".join(names[:_LISTED_NAMES]) + (", ..." if len(names) > _LISTED_NAMES else "")
+                raise UserError(
+                    f"{option} {folder}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.txt, ...), but "
+                    f"{held or 'nothing'}; give the folder that does"
+                ) from error
             reason = " ".join(str(error).split())[:500] or type(error).__name__
             raise UserError(f"{option} {folder}: cannot be loaded: {reason}") from error
         eod = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id

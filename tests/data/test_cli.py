@@ -3,6 +3,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -134,6 +135,19 @@ def test_an_interrupt_ends_with_status_130(
     monkeypatch.setattr("megatron_ext.data.prepare.prepare", interrupt)
     assert main(["data", "prepare", "x", "--output-prefix", str(tmp_path / "corpus")]) == 130
     assert "interrupted, no output written" in capsys.readouterr().err
+
+
+def test_sigterm_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told_to_end(*_: object, **__: object) -> None:
+        assert (tmp_path / ".corpus.partial").is_dir()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("megatron_ext.data.prepare.encode_all", told_to_end)
+    (tmp_path / "in.txt").write_text("one")
+    with pytest.raises(SystemExit) as end:
+        main(["data", "prepare", str(tmp_path / "in.txt"), "--output-prefix", str(tmp_path / "corpus")])
+    assert end.value.code == 128 + signal.SIGTERM
+    assert os.listdir(tmp_path) == ["in.txt"]
 
 
 def test_help_and_errors_come_without_importing_torch(tmp_path: Path) -> None:

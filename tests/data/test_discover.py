@@ -165,6 +165,23 @@ def test_a_missing_input_is_refused_by_name(tmp_path: Path) -> None:
         find_sources([tmp_path / "nowhere"])
 
 
+@pytest.mark.parametrize(
+    ("pattern", "advice"),
+    [
+        ("d/*.jsonl", "d --glob '*.jsonl'"),
+        ("d/x/part-?.txt", "d/x --glob 'part-?.txt'"),
+        ("d/*/[ab].txt", "d --glob '/*/[ab].txt'"),
+        ("*.jsonl", ". --glob '*.jsonl'"),
+        ("/d/*", "/d --glob '*'"),
+    ],
+)
+def test_a_pattern_that_no_shell_has_expanded_is_told_the_option_for_it(pattern: str, advice: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        find_sources([Path(pattern)])
+    said = f"input {pattern}: No such file or directory; no file has such a name; of a folder's files --glob chooses: "
+    assert str(refusal.value) == said + advice
+
+
 @pytest.mark.parametrize("second", ["data", "data/sub", "data/sub/../sub/x"])
 def test_an_input_inside_another_one_is_refused(tmp_path: Path, second: str) -> None:
     tree(tmp_path, "data/sub/x")

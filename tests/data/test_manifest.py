@@ -93,3 +93,19 @@ def test_what_cannot_be_listed_is_named_and_a_former_list_is_kept(
     assert "a b/c: has white space in its path" in refusal(data)
     assert main(["data", "check", "x", "--data-args-path", str(listed)]) == 2
     assert "PREFIX x and --data-args-path both name data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["A thesis.\n", "/a\nb\n", "0.7 /a\n0.3 /b\n", "/a /b\n", "\n", "\xff"])
+def test_nothing_but_a_former_list_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    (tmp_path / "data").mkdir()
+    write_without_record(tmp_path / "data/a", [[1, 2]])
+    listed = tmp_path / "files.txt"
+    command = ["data", "list", str(tmp_path / "data"), "--output", str(listed)]
+    listed.write_text(text, encoding="latin-1")
+    assert main(command) == 2
+    assert f"{listed}: is there already, and not a list that data list wrote" in capsys.readouterr().err
+    assert listed.read_text(encoding="latin-1") == text and len(list(tmp_path.iterdir())) == 2
+    for former in ("", "/one\n/two\n", "/one"):
+        listed.write_text(former)
+        assert main(command) == 0
+        assert listed.read_text() == f"{tmp_path}/data/a\n"

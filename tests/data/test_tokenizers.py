@@ -115,6 +115,19 @@ class TestHuggingFace:
             TokenizerSpec(folder=str(tmp_path / "tok")).load()
         assert "\n" not in str(error.value)
 
+    @pytest.mark.parametrize(("names", "held"), [((), "nothing"), (("config.json", "a.txt"), "a.txt, config.json")])
+    def test_a_folder_without_a_tokenizer_is_told_what_it_holds(
+        self, tmp_path: Path, names: tuple[str, ...], held: str
+    ) -> None:
+        for name in names:
+            (tmp_path / name).write_text("{}")
+        with pytest.raises(UserError) as error:
+            TokenizerSpec(folder=str(tmp_path)).load()
+        assert str(error.value) == (
+            f"--tokenizer {tmp_path}: holds no tokenizer (tokenizer.json, tokenizer.model, vocab.txt, ...), but {held}"
+            "; give the folder that does"
+        )
+
     def test_code_in_the_folder_runs_only_when_it_is_trusted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -32,7 +32,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.set_defaults(func=run)
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="with .bin and .idx files")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the list, which is replaced")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the list; replaces a former one, and no other file"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -70,12 +70,12 @@ def check_corpora(prefixes: Sequence[str], given: VocabularyConfig, *, tell: Cal
     for prefix in prefixes:
         if "://" in prefix:
             raise UserError(f"{prefix}: is not on this machine, where it could be checked; give a path")
+        check_corpus(prefix, option=given.data_name)
         record = read_record(prefix, fix=given.ways())
         if chosen is None and record is None:
             raise UserError(
                 f"{prefix}: has no record of its vocabulary ({prefix}.json, which data prepare writes); {given.ways()}"
             )
-        check_corpus(prefix, option=given.data_name)
         records.append(record)
         if record is not None:
             _check_sizes(prefix, record)

@@ -164,6 +164,18 @@ def test_what_is_given_has_to_agree_with_the_record(own: str, capsys: pytest.Cap
     assert check(capsys, own, "--vocab-size", "257")[0] == 0
 
 
+def test_a_corpus_that_is_not_there_is_named_before_its_vocabulary_is_asked_for(
+    own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nonexistent"
+    wanted = f"PREFIX {missing}: there is no {missing}.bin; give the prefix of a .bin/.idx corpus"
+    assert refusal(capsys, str(missing)) == wanted
+    for suffix in (".bin", ".idx"):
+        assert refusal(capsys, own + suffix) == f"PREFIX {own}{suffix}: there is no {own}{suffix}.bin; " + (
+            f"leave out the suffix {suffix}"
+        )
+
+
 def test_a_record_of_other_files_is_refused(own: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_without_record(Path(own), [[1, 999, 5]])
     assert refusal(capsys, own) == (
