@@ -42,7 +42,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time: a change is judged by what it changes. The other profile looks for new ones.
-    settings.register_profile("same", deadline=None, derandomize=True)
+    # Where slow tests are left out, so are most of these.
+    examples = 40 if config.getoption("-m") == "not slow" else 100
+    settings.register_profile("same", deadline=None, derandomize=True, max_examples=examples)
     settings.register_profile("search", deadline=None, max_examples=1000)
     settings.load_profile(config.getoption("--hypothesis-profile") or "same")
 

@@ -145,7 +145,7 @@ def test_a_slow_peer_past_the_grace_window_loses_its_interval_and_takes_part_aga
     check_history(service, 2)
 
 
-@pytest.mark.parametrize("content", [float("nan"), float("inf"), 3e38, 1e6])
+@pytest.mark.parametrize("content", one_of_each([float("nan"), float("inf"), 3e38, 1e6], {0, 2}))
 def test_a_non_finite_contribution_does_not_count_and_its_peer_is_told(make_service: MakeService, content: float):
     service = make_service({"demo": {"peers": 3, "max_norm": 1000.0}})
     service.start()
@@ -178,7 +178,9 @@ def test_a_round_whose_contributions_are_all_non_finite_changes_nothing(make_ser
         assert outcome.number == 1 and not outcome.contributed and digest(outcome.values) == digest(start)
 
 
-@pytest.mark.parametrize("outer", [{}, DILOCO, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}], ids=str)
+@pytest.mark.parametrize(
+    "outer", one_of_each([{}, DILOCO, {"outer_optimizer": "adam", "outer_optimizer_lr": 0.01}], {1}), ids=str
+)
 def test_huge_values_never_become_a_round_that_is_non_finite(make_service: MakeService, outer: dict[str, object]):
     service = make_service(peers=1, **outer)
     service.start()

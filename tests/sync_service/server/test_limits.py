@@ -100,7 +100,9 @@ def test_what_the_disk_has_no_room_for_is_refused_with_both_numbers(make_service
 
 
 @pytest.mark.parametrize("codec", one_of_each(["fp32", "bf16", "int8"], {2}))
-@pytest.mark.parametrize("run", [{}, {"outer_optimizer": "sgd"}, {"rounds": "asynchronous"}], ids=str)
+@pytest.mark.parametrize(
+    "run", one_of_each([{}, {"outer_optimizer": "sgd"}, {"rounds": "asynchronous"}], {0, 2}), ids=str
+)
 def test_the_room_of_a_round_is_what_it_takes(make_service: MakeService, run: dict[str, Any], codec: str):
     run = {"peers": 1, **run}
     values = {"w": torch.randn(400, 1000), "v": torch.randn(3000)}
