@@ -32,7 +32,7 @@ _SHARD_NAME = re.compile(r"(?P<prefix>.*)\d{3,}_\d{6,}\.npy")
 _IDS_AT_ONCE = 1 << 22
 _WHICH_TYPE = f"--token-dtype says which type they have ({', '.join(ID_TYPES)})"
 _FEWEST_HALVES = 16
-"""Of so many ids it is no chance that every second one is 0; a document of one id and its end may look so."""
+"""In this many ids or more, zeros in every second place are halves of wider ids; in fewer, they may end documents."""
 
 
 @dataclass(frozen=True, kw_only=True)

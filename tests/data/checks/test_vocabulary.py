@@ -481,4 +481,4 @@ def test_a_vocabulary_can_be_looked_at_without_a_corpus(tmp_path: Path, capsys: 
     assert check(capsys, "--vocab-size", "9", "--for-script")[1] == "--tokenizer-type\nNullTokenizer\n--vocab-size\n9\n"
     assert "--tokenizer ./x: not a folder" in refusal(capsys, "--tokenizer", "./x")
     assert "nothing says which vocabulary it is; set --tokenizer" in refusal(capsys)
-    assert refusal(capsys, "/").startswith("/: names no files")
+    assert "there is no /.bin; give the prefix of a .bin/.idx corpus" in refusal(capsys, "/")
