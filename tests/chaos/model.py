@@ -102,6 +102,7 @@ def _one_commit_per_round(history: History) -> Iterator[str]:
 
 def _contributions_count_once(history: History) -> Iterator[str]:
     waiting: dict[tuple[str, int], bool] = {}
+    commits = history.commits()
     for event in history.journal:
         kind = event["event"]
         if kind == "uploaded":
@@ -112,20 +113,22 @@ def _contributions_count_once(history: History) -> Iterator[str]:
         elif kind == "recovered":
             waiting = {(peer, event["round"]): True for peer in event["state"]["uploaded"]}
         elif kind == "committed":
-            yield from _commit_takes(event, waiting, history)
+            is_last = event is commits[event["round"]]
+            yield from _commit_takes(event, waiting, history if is_last else None)
     for (peer, number), _ in waiting.items():
-        if number <= max(history.commits(), default=-1) and not history.settings.asynchronous:
+        if number <= max(commits, default=-1) and not history.settings.asynchronous:
             yield f"what peer {peer} had contributed to round {number} is in no round"
     yield from _told_as_committed(history)
 
 
-def _commit_takes(event: Event, waiting: dict[tuple[str, int], bool], history: History) -> Iterator[str]:
+def _commit_takes(event: Event, waiting: dict[tuple[str, int], bool], history: History | None) -> Iterator[str]:
+    """Say what a commit counts that did not come; of one that a later line repeats only whether it counts twice."""
     number, peers = event["round"], [*event["contributors"], *event["rejected"]]
     if len(set(peers)) < len(peers):
         yield f"round {number} counts a peer twice: {', '.join(peers)}"
     for peer in set(peers):
         key = peer, event.get("made_for", number)
-        if waiting.pop(key, None) is None and event is history.commits()[number] and not _was_rebuilt(history, event):
+        if waiting.pop(key, None) is None and history is not None and not _was_rebuilt(history, event):
             yield f"round {number} counts a contribution of peer {peer} that the journal does not have"
 
 
