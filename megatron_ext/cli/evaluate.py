@@ -28,6 +28,9 @@ Examples:
 """
 
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
@@ -40,7 +43,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder of a Hugging Face model")
     parser.add_argument("--name", help="what table and picture call it (default: the folder's name)")
     parser.add_argument("--device", default="auto", help="as cpu or cuda:0 (default: a GPU if there is one)")
-    parser.add_argument("--dtype", default="auto", help="of its weights, as bfloat16 (default: that of its files)")
+    parser.add_argument(
+        "--dtype",
+        choices=("auto", *_DTYPES, *_DTYPES.values()),
+        default="auto",
+        help="of its weights (default: that of its files)",
+    )
     corpus = parser.add_argument_group("perplexity")
     corpus.add_argument("--data", metavar="PREFIX", help="of a .bin/.idx corpus")
     add_fields(corpus, PerplexityConfig)
@@ -51,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
     tasks.add_argument("--task-files", type=Path, metavar="DIR", help="folder of further tasks in YAML")
     tasks.add_argument("--limit", type=int, metavar="N", help="questions of each task (default: all)")
     output = parser.add_argument_group("output")
-    output.add_argument("--output", type=Path, metavar="FILE", help="JSON file for the results")
+    output.add_argument("--output", type=Path, metavar="FILE", help="JSON file for results, replaced if it has some")
     output.add_argument(
         "--baseline",
         type=Path,
@@ -60,7 +68,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="results to compare with; may be repeated",
     )
-    output.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG with a bar for each model")
+    output.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG file with a bar for each model")
     parser.set_defaults(func=_run)
 
 
@@ -73,8 +81,10 @@ def _run(options: argparse.Namespace) -> int:
             "checkpoint"
         )
     from megatron_ext.evaluation.lm_tasks import parse_tasks, run_tasks
+    from megatron_ext.evaluation.outputs import check_outputs
     from megatron_ext.evaluation.results import Results, draw, read_results, table
 
+    check_outputs(options.output, options.picture, options.baseline)
     baselines = [read_results(path) for path in options.baseline]
     named = [] if options.tasks is None else parse_tasks(options.tasks)
     device = _device(options.device)
@@ -88,7 +98,7 @@ def _run(options: argparse.Namespace) -> int:
             limit=options.limit,
             batch_size=options.batch_size,
             device=device,
-            dtype=options.dtype,
+            dtype=_DTYPES.get(options.dtype, options.dtype),
         )
     results = Results(
         name=options.name or options.model.resolve().name,
@@ -114,20 +124,30 @@ def _perplexity(options: argparse.Namespace, device: str) -> dict[str, Any]:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
-    measured = measure_perplexity(_loaded(options.model, device, options.dtype), options.data, config, tell)
-    return {"data": options.data, "split": config.split, "part": config.part, **measured}
+    model = _loaded(options.model, device, _DTYPES.get(options.dtype, options.dtype))
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if positions is not None and config.sequence_length > positions:
+        print(
+            f"--sequence-length {config.sequence_length} is beyond the {positions} positions that the model was made "
+            "for (max_position_embeddings): later tokens are predicted from more than it has seen",
+            file=sys.stderr,
+        )
+    measured = measure_perplexity(model, options.data, config, tell)
+    said = {name: getattr(config, name) for name in ("split", "part", "sequence_length")}
+    return {"data": options.data, **said, **measured}
 
 
 def _loaded(folder: Path, device: str, dtype: str) -> Any:
     try:
         import transformers
+        from safetensors import SafetensorError
     except ImportError as error:
         raise UserError(f"evaluate: transformers is not installed; run `{pip_install('transformers')}`") from error
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{folder}: transformers cannot load it ({error})") from error
-    return model.to(device).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        raise UserError(f"{folder}: transformers cannot load it on {device} ({reason})") from error
 
 
 def _device(name: str) -> str:
@@ -139,4 +159,9 @@ def _device(name: str) -> str:
         torch.device(name)
     except RuntimeError as error:
         raise UserError(f"--device {name}: torch knows no such device") from error
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError) as error:  # the latter from a build without that kind of device
+        reason = next(iter(str(error).strip().splitlines()), repr(error))
+        raise UserError(f"--device {name}: torch cannot compute on it here ({reason})") from error
     return name

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def run_tasks(
         dtype: of the weights, as transformers names it.
 
     Raises:
-        UserError: lm-evaluation-harness is not installed, or does not know a task.
+        UserError: lm-evaluation-harness is not installed, or does not know a task; or a measure is not finite.
     """
     try:
         import lm_eval
@@ -90,14 +91,20 @@ def run_tasks(
             limit=limit,
             task_manager=manager,
         )
-        found |= {name: _measures(values) for name, values in results["results"].items()}
+        found |= {name: _measures(name, values) for name, values in results["results"].items()}
     return found
 
 
-def _measures(values: dict[str, Any]) -> dict[str, float]:
+def _measures(task: str, values: dict[str, Any]) -> dict[str, float]:
     """A task's measures, without the name of the filter that all have."""
-    return {
+    found = {
         name.removesuffix(",none"): float(value)
         for name, value in values.items()
         if isinstance(value, int | float) and name not in ("alias", "sample_len")
     }
+    # Of a single question, or of equal ones, there is no error to be estimated.
+    found = {name: value for name, value in found.items() if "_stderr" not in name or math.isfinite(value)}
+    for name, value in found.items():
+        if not math.isfinite(value):
+            raise UserError(f"--tasks {task}: {name} is {value}: the model has, or computes, what is no number")
+    return found

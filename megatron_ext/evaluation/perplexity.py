@@ -39,7 +39,7 @@ def measure_perplexity(
         `tokens` (predicted), `loss` (nats per token) and `perplexity` (its exponential).
 
     Raises:
-        UserError: the corpus or the part is not there, or has ids that the model does not.
+        UserError: the corpus or the part is not there, or has ids that the model does not; or its loss is not finite.
     """
     if problems := config.problems():
         raise combine(problems, "evaluate")
@@ -59,6 +59,11 @@ def measure_perplexity(
             logits.flatten(0, 1), batch[:, 1:].flatten().to(model.device), reduction="none"
         )
         total += float(losses.double().sum())
+        if not math.isfinite(total):
+            raise UserError(
+                f"--data {prefix}: the model's loss is {total} after {count} tokens: it has weights that are no "
+                "numbers, or computes values that its type cannot hold, for which --dtype fp32 may have room"
+            )
         count += losses.numel()
         tell(count)
     return {"tokens": count, "loss": total / count, "perplexity": math.exp(min(total / count, 700.0))}

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.extras import pip_install
 
-__all__ = ["Results", "draw", "read_results", "table"]
+__all__ = ["PICTURES", "WRITER", "Results", "draw", "read_results", "table"]
+
+WRITER = "megatron-ext evaluate"
+"""What pictures say that they were made by."""
+
+PICTURES: Mapping[str, str] = MappingProxyType({".png": "Software", ".svg": "Creator"})
+"""By the ending of a picture's name, the field in which it says so."""
 
 _PREFERRED = ("acc_norm", "acc", "exact_match", "f1", "bleu", "word_perplexity", "perplexity")
 """Measures by which a task is compared, the first one that it has."""
@@ -42,7 +49,7 @@ class Results:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
             raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
 
@@ -65,11 +72,38 @@ def read_results(path: Path) -> Results:
         UserError: there is none, or something else is in it.
     """
     try:
-        return Results(**json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        problem = _problem(content)
     except OSError as error:
         raise UserError(f"--baseline {path}: {error.strerror}") from error
-    except (ValueError, TypeError) as error:
-        raise UserError(f"--baseline {path}: not what `megatron-ext evaluate --output` writes ({error})") from error
+    except ValueError as error:
+        problem = f"it is not JSON: {error}"
+    if problem is not None:
+        raise UserError(f"--baseline {path}: not what `megatron-ext evaluate --output` writes: {problem}")
+    return Results(**content)
+
+
+def _problem(content: Any) -> str | None:
+    """Why a file's content is not that of results; None where it is."""
+    if not isinstance(content, dict):
+        return "it has no object"
+    names = {entry.name for entry in fields(Results)}
+    if missing := sorted(names - content.keys()):
+        return f"it has no field {missing[0]!r}"
+    if unknown := sorted(content.keys() - names):
+        return f"it has a field {unknown[0]!r}"
+    found, tasks = content["perplexity"], content["tasks"]
+    if not isinstance(found, dict) or (found and not _is_number(found.get("perplexity"))):
+        return "its field 'perplexity' has none"
+    if not isinstance(tasks, dict) or not all(
+        isinstance(values, dict) and all(map(_is_number, values.values())) for values in tasks.values()
+    ):
+        return "its field 'tasks' has something else than numbers"
+    return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def table(models: Sequence[Results]) -> Iterator[str]:
@@ -93,7 +127,7 @@ def draw(models: Sequence[Results], file: Path) -> None:
 
     Args:
         models: at least one.
-        file: replaced; its ending says the format.
+        file: replaced; its ending, one of `PICTURES`, says the format.
 
     Raises:
         UserError: it cannot be drawn.
@@ -129,7 +163,8 @@ def draw(models: Sequence[Results], file: Path) -> None:
     axes[0][-1].legend()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file)
+        metadata = {PICTURES[file.suffix.lower()]: WRITER} if file.suffix.lower() in PICTURES else {}
+        figure.savefig(file, metadata=metadata)
     except (OSError, ValueError) as error:
         raise UserError(f"--picture {file}: cannot be drawn ({error})") from error
     finally:

@@ -34,7 +34,7 @@ def test_perplexity_is_printed_written_and_drawn_beside_a_baseline(folder: Path,
     assert head.split() == ["measure", "first", "model"] and row.split()[0] == "perplexity"
     assert row.split()[1] == row.split()[2]
     written = json.loads((folder / "first.json").read_text())["perplexity"]
-    assert (written["tokens"], written["part"]) == (100, "training")
+    assert (written["tokens"], written["part"], written["sequence_length"]) == (100, "training", 32)
     assert f"{written['perplexity']:.4f}" == row.split()[1]
     assert (folder / "bars.png").exists()
 
@@ -48,12 +48,28 @@ def test_perplexity_is_printed_written_and_drawn_beside_a_baseline(folder: Path,
         (["model", "--data", "corpus", "--split", "1,1,0"], "has the id 256, and the model's vocabulary 250 rows"),
         (["model", "--tasks", "sciq:many"], "--tasks sciq:many: give NAME or NAME:SHOTS"),
         (["model", "--data", "corpus", "--device", "toaster"], "--device toaster: torch knows no such device"),
+        (["model", "--data", "corpus", "--device", "cuda:99"], "--device cuda:99: torch cannot compute on it here"),
+        (["model", "--data", "corpus", "--device", "meta"], "--device meta: torch cannot compute on it here"),
         (["model", "--data", "corpus", "--baseline", "none.json"], "--baseline none.json: No such file"),
+        (["model", "--data", "nothing", "--picture", "bars.txt"], "--picture bars.txt: give a name that ends in .png"),
+        (["model", "--data", "nothing", "--output", "text.txt"], "--output text.txt: is there already, and no eval"),
+        (["model", "--data", "nothing", "--dtype", "foo"], "argument --dtype: invalid choice: 'foo'"),
     ],
 )
 def test_bad_input_is_one_line(
     words: list[str], said: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(folder)
-    assert main(["evaluate", *words]) == 2
-    assert said in capsys.readouterr().err
+    try:
+        status = main(["evaluate", *words])
+    except SystemExit as ended:  # by argparse
+        status = int(ended.code or 0)
+    assert status == 2 and said in capsys.readouterr().err
+
+
+def test_a_sequence_beyond_the_models_positions_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["evaluate", str(folder / "model"), "--data", str(folder / "corpus"), "--split", "1,1,0", "--device", "cpu"]
+    for length in ("128", "129"):
+        assert main([*words, "--part", "training", "--max-tokens", "50", "--sequence-length", length]) == 0
+        told = "--sequence-length 129 is beyond the 128 positions" in capsys.readouterr().err
+        assert told == (length == "129")

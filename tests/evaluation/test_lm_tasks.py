@@ -3,6 +3,7 @@
 
 import importlib.util
 import json
+import math
 import os
 import random
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.lm_tasks import Task, parse_tasks, run_tasks
+from megatron_ext.evaluation.lm_tasks import Task, _measures, parse_tasks, run_tasks
 from tests.convert import models
 from tests.evaluation.models import WORDS, local_task, with_tokenizer
 from tests.support.distributed import REPOSITORY
@@ -40,6 +41,13 @@ def test_a_missing_harness_is_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"--tasks needs lm-evaluation-harness .*pip install 'lm-eval\[hf\]>="):
         run_tasks(tmp_path, parse_tasks("sciq"))
+
+
+def test_a_measure_is_finite_and_an_error_that_cannot_be_estimated_left_out():
+    whole = {"acc,none": 0.5, "acc_stderr,none": math.nan, "alias": "x", "sample_len": 1}
+    assert _measures("sciq", whole) == {"acc": 0.5}
+    with pytest.raises(UserError, match="--tasks sciq: acc is nan"):
+        _measures("sciq", {"acc,none": math.nan})
 
 
 @pytest.fixture(scope="module")

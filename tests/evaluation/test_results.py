@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Results are kept whole, and set side by side."""
 
+import math
 from pathlib import Path
 
 import pytest
 
 from megatron_ext.errors import UserError
+from megatron_ext.evaluation.outputs import check_outputs
 from megatron_ext.evaluation.results import Results, draw, read_results, table
 
 DENSE = Results(
@@ -42,9 +44,63 @@ def test_the_picture_has_a_bar_for_each_model(tmp_path: Path):
         draw([DENSE], tmp_path / "bars.nothing")
 
 
+@pytest.mark.parametrize("name", ["results.json", "bars.png", "bars.svg"])
+def test_an_evaluation_replaces_what_one_wrote_and_nothing_else(name: str, tmp_path: Path):
+    file = tmp_path / name
+
+    def check() -> None:
+        check_outputs(*((file, None) if name.endswith("json") else (None, file)), [])
+
+    check()
+    if name.endswith("json"):
+        DENSE.write(file)
+    else:
+        draw([DENSE], file)
+    check()
+    for mine in ("my thesis", '{"perplexity": 3}'):
+        file.write_text(mine)
+        with pytest.raises(UserError, match=f"{name}: is there already, and no evaluation wrote it; choose another"):
+            check()
+
+
+def test_where_nothing_can_be_written_is_told_before_the_evaluation(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    DENSE.write(tmp_path / "dense.json")
+    for output, picture, baselines, said in [
+        (tmp_path / "file" / "out.json", None, [], "--output .*file is no folder"),
+        (tmp_path, None, [], "no evaluation wrote it"),
+        (tmp_path / "dense.json", None, [tmp_path / "x" / ".." / "dense.json"], "is a --baseline as well"),
+        (None, tmp_path / "bars.txt", [], r"--picture .*bars.txt: give a name that ends in .png or .svg"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            check_outputs(output, picture, baselines)
+
+
+def test_no_file_has_a_number_that_json_does_not_know(tmp_path: Path):
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        Results(name="x", model="x", perplexity={"perplexity": math.nan}).write(tmp_path / "x.json")
+
+
 def test_a_baseline_that_is_another_file_is_refused(tmp_path: Path):
     (tmp_path / "other.json").write_text('{"loss": 2.0}')
     with pytest.raises(UserError, match="not what `megatron-ext evaluate --output` writes"):
         read_results(tmp_path / "other.json")
     with pytest.raises(UserError, match="No such file"):
         read_results(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"architectures": []}', "it has no field 'model'"),
+        ('{"name": "", "model": "", "tasks": {}, "perplexity": {}, "loss": 2}', "it has a field 'loss'"),
+        ('{"name": "", "model": "", "tasks": {}, "perplexity": {"loss": 2}}', "its field 'perplexity' has none"),
+        ('{"name": "", "model": "", "tasks": {"sciq": 0.5}, "perplexity": {}}', "its field 'tasks' has something"),
+        ("[]", "it has no object"),
+        ("{", "it is not JSON"),
+    ],
+)
+def test_what_a_foreign_baseline_lacks_is_told(content: str, said: str, tmp_path: Path):
+    (tmp_path / "other.json").write_text(content)
+    with pytest.raises(UserError, match=f"--output` writes: {said}"):
+        read_results(tmp_path / "other.json")
