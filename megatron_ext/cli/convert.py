@@ -128,14 +128,19 @@ def _add_to_hf(actions: Any) -> None:
         help="a model of the same architecture, or a checkpoint that was made of one: its config.json and tokenizer "
         "are taken",
     )
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="folder of the tokenizer for the model")
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="DIR",
+        help="folder of the tokenizer for the model (default: that of --hf-config, else SOURCE's)",
+    )
     parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: that of the source)")
     parser.add_argument(
         "--vocab-size",
         type=int,
         metavar="N",
-        help="rows of the vocabulary that are kept, to leave out Megatron's padding (default: those of --hf-config, "
-        "else all)",
+        help="rows of the vocabulary that are kept, to leave out Megatron's padding (default: where a conversion wrote "
+        "SOURCE those of its model, else those of --hf-config, else all)",
     )
     parser.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights, as 500MB (default: 5GB)"
@@ -205,6 +210,16 @@ def _tell(made: Converted) -> None:
     print("  " + shlex.join(made.flags))
     if "--tokenizer-model" not in made.flags:
         print("no tokenizer went with it: give Megatron its own --tokenizer-type")
+    _tell_ids(made.folder / "tokenizer", made.settings.vocab_size)
+
+
+def _tell_ids(tokenizer: Path, rows: int) -> None:
+    """Say so if a tokenizer that was beside a model knows more tokens than the model."""
+    from megatron_ext.convert.tokenizer_files import largest_id
+
+    largest = largest_id(tokenizer)
+    if largest is not None and largest >= rows:
+        print(f"the tokenizer that went with it has ids up to {largest}, and the model {rows} rows: as in the source")
 
 
 def _to_hf(options: argparse.Namespace) -> int:
@@ -237,6 +252,7 @@ def _to_hf(options: argparse.Namespace) -> int:
         print(f"{made.padding} rows that pad the vocabulary were left out")
     if not made.has_tokenizer:
         print("no tokenizer went with it; --tokenizer DIR adds one")
+    _tell_ids(made.folder, made.vocab_size)
     return 0
 
 

@@ -16,7 +16,7 @@ from megatron_ext.convert.families import (
     read_config,
     write_config,
 )
-from megatron_ext.convert.flags import flag_of_field, settings_of
+from megatron_ext.convert.flags import flag_of_field, known_tokens, settings_of
 from megatron_ext.convert.hf_reader import read_json
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
@@ -71,7 +71,9 @@ def described_by_args(
     Raises:
         UserError: no family, or not that one, can say all; or the configuration describes another model.
     """
+    known = known_tokens(args)
     if config is None:
+        _check_rows(vocab_size, known)
         settings = _kept(settings_of(args, vocab_size), drop_mtp)
         if family is not None:
             return family_named(family), settings, write_config(family_named(family), settings)
@@ -79,7 +81,8 @@ def described_by_args(
         return found, settings, written
     named = family_named(config.get("model_type"))
     given = read_config(named, config)
-    settings = _kept(settings_of(args, vocab_size or given.vocab_size), drop_mtp)
+    _check_rows(vocab_size, known or given.vocab_size)
+    settings = _kept(settings_of(args, vocab_size or known or given.vocab_size), drop_mtp)
     different = settings.differences(given)
     if vocab_size is not None:
         different.pop("vocab_size", None)
@@ -90,7 +93,7 @@ def described_by_args(
 
 
 def described_by_run(
-    agreed: Mapping[str, str], config: Mapping[str, Any] | None, prediction_layers: int
+    agreed: Mapping[str, str], config: Mapping[str, Any] | None, prediction_layers: int, vocab_size: int | None = None
 ) -> Description:
     """Return what the configuration for a sync service's snapshot describes.
 
@@ -98,6 +101,7 @@ def described_by_run(
         agreed: what the run's peers agreed on; empty where nothing is known.
         config: the configuration that was given.
         prediction_layers: layers of multi-token prediction that are kept of it.
+        vocab_size: rows that are kept; None for those of the configuration.
 
     Raises:
         UserError: there is none, or the peers agreed on something else.
@@ -117,7 +121,22 @@ def described_by_run(
     ]
     if different:
         raise UserError("--hf-config describes another model than the run's peers agreed on: " + "; ".join(different))
+    _check_rows(vocab_size, settings.vocab_size)
+    settings = replace(settings, vocab_size=vocab_size or settings.vocab_size)
     return family, settings, _with_predictions(family, settings, config)
+
+
+def _check_rows(vocab_size: int | None, tokens: int | None) -> None:
+    """Check that the rows that are to be kept hold all tokens, as far as their number is known."""
+    if vocab_size is None:
+        return
+    if vocab_size < 1:
+        raise UserError(f"--vocab-size {vocab_size}: give a whole number of at least 1")
+    if tokens is not None and vocab_size < tokens:
+        raise UserError(
+            f"--vocab-size {vocab_size}: {tokens} rows of the vocabulary are tokens, of which this would cut off "
+            f"{tokens - vocab_size}; leave it out to keep them all, and no padding"
+        )
 
 
 def _kept(settings: ModelSettings, drop_mtp: bool) -> ModelSettings:

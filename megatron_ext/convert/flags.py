@@ -10,7 +10,7 @@ from megatron_ext.convert.counterparts import ONLY
 from megatron_ext.convert.settings import NORMS_OVER_HEADS, PLAIN_QUERIES, ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["flag_of_field", "flags_of", "settings_of"]
+__all__ = ["flag_of_field", "flags_of", "known_tokens", "settings_of"]
 
 _NAMES = {"layernorm_epsilon": "--norm-epsilon"}
 _DERIVED = (
@@ -138,10 +138,17 @@ def settings_of(args: Any, vocab_size: int | None = None) -> ModelSettings:
     return ModelSettings(**values)
 
 
+def known_tokens(args: Any) -> int | None:
+    """Return how many rows of the vocabulary are tokens; None where the arguments are a job's, and do not say.
+
+    Args:
+        args: those of a checkpoint.
+    """
+    return getattr(args, "vocab_size", None) if getattr(args, "tokenizer_type", None) is None else None
+
+
 def _rows(args: Any, vocab_size: int | None) -> int:
-    known = vocab_size
-    if known is None and getattr(args, "tokenizer_type", None) is None:
-        known = getattr(args, "vocab_size", None)  # a conversion wrote it
+    known = vocab_size or known_tokens(args)
     if known is None:
         # A job's --vocab-size is not what its tokenizer has: NullTokenizer adds one.
         known = getattr(args, "padded_vocab_size", None)

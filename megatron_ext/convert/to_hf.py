@@ -27,7 +27,7 @@ from megatron_ext.convert.model_sources import (
     open_checkpoint,
     prediction_layers,
 )
-from megatron_ext.convert.tokenizer_files import copy_tokenizer
+from megatron_ext.convert.tokenizer_files import copy_tokenizer, largest_id, tokenizer_folder
 from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.errors import UserError
 from megatron_ext.params import GptShape, gpt_parameters
@@ -65,13 +65,14 @@ class ToHf:
     one."""
 
     tokenizer: Path | None = None
-    """Folder of the tokenizer that goes with the model."""
+    """Folder of the tokenizer that goes with the model; without it that of `config`, or the source's."""
 
     dtype: torch.dtype | None = None
     """Of the weights; without it that of the source."""
 
     vocab_size: int | None = None
-    """Rows of the vocabulary that are kept; without it what `config` says, else all."""
+    """Rows of the vocabulary that are kept, at least as many as are known to be tokens; without it those of a
+    conversion's checkpoint, or what `config` says, else all."""
 
     max_shard_bytes: int = 5 * 10**9
     """Size that a file should not exceed."""
@@ -105,6 +106,9 @@ class Exported:
     described: str | None
     """The type of which the configuration that was given says that its weights are."""
 
+    vocab_size: int
+    """Rows of the vocabulary that it has."""
+
     padding: int
     """Rows of the vocabulary that were left out."""
 
@@ -122,6 +126,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         UserError: something of the model has no counterpart, the source lacks a tensor, or a file is damaged.
     """
     source, files, (family, settings, config) = _opened(options)
+    tokenizer = _tokenizer(options, settings.vocab_size)
     if options.vocab_size is not None:
         config["vocab_size"] = options.vocab_size
     dtype = options.dtype or trained_dtype(source.dtype(WORD_EMBEDDING), options.source)
@@ -149,8 +154,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
     with resumed_folder(options.target, task, inputs=inputs, overwrite=options.overwrite) as folder:
         write_weights(folder, groups, value, dtype.itemsize)
         write_json(folder / "config.json", config)
-        tokenizers = [path for path in (options.tokenizer, options.config, options.source / "tokenizer") if path]
-        has_tokenizer = any(copy_tokenizer(path, folder) for path in tokenizers)
+        has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, folder)
     return Exported(
         folder=options.target,
         family=family,
@@ -158,6 +162,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         parameters=sum(tensor.numel for tensor in tensors),
         dtype=dtype,
         described=described,
+        vocab_size=settings.vocab_size,
         padding=stored - settings.vocab_size,
         has_tokenizer=has_tokenizer,
     )
@@ -179,7 +184,31 @@ def _opened(options: ToHf) -> tuple[Source, tuple[Path, ...], Description]:
         raise UserError(f"{options.source}: --weights and --iteration choose in a checkpoint, and it is none")
     snapshots = Snapshots(find_snapshots(options.source))
     predictions = 0 if options.drop_mtp else prediction_layers(snapshots)
-    return snapshots, snapshots.files, described_by_run(snapshots.agreed(), config, predictions)
+    return snapshots, snapshots.files, described_by_run(snapshots.agreed(), config, predictions, options.vocab_size)
+
+
+def _tokenizer(options: ToHf, rows: int) -> Path | None:
+    """The folder of the tokenizer that goes with a model of so many rows; None without one."""
+    given = (path for path in (options.config, options.source) if path is not None)
+    if options.tokenizer is not None:
+        found = tokenizer_folder(options.tokenizer)
+        if found is None:
+            raise UserError(
+                f"--tokenizer {options.tokenizer}: no tokenizer is there; give a folder with tokenizer.json, "
+                "tokenizer.model or vocab.json"
+            )
+    else:
+        found = next(filter(None, map(tokenizer_folder, given)), None)
+    if found is None or (options.tokenizer is None and options.vocab_size is None):
+        return found
+    largest = largest_id(found)
+    if largest is not None and largest >= rows:
+        said = f"--vocab-size {rows}" if options.tokenizer is None else f"--tokenizer {options.tokenizer}"
+        raise UserError(
+            f"{said}: the tokenizer's ids go up to {largest}, and the model has {rows} rows; give the tokenizer that "
+            "the model was trained with, and no smaller --vocab-size"
+        )
+    return found
 
 
 def _opened_legacy(

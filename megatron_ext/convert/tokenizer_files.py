@@ -6,7 +6,9 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-__all__ = ["copy_tokenizer"]
+from megatron_ext.convert.hf_reader import read_json
+
+__all__ = ["copy_tokenizer", "largest_id", "tokenizer_folder"]
 
 _PATTERNS = (
     "tokenizer*",
@@ -25,10 +27,50 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     Returns:
         Whether there is a tokenizer.
     """
-    files = sorted({file for pattern in _PATTERNS for file in source.glob(pattern) if file.is_file()})
-    if not any(file.name.startswith(("tokenizer", "vocab")) for file in files):
+    files = _files(source)
+    if not _are_tokenizer(files):
         return False
     target.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copy(file, target / file.name)
     return True
+
+
+def tokenizer_folder(path: Path) -> Path | None:
+    """Return the folder of a tokenizer: `path`, or `path/tokenizer` as in a checkpoint that a conversion wrote.
+
+    Args:
+        path: of anything.
+
+    Returns:
+        None where there is no tokenizer.
+    """
+    return next((folder for folder in (path, path / "tokenizer") if _are_tokenizer(_files(folder))), None)
+
+
+def largest_id(folder: Path) -> int | None:
+    """Return the largest id that a tokenizer gives, as far as its JSON files say it; None where they do not.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    ids: list[object] = []
+    if (folder / "tokenizer.json").exists():
+        content = read_json(folder / "tokenizer.json")
+        tokens = content.get("model", {}).get("vocab", {})
+        # A list has the tokens in the order of their ids.
+        ids += tokens.values() if isinstance(tokens, dict) else range(len(tokens))
+        ids += [token.get("id") for token in content.get("added_tokens", [])]
+    else:
+        for name in ("vocab.json", "added_tokens.json"):
+            if (folder / name).exists():
+                ids += read_json(folder / name).values()
+    return max((value for value in ids if isinstance(value, int)), default=None)
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted({file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()})
+
+
+def _are_tokenizer(files: list[Path]) -> bool:
+    return any(file.name.startswith(("tokenizer", "vocab")) for file in files)

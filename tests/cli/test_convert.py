@@ -2,6 +2,8 @@
 """`megatron-ext convert` as people call it."""
 
 import argparse
+import json
+import shutil
 from dataclasses import fields
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.cli.main import main
+from megatron_ext.convert.tokenizer_files import largest_id
 from megatron_ext.convert.upcycle_config import UpcycleConfig
 from tests.convert import models
 
@@ -64,6 +67,92 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     error = capsys.readouterr().err
     assert said in error and error.count("megatron-ext: error:") == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def tokenizer(folder: Path, ids: int) -> Path:
+    """Write the file of a tokenizer with so many ids, the last one of them an added token."""
+    folder.mkdir(exist_ok=True)
+    content = {"model": {"vocab": {f"w{at}": at for at in range(ids - 1)}}, "added_tokens": [{"id": ids - 1}]}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint of 250 tokens in 256 rows, with their tokenizer."""
+    folder = tmp_path_factory.mktemp("start")
+    tokenizer(models.save("llama", folder / "model"), 250)
+    words = ["convert", "from-hf", str(folder / "model"), str(folder / "start"), "--vocab-multiple", "64"]
+    assert main(words) == 0
+    return folder / "start"
+
+
+@pytest.mark.parametrize("given", ["nothing", "model", "checkpoint", "tokenizer of the checkpoint", "another"])
+def test_a_tokenizer_is_found_where_the_model_has_it(given: str, start: Path, tmp_path: Path):
+    another = tokenizer(tmp_path / "another", 100)
+    words = {
+        "nothing": [],
+        "model": ["--hf-config", str(start.parent / "model")],
+        "checkpoint": ["--hf-config", str(start)],
+        "tokenizer of the checkpoint": ["--tokenizer", str(start)],
+        "another": ["--tokenizer", str(another)],
+    }[given]
+    # As a job's folder, which has no tokenizer of its own.
+    run = tmp_path / "run"
+    shutil.copytree(start, run, ignore=None if given == "nothing" else shutil.ignore_patterns("tokenizer"))
+    assert main(["convert", "to-hf", str(run), str(tmp_path / "out"), *words]) == 0
+    assert largest_id(tmp_path / "out") == (99 if given == "another" else 249)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere: no tokenizer is there"),
+        (["--tokenizer", "empty"], "--tokenizer empty: no tokenizer is there"),
+        (["--tokenizer", "large"], "--tokenizer large: the tokenizer's ids go up to 250, and the model has 250 rows"),
+        (["--vocab-size", "249"], "--vocab-size 249: 250 rows of the vocabulary are tokens, of which this would cut"),
+        (["--vocab-size", "0"], "--vocab-size 0: give a whole number of at least 1"),
+        (["--hf-config", "config.json"], "describes another model than the checkpoint: vocab_size is 250, there 200"),
+    ],
+)
+def test_no_token_is_cut_off_and_no_other_tokenizer_taken(
+    words: list[str],
+    said: str,
+    start: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    tokenizer(tmp_path / "large", 251)
+    config = json.loads((start / "hf_config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 200}))
+    assert main(["convert", "to-hf", str(start), "out", *words]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_with_more_ids_than_its_own_model_goes_with_it_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    tokenizer(models.save("llama", tmp_path / "model"), 252)
+    for command, source, target in (("from-hf", "model", "start"), ("to-hf", "start", "out")):
+        assert main(["convert", command, str(tmp_path / source), str(tmp_path / target)]) == 0
+        assert "has ids up to 251, and the model 250 rows" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("files", "largest"),
+    [
+        ({"tokenizer.json": {"model": {"vocab": [["a", 0.5], ["b", 0.5]]}, "added_tokens": []}}, 1),
+        ({"vocab.json": {"a": 0, "b": 7}, "added_tokens.json": {"c": 9}}, 9),
+        ({"tokenizer_config.json": {"added_tokens_decoder": {}}}, None),
+    ],
+)
+def test_the_largest_id_is_read_of_every_kind_of_file(files: dict[str, object], largest: int | None, tmp_path: Path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert largest_id(tmp_path) == largest
 
 
 def test_the_flags_of_upcycling_are_the_fields_of_its_config(capsys: pytest.CaptureFixture[str]):

@@ -137,6 +137,8 @@ def test_several_servers_have_one_model(make_service: Callable[..., Service], tm
         rows = torch.cat([values[ours.name][slice(*part.at)] for ours, part in tensor.sources])
         assert torch.equal(server[tensor.name], rows), tensor.name
         assert (server[tensor.name] - begun[tensor.name]).mean() > 0.9, tensor.name
+    with pytest.raises(UserError, match=r"--vocab-size 200: 250 rows .* are tokens, of which this would cut off 50"):
+        exported(state, tmp_path / "hf", config=source, vocab_size=200)
     parts[1].unlink()
     with pytest.raises(UserError, match=r"shard-1.*round-.*: the snapshot of a shard is missing"):
         exported(state, tmp_path / "hf", config=source)

@@ -43,6 +43,7 @@ def test_a_dense_model_is_upcycled_trained_by_four_peers_exported_and_evaluated(
     trained = models.loaded(tmp_path / "toy" / "trained")
     with torch.no_grad():
         assert trained(torch.arange(20)[None]).logits.isfinite().all()
+    assert list((tmp_path / "toy" / "trained").glob("tokenizer*"))
     assert trained.config.num_experts == 8 and trained.config.eos_token_id == 256
 
 
