@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 
 from megatron_ext.convert.dtypes import fitting, trained_dtype
-from megatron_ext.convert.families import Family, family_named, read_config
+from megatron_ext.convert.families import Family, family_named, fields_left, read_config
 from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of, prediction_copies
 from megatron_ext.convert.hf_reader import HfModel
 from megatron_ext.convert.release import Converted, Step, write_release
@@ -42,7 +43,7 @@ def from_hf(
         target: the checkpoint's.
         dtype: of the parameters; None for the embedding's in the source.
         divisor: the vocabulary's rows are padded with zeros to a multiple of it.
-        ignored: fields of config.json, and tensors, to leave out.
+        ignored: fields of config.json, and tensors, to leave out; each leaves out some, and none that is needed.
         mtp: whether its layers of multi-token prediction are taken, too.
         overwrite: whether what an earlier conversion wrote in `target` is replaced.
         step: is told of the progress.
@@ -58,7 +59,9 @@ def from_hf(
         settings = replace(settings, mtp_num_layers=_prediction_layers(model, family))
     plain = settings.shape()
     hint = "--mtp takes layers of multi-token prediction" if family.predicts and not mtp else None
-    model.check(hf_tensors(plain, family.names), also=frozenset(ignored), hint=hint)
+    tensors = hf_tensors(plain, family.names)
+    _check_ignored(ignored, model, fields_left(family, model.config), frozenset(tensor.name for tensor in tensors))
+    model.check(tensors, also=frozenset(ignored), hint=hint)
     for copy, of in prediction_copies(plain).items():
         model.check_equal(copy, of)
     shape = settings.shape(dtype or trained_dtype(_one_dtype(model, plain, family.names), model.folder), divisor)
@@ -75,6 +78,24 @@ def from_hf(
         overwrite=overwrite,
         step=step,
     )
+
+
+def _check_ignored(ignored: Iterable[str], model: HfModel, fields: frozenset[str], needed: frozenset[str]) -> None:
+    """Check that every name that was given to --ignore leaves something out, and nothing that the model needs."""
+    for name in ignored:
+        if name in fields:
+            continue
+        matching = sorted(tensor for tensor in model.names if fnmatch(tensor, name))
+        if wanted := [tensor for tensor in matching if tensor in needed]:
+            raise UserError(f"{model.folder}: --ignore {name}: the model needs {wanted[0]}; name others alone")
+        if matching:
+            continue
+        reason = (
+            "the conversion reads this field of config.json, or it has no meaning for the model anyway"
+            if name in model.config
+            else "no field of config.json has this name, and no tensor's name fits it"
+        )
+        raise UserError(f"{model.folder}: --ignore {name} leaves nothing out: {reason}; leave the option out")
 
 
 def _prediction_layers(model: HfModel, family: Family) -> int:

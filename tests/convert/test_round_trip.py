@@ -2,6 +2,7 @@
 """Every family: what transformers saved comes back bit for bit, by way of a checkpoint of Megatron's."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -261,6 +262,25 @@ def test_a_bad_model_is_refused_by_name_and_nothing_is_written(harm: str, said: 
     with pytest.raises(UserError, match=said.replace(".", r"\.")):
         from_hf(source, tmp_path / "checkpoint")
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_ignoring_leaves_out_what_is_not_needed_and_something_at_all(tmp_path: Path):
+    source = models.save("llama", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "no_such_field": 3}))
+    file = source / "model.safetensors"
+    save_file({**load_file(file), "model.rotary.inv_freq": torch.ones(4)}, file, metadata={"format": "pt"})
+    both = ["no_such_field", "*.inv_freq"]
+    for name, said in [
+        ("no_such_tensor", "leaves nothing out: no field of config.json has this name, and no tensor's name fits it"),
+        ("hidden_size", "leaves nothing out: the conversion reads this field of config.json"),
+        ("use_cache", "it has no meaning for the model anyway"),
+        ("model.norm.weight", "the model needs model.norm.weight"),
+        ("model.layers.1.*", "the model needs model.layers.1.input_layernorm.weight"),
+    ]:
+        with pytest.raises(UserError, match=re.escape(f"--ignore {name}") + ".*" + re.escape(said)):
+            from_hf(source, tmp_path / "checkpoint", ignored=[*both, name])
+    from_hf(source, tmp_path / "checkpoint", ignored=both)
 
 
 def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path):

@@ -9,7 +9,13 @@ from typing import Any
 
 from megatron_ext.convert.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_ext.convert.families.dense import Llama, Qwen2, Qwen3
-from megatron_ext.convert.families.family import Family, no_place_for_predictions, read_config, write_config
+from megatron_ext.convert.families.family import (
+    Family,
+    fields_left,
+    no_place_for_predictions,
+    read_config,
+    write_config,
+)
 from megatron_ext.convert.families.mixtures import Mixtral, Olmoe, Qwen2Moe, Qwen3Moe
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
@@ -19,6 +25,7 @@ __all__ = [
     "Family",
     "family_for",
     "family_named",
+    "fields_left",
     "no_place_for_predictions",
     "read_config",
     "write_config",

@@ -116,6 +116,11 @@ class ConfigFields:
         """What has been found not to convert."""
         return tuple(self._problems)
 
+    @property
+    def left(self) -> frozenset[str]:
+        """Fields that nobody has taken, and that may say something."""
+        return frozenset(self._left)
+
     def finish(self, ignored: Iterable[str]) -> None:
         """Check that every field was taken, and that all convert.
 

@@ -11,7 +11,15 @@ from megatron_ext.convert.hf_names import Names
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["Family", "common_config", "common_settings", "no_place_for_predictions", "read_config", "write_config"]
+__all__ = [
+    "Family",
+    "common_config",
+    "common_settings",
+    "fields_left",
+    "no_place_for_predictions",
+    "read_config",
+    "write_config",
+]
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """What Megatron's --use-rope-scaling has beside the factor."""
@@ -154,6 +162,18 @@ def read_config(family: Family, config: Mapping[str, Any], ignored: Iterable[str
     settings = family.read(fields)
     fields.finish(ignored)
     return settings
+
+
+def fields_left(family: Family, config: Mapping[str, Any]) -> frozenset[str]:
+    """Return the fields of a ``config.json`` that have no counterpart: those that may be left out of account.
+
+    Args:
+        family: its family.
+        config: the file's content.
+    """
+    fields = ConfigFields(config, family.model_type)
+    family.read(fields)
+    return fields.left
 
 
 def write_config(family: Family, settings: ModelSettings) -> dict[str, Any]:
