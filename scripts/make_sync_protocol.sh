@@ -11,6 +11,12 @@
 #     PYTHON=protocol-env/bin/python scripts/make_sync_protocol.sh
 
 set -euo pipefail
+case ${1:-} in
+    -h | --help)
+        sed -n '4,/^$/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+esac
 wanted=1.74.0
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 output="$(cd "${1:-$root}" && pwd -P)"

@@ -19,6 +19,7 @@
 #   NUM_NODES      nodes, each of them a worker (4; at toy size 1)
 #   NODE_RANK      which of them this is (0)
 #   MASTER_ADDR, MASTER_PORT  the node with NODE_RANK=0, and a port of it (localhost at toy size or on one node, 29500)
+#   VERBOSE        1 to see all that Megatron and torch print, which otherwise is in CHECKPOINT_PATH.node0.log, ... (0)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
@@ -121,7 +122,7 @@ read_extra_args
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
-launch torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
+start_job "$CHECKPOINT_PATH.node$NODE_RANK.log" torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \

@@ -14,6 +14,7 @@
 #   TRAIN_ITERS    steps of training (100000; at toy size 20)
 #   GPUS_PER_NODE  processes of a node (8)
 #   MASTER_ADDR, MASTER_PORT  where the processes find each other (localhost, 29500)
+#   VERBOSE        1 to see all that Megatron and torch print, which otherwise is in CHECKPOINT_PATH.log (0)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
@@ -106,7 +107,7 @@ read_extra_args
 find_python
 
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
-launch torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
+start_job "$CHECKPOINT_PATH.log" torchrun "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \
     "${MODEL_PARALLEL_ARGS[@]}" \

@@ -17,6 +17,7 @@
 #   TRAIN_ITERS    steps of training (95000; at toy size 20)
 #   GPUS_PER_NODE  processes of a node (8)
 #   MASTER_PORT    a port of the job's first node (20000 to 29999, by the job's number; outside of a job 29500)
+#   VERBOSE        1 to see all that Megatron and torch print, which otherwise is in CHECKPOINT_PATH.log (0)
 
 #SBATCH --job-name=gpt3-diloco
 #SBATCH --nodes=64
@@ -138,7 +139,7 @@ find_python
 # One task per node, which starts one process per GPU. SLURM_NODEID is known inside of the task only.
 # Megatron's own script needs no change: torchrun ... -m megatron_ext /path/to/Megatron-LM/pretrain_gpt.py ...
 # shellcheck disable=SC2016 # the task expands it
-launch "${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$@"' torchrun \
+start_job "$CHECKPOINT_PATH.log" "${LAUNCHER[@]}" bash -c 'exec torchrun --node_rank "${SLURM_NODEID:-0}" "$@"' torchrun \
     "${DISTRIBUTED_ARGS[@]}" "$ROOT/examples/pretrain_gpt.py" \
     "${GPT_MODEL_ARGS[@]}" \
     "${TRAINING_ARGS[@]}" \

@@ -5,8 +5,9 @@
 #
 #   run_single_node.sh NODE_ID [--resume] [--check] [--dry-run]
 #
-# NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG. --resume continues from this peer's checkpoint. --check reports
-# problems of arguments and environment, and starts nothing. --dry-run prints the command line and what it would do
+# NODE_ID is 0 to 3, one less than the num_peers of SPES_CONFIG, and that of no peer that is alive; EXTRA_ARGS=--sync-service-take-over
+# takes the place of one whose machine is gone. --resume continues from this peer's checkpoint. --check reports problems of
+# arguments and environment, those of the training, too, and starts nothing. --dry-run prints the command line and what it would do
 # (docs/explain.md) instead of starting it. Start examples/spes/run_parameter_server.sh first.
 #
 # Environment:
@@ -168,21 +169,24 @@ EVAL_AND_LOGGING_ARGS+=(--save "$CHECKPOINT_PATH")
 if [[ -n $RESUME ]]; then
     EVAL_AND_LOGGING_ARGS+=(--load "$CHECKPOINT_PATH")
 fi
-[[ -z $CHECK ]] || exit 0
 find_python
-LAUNCH=(run_quietly "$CHECKPOINT_PATH.log")
-if [[ $DRY_RUN == 1 ]]; then
-    LAUNCH=(launch)
-elif [[ ${VERBOSE:-0} == 1 ]]; then
-    LAUNCH=(exec)
+ARGUMENTS=(
+    "${MODEL_ARGS[@]}"
+    "${TRAINING_ARGS[@]}"
+    "${DATA_ARGS[@]}"
+    ${SPES_ARGS[@]+"${SPES_ARGS[@]}"}
+    "${EVAL_AND_LOGGING_ARGS[@]}"
+    ${EXTRA[@]+"${EXTRA[@]}"}
+)
+if [[ -n $CHECK ]]; then
+    explain_command "$GPUS_PER_NODE" 1 "${ARGUMENTS[@]}" >/dev/null
+fi
+if [[ $DRY_RUN == 0 ]]; then
+    # Peers of the same number would write the same checkpoints. The lock is held as long as anything of this start lives.
+    lock_file "$CHECKPOINT_PATH.lock" "a peer with NODE_ID=$NODE_ID is running on this machine, with its checkpoints in" \
+        "$CHECKPOINT_PATH; give another NODE_ID, or end that peer first"
 fi
 
 # Every peer has a launcher of its own: peers know each other through the server alone.
-"${LAUNCH[@]}" torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
-    --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" \
-    "${MODEL_ARGS[@]}" \
-    "${TRAINING_ARGS[@]}" \
-    "${DATA_ARGS[@]}" \
-    ${SPES_ARGS[@]+"${SPES_ARGS[@]}"} \
-    "${EVAL_AND_LOGGING_ARGS[@]}" \
-    ${EXTRA[@]+"${EXTRA[@]}"}
+start_job "$CHECKPOINT_PATH.log" torchrun --nproc_per_node "$GPUS_PER_NODE" --nnodes 1 --master_addr localhost \
+    --master_port "${MASTER_PORT:-$((29500 + NODE_ID))}" "$ROOT/examples/pretrain_gpt.py" "${ARGUMENTS[@]}"

@@ -3,8 +3,9 @@
 
     training > >(python quiet_log.py FILE)
 
-What is left out is listed here, line for line; whatever is not is shown, so that nothing new is ever hidden. It ends
-with the training, not before: interrupts are for that.
+What is left out is listed here, line for line; whatever is not is shown, so that nothing new is ever hidden. Where the
+package has said why a training ends (`megatron-ext: error:`), what torchrun adds about it is left out as well: that
+sentence is the last one. It ends with the training, not before: interrupts are for that.
 """
 
 import re
@@ -25,6 +26,7 @@ LINES = (
     r"$",
     r"WARNING: ?(megatron\.|one_logger)",
     r"[IW]\d{4} .*(No CUDA runtime is found|OMP_NUM_THREADS)",
+    r"W\d{4} .*torch/distributed/run\.py:\d+\] *\**$",
     r"\[(after|before) .*\] datetime: ",
     r"\[Rank \d+\] \((after|before) .*memory \(MB\)",
     r"using (world size|torch\.\S+ for parameters)",
@@ -39,12 +41,31 @@ LINES = (
     r"usage: \S+\.py \[-h\]",
     r" {12,}[\[{]",
     r"Overwriting rerun_state_machine",
+    r"Evaluating (on \d+ samples|iter \d+/\d+)$",
 )
 """Beginnings of single lines that are left out."""
+
+ERROR = r"megatron-ext: error: "
+"""Begins the sentence that says why a training ends; each rank may say it."""
+
+AFTER_ERROR = r"([EWI]\d{4} .*torch/distributed/elastic/|W\d{4} .*torch/distributed/run\.py)"
+"""Begins a line in which torchrun says that a process has ended."""
+
+TRACEBACK = r"Traceback \(most recent call last\):"
+TORCHRUN = r'  File ".*/(torchrun|torch/distributed/run\.py)", line '
+"""Begin a traceback, and its second line where it is torchrun's own."""
+
+CHILD_FAILED = r"torch\.distributed\.elastic\.multiprocessing\.errors\.ChildFailedError: *$"
+"""The last line of torchrun's traceback where it says that a process has failed; others are about torchrun itself."""
+
+RULE = r"={20,}$"
+"""The first and last line of the summary that comes after it."""
 
 WARNING = r"\S+:\d+: (User|Future|Deprecation)Warning: "
 """Begins a warning of Python, whose next line may be the source that warns."""
 
+_ERROR, _AFTER_ERROR, _TRACEBACK = re.compile(ERROR), re.compile(AFTER_ERROR), re.compile(TRACEBACK)
+_TORCHRUN, _CHILD_FAILED, _RULE = re.compile(TORCHRUN), re.compile(CHILD_FAILED), re.compile(RULE)
 _WARNING, _SOURCE = re.compile(WARNING), re.compile(r"  \S")
 _FIRST, _LAST = (re.compile("|".join(f"(?:{pattern})" for pattern in each)) for each in zip(*BLOCKS, strict=True))
 _LINE = re.compile("|".join(f"(?:{pattern})" for pattern in LINES))
@@ -63,6 +84,35 @@ def quiet(lines: Iterable[str]) -> Iterator[str]:
             after_warning = True
         elif not is_source and not _LINE.match(line):
             yield line
+
+
+def without_summary(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines but those that torchrun adds after an error of the package."""
+    told = False
+    lines = iter(lines)
+    for line in lines:
+        told = told or _ERROR.match(line) is not None
+        if not told or not (_AFTER_ERROR.match(line) or _TRACEBACK.match(line)):
+            yield line
+        elif _TRACEBACK.match(line):
+            yield from _unless_torchruns(line, lines)
+
+
+def _unless_torchruns(first: str, lines: Iterator[str]) -> Iterator[str]:
+    """Yield a traceback, unless it is torchrun's about a process that has failed, which a summary follows."""
+    held = [first]
+    for line in lines:
+        held.append(line)
+        if len(held) == 2 and not _TORCHRUN.match(line):
+            break
+        if line[:1] != " ":
+            if _CHILD_FAILED.match(line):
+                rules = 0
+                while rules < 2 and (after := next(lines, None)) is not None:
+                    rules += _RULE.match(after) is not None
+                return
+            break
+    yield from held
 
 
 class _Sink:
@@ -99,7 +149,7 @@ def main() -> None:
     lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     with open(name, "ab", buffering=0) as file, open(1, "wb", buffering=0) as output:
         log, shown = _Sink(file, name), _Sink(output, "standard output")
-        for line in quiet(_kept(lines, log)):
+        for line in without_summary(quiet(_kept(lines, log))):
             shown.write(line)
 
 

@@ -215,6 +215,28 @@ def test_training_ends_with_the_script_that_started_it(
     assert code != 0 and "told to end" in output, output
 
 
+@pytest.mark.parametrize(
+    ("script", "environment", "log"),
+    [
+        (SINGLE_NODE, {}, "checkpoints.log"),
+        (MULTI_NODE, {"NUM_NODES": "2", "NODE_RANK": "1", "GPUS_PER_NODE": "1"}, "checkpoints.node1.log"),
+        (SLURM, {}, "checkpoints.log"),
+    ],
+    ids=["single node", "multi node", "slurm"],
+)
+def test_a_log_is_quiet_and_whole_in_its_file_unless_it_is_to_be_verbose(
+    desk: Desk, script: Path, environment: Mapping[str, str], log: str
+) -> None:
+    desk.command("torchrun", "echo '> initialized it'; echo trained; echo failed >&2; exit 3")
+    code, output = desk.run(script, desk.outputs(), BACKEND="cpu", **environment)
+    assert code == 3 and sorted(output.splitlines()) == ["failed", "trained"]
+    kept = desk.folder / log
+    assert sorted(kept.read_text().splitlines()) == ["> initialized it", "failed", "trained"]
+    kept.unlink()
+    code, output = desk.run(script, desk.outputs(), BACKEND="cpu", VERBOSE="1", **environment)
+    assert code == 3 and "> initialized it" in output and not kept.exists()
+
+
 def test_without_torch_the_scripts_say_how_to_get_it(desk: Desk) -> None:
     desk.command("torchrun", "echo started")
     desk.command("python", "exit 1")

@@ -22,6 +22,10 @@ W1128 09:41:37.188000 20956 torch/utils/cpp_extension.py:178] No CUDA runtime is
 
 Number of parameters in transformer block in billions:  0.00
 Theoretical memory footprints: weight and optimizer=4.38 MB, activation=0.68 MB, total=5.06 MB
+W1128 15:17:03.879000 14429 torch/distributed/run.py:874]\x20
+W1128 15:17:03.879000 14429 torch/distributed/run.py:874] *****************************************
+Evaluating on 32 samples
+Evaluating iter 1/2
 usage: pretrain_gpt.py [-h]
                        [--tensor-model-parallel-size TENSOR_MODEL_PARALLEL_SIZE]
 """
@@ -70,3 +74,48 @@ def test_a_full_disk_or_a_closed_terminal_ends_nothing(tmp_path: Path) -> None:
     with open("/dev/full", "wb") as full:
         _, said = filtered(text, str(log), full.fileno())
     assert log.read_bytes() == text and "standard output: No space left on device" in said
+
+
+SENTENCE = "megatron-ext: error: --sync-service-index is 9, and there are 4 peers; give 0 to 3\n"
+ELASTIC = """\
+W1128 15:15:33.1 11 torch/distributed/elastic/multiprocessing/api.py:1014] Sending process 12 closing signal SIGTERM
+E1128 15:15:33.2 11 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: 2) local_rank: 0 (pid: 11)
+"""
+TORCHRUN = """\
+Traceback (most recent call last):
+  File "/env/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+             ^^^^^^
+  File "/lib/torch/distributed/launcher/api.py", line 317, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:\x20
+============================================================
+/examples/pretrain_gpt.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  exitcode  : 2 (pid: 11)
+============================================================
+"""
+OF_ITSELF = [*TORCHRUN.splitlines(keepends=True)[:5], "torch.distributed.DistNetworkError: EADDRINUSE\n"]
+
+
+def test_the_sentence_that_says_why_a_training_ends_is_the_last_line(tmp_path: Path) -> None:
+    def shown(*texts: str) -> str:
+        log = tmp_path / "node0.log"
+        found, said = filtered("".join(texts).encode(), str(log))
+        assert log.read_bytes().decode() == "".join(texts) and said == ""
+        log.unlink()
+        return found.decode()
+
+    assert shown("before\n", SENTENCE, ELASTIC, TORCHRUN) == "before\n" + SENTENCE
+    assert shown(SENTENCE, SENTENCE, ELASTIC, TORCHRUN, "after\n") == SENTENCE * 2 + "after\n"
+    # Nothing else is taken for torchrun's, and without a sentence it is all that there is.
+    traceback = TOLD[TOLD.index("Traceback") : TOLD.index("some line")]
+    assert shown(SENTENCE, traceback, TORCHRUN) == SENTENCE + traceback
+    assert shown(SENTENCE, *OF_ITSELF, "after\n") == SENTENCE + "".join(OF_ITSELF) + "after\n"
+    assert shown(ELASTIC, TORCHRUN) == ELASTIC + TORCHRUN
+    assert shown(SENTENCE, *TORCHRUN.splitlines(keepends=True)[:4]).startswith(SENTENCE + "Traceback")

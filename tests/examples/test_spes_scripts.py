@@ -162,10 +162,45 @@ def test_a_signal_to_a_node_reaches_its_training_whose_last_line_is_shown(
     assert code in (1, 128 + number) and output.splitlines()[-1] == last
 
 
-def test_a_check_of_a_node_starts_nothing(desk: Desk) -> None:
+def without_explaining(desk: Desk, instead: str = "exit 0") -> None:
+    """Put a Python on the PATH that says of every training that it is valid, which takes seconds."""
+    desk.command("python", f'if [[ $* == *" explain "* ]]; then {instead}; fi; exec {sys.executable} "$@"')
+
+
+def test_a_check_of_a_node_looks_at_what_a_start_would_train_with_and_starts_nothing(desk: Desk) -> None:
+    desk.command("torchrun", "echo started; " + RECORD_ARGUMENTS)
+    settings = {"BACKEND": "cpu", "OUTPUT": str(desk.folder / "out"), "EXTRA_ARGS": "--seed 7"}
+    checked, started = desk.folder / "checked", desk.folder / "started"
+    without_explaining(desk, f"{RECORD_ARGUMENTS}; exit 0")
+    assert desk.run(NODE, ["2", "--check"], RECORDED_ARGUMENTS=str(checked), **settings) == (0, "")
+    assert not (desk.folder / "out").exists()
+    assert desk.run(NODE, ["2"], RECORDED_ARGUMENTS=str(started), **settings)[0] == 0
+    words = checked.read_text().splitlines()
+    assert words[words.index("--") + 1 :] == split_at_script(started.read_text().splitlines())[1]
+
+
+def test_a_check_of_a_node_refuses_what_its_training_would(desk: Desk) -> None:
     desk.command("torchrun", "echo started")
-    checked = desk.run(NODE, ["0", "--check"], BACKEND="cpu", OUTPUT=str(desk.folder / "out"))
-    assert checked == (0, "") and not (desk.folder / "out").exists()
+    code, output = desk.run(NODE, ["9", "--check"], BACKEND="cpu", OUTPUT=str(desk.folder / "out"))
+    said = "megatron-ext: error: arguments: --sync-service-index is 9; it must be 0 to --sync-service-peers minus 1"
+    assert code != 0 and output.splitlines()[-1] == said and "started" not in output
+
+
+def test_a_node_id_that_is_alive_on_this_machine_is_refused_before_anything_starts(desk: Desk) -> None:
+    settings = {"BACKEND": "cpu", "OUTPUT": str(desk.folder / "out")}
+    desk.command("torchrun", TRAIN_UNTIL_TOLD)
+    with desk.start(NODE, ["2"], **settings) as node:
+        until(lambda: "training" in node.output.read_text() or node.process.poll() is not None, "training")
+        desk.command("torchrun", "echo started")
+        for verbose in ("0", "1"):
+            code, output = desk.run(NODE, ["2"], **settings, VERBOSE=verbose)
+            assert code == 1 and len(output.splitlines()) == 1, output
+            assert "a peer with NODE_ID=2 is running on this machine, with its checkpoints in" in output
+            assert "give another NODE_ID, or end that peer first" in output
+        assert desk.run(NODE, ["1"], **settings) == (0, "started\n")
+        node.process.send_signal(signal.SIGTERM)
+        node.finish()
+    assert desk.run(NODE, ["2"], **settings) == (0, "started\n")
 
 
 @pytest.mark.parametrize(
@@ -398,8 +433,7 @@ def test_a_clusters_server_merges_as_the_papers_9b_run_does(desk: Desk) -> None:
     desk.command("torchrun", "exit 0")
     environment, _ = first_node(desk)
     # The server's command line, and then its end.
-    python = f'if [[ $* == *"server start"* ]]; then {RECORD_ARGUMENTS}; exit 1; fi; exec {sys.executable} "$@"'
-    desk.command("python", python)
+    without_explaining(desk, "exit 0; fi; " + f'if [[ $* == *"server start"* ]]; then {RECORD_ARGUMENTS}; exit 1')
     for given, wanted in (({}, ("0.05", "20000")), ({"MERGE_ALPHA_START": "0.1"}, ("0.1", "20000"))):
         own = {**environment, "MERGE_INTERVAL": "500", **given}
         code, output = desk.run(CLUSTER, RECORDED_ARGUMENTS=str(recorded), **own)
@@ -418,6 +452,7 @@ def test_numbers_of_the_server_that_are_none_are_refused(desk: Desk) -> None:
 def test_a_node_whose_server_does_not_start_has_no_peer_that_meets_another_one(desk: Desk) -> None:
     recorded = desk.folder / "arguments"
     desk.command("torchrun", RECORD_ARGUMENTS)
+    without_explaining(desk)
     environment = {"BACKEND": "cpu", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "INSECURE": "1", "BIND": "127.0.0.1"}
     environment |= {"STATE_DIR": str(desk.folder / "state"), "OUTPUT": str(desk.folder)}
     with socket.create_server(("127.0.0.1", 0)) as other:

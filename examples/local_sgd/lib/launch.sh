@@ -34,10 +34,15 @@ read_dry_run() {
     done
 }
 
-# Gives its place to a command: torchrun with its options, a training script, and the script's arguments. In a dry run it
-# prints it, says what it would do, and ends with the status of that.
-launch() {
-    [[ $DRY_RUN == 1 ]] || exec "$@"
+# start_job FILE COMMAND...: gives its place to a command: torchrun with its options, a training script, and the script's arguments,
+# and shows it as run_quietly does, unless VERBOSE is 1. In a dry run it prints it, says what it would do, and ends with the
+# status of that.
+start_job() {
+    if [[ $DRY_RUN != 1 ]]; then
+        [[ ${VERBOSE:-0} != 1 ]] || exec "${@:2}"
+        run_quietly "$@"
+    fi
+    shift
     printf '%q ' "$@" && echo
     local processes=1 nodes=1
     while [[ $1 != *.py ]]; do
@@ -219,6 +224,16 @@ run_quietly() {
     wait "$job" || status=$?
     wait "${filters[@]}" || true
     exit "$status"
+}
+
+# lock_file FILE REFUSAL...: holds FILE for this process and all that it starts; refuses where another one does.
+lock_file() {
+    local status=0
+    { mkdir -p "$(dirname "$1")" && : >>"$1"; } 2>/dev/null || launch_error "$1 cannot be written"
+    exec {LOCK}>>"$1"
+    flock --nonblock --conflict-exit-code 9 "$LOCK" || status=$?
+    ((status != 9)) || launch_error "${*:2} ($1 is locked)"
+    ((status == 0)) || echo "$(basename "$0"): $1 cannot be locked, so that a second start is not noticed" >&2
 }
 
 # Whether $1 is a whole number, 0 or more, with no more digits than shell arithmetic can take.
