@@ -18,6 +18,9 @@
 #   MASTER_PORT    a port of the first host (29500)
 #   PYTORCH_CUDA_ALLOC_CONF  torch's, because strategies take and give up large tensors (expandable_segments:True)
 #   BACKEND        gpu, or cpu for the same job at toy size with 4 processes on this machine (gpu)
+#   VERBOSE        1 to see all that Megatron and torch print (0), which otherwise is in OUTPUT/logs/llama_hot_switch_3b_32768.log, ...,
+#                  with several hosts in one file for each
+#   OUTPUT         folder of the logs (outputs/hot_switch)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"

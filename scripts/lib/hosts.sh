@@ -115,17 +115,19 @@ quoted() {
     printf '%s' "${words[*]}"
 }
 
-# Runs a training script with arguments on all hosts; with DRY_RUN=1 prints what would be started, a line for each host.
+# train_on_hosts LOG ARGUMENTS...: runs a training script with arguments on all hosts, and shows them as start_job does: all of it is
+# in LOG.log, with several hosts in LOG_node0.log, .... With DRY_RUN=1 prints what would be started, a line for each host.
 train_on_hosts() {
-    local node pids=() status=0
+    local node log="$1" pids=() status=0
+    shift
     for node in "${!HOSTS[@]}"; do
         job_on_host "$node" "$@"
         if [[ $DRY_RUN == 1 ]]; then
             quoted "${JOB[@]}" && echo
         elif ((${#HOSTS[@]} == 1)); then
-            exec "${JOB[@]}"
+            start_job "$log.log" "${JOB[@]}"
         else
-            "${JOB[@]}" </dev/null &
+            start_job "${log}_node$node.log" "${JOB[@]}" </dev/null &
             pids+=($!)
         fi
     done

@@ -194,7 +194,7 @@ def test_every_host_gets_its_torchrun_over_ssh(desk: Desk) -> None:
     desk.command("torchrun", RECORDING_TORCHRUN)
     hosts = hostfile(desk, "alpha slots=8", "user@beta slots=8")
     environment = {"RECORDS": str(desk.folder), "NCCL_IB_HCA": "mlx5_0 it's", "MASTER_PORT": "1234"}
-    code, output = desk.run(HOT, ["7b", "8192", "512", hosts], **environment)
+    code, output = desk.run(HOT, ["7b", "8192", "512", hosts], OUTPUT=str(desk.folder), **environment)
     assert code == 0, output
     for rank, host in enumerate(("alpha", "user@beta")):
         launched = (desk.folder / f"{rank}.torchrun").read_text().splitlines()
@@ -212,10 +212,30 @@ def test_a_host_that_fails_ends_the_others(desk: Desk) -> None:
     waits = "trap 'touch ended; exit 1' TERM; touch started; for _ in {1..600}; do sleep 0.1; done"
     desk.command("ssh", f"if [[ ${{@: -2:1}} == alpha ]]; then {waits}; fi; until [[ -e started ]]; do :; done; exit 3")
     desk.command("torchrun", "exit 9")
-    code, output = desk.run(HOT, ["7b", "8192", "512", hostfile(desk, "alpha slots=8", "beta slots=8")])
+    hosts = hostfile(desk, "alpha slots=8", "beta slots=8")
+    code, output = desk.run(HOT, ["7b", "8192", "512", hosts], OUTPUT=str(desk.folder))
     assert code == 3
     assert "a host's job ended with exit code 3; ending the others" in output
     assert (desk.folder / "ended").exists()
+
+
+def test_logs_are_quiet_and_whole_in_a_file_of_each_host_unless_they_are_to_be_verbose(desk: Desk) -> None:
+    desk.command("nvidia-smi", "exit 0")
+    desk.command("ssh", FAKE_SSH)
+    desk.command("torchrun", "echo '> initialized it'; echo \"trained $6\"; exit 0")
+    settings = {"OUTPUT": str(desk.folder / "out"), "RECORDS": str(desk.folder)}
+    both, one = ["alpha slots=8", "beta slots=8"], ["localhost slots=8"]
+    for lines, names in ((both, ["_node0.log", "_node1.log"]), (one, [".log"])):
+        arguments = ["7b", "8192", "512", hostfile(desk, *lines)]
+        code, output = desk.run(HOT, arguments, **settings)
+        assert code == 0 and sorted(output.splitlines()) == [f"trained {rank}" for rank in range(len(names))]
+        for rank, name in enumerate(names):
+            log = desk.folder / f"out/logs/llama_hot_switch_7b_8192{name}"
+            assert log.read_text() == f"> initialized it\ntrained {rank}\n"
+            log.unlink()
+        code, output = desk.run(HOT, arguments, **settings, VERBOSE="1")
+        assert code == 0 and output.count("> initialized it") == len(names)
+        assert list((desk.folder / "out/logs").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -421,9 +441,10 @@ LOG = """
 
 
 def test_experiments_are_compared_by_what_their_logs_say(desk: Desk) -> None:
-    desk.command("torchrun", f"cat <<'END'\n{LOG}\nEND")
+    desk.command("torchrun", f"echo '> initialized it'; cat <<'END'\n{LOG}\nEND")
     code, output = desk.run(A100, [], BACKEND="cpu", OUTPUT=str(desk.folder))
-    assert code == 0, output
+    assert code == 0 and "initialized it" not in output, output
+    assert (desk.folder / "A100_40G/8192_hot.log").read_text().startswith("> initialized it\n")
     rows = re.findall(r"^(\w+) +([\d.]+) +([\d.]+) +(\d+)$", output, re.MULTILINE)
     assert len(rows) == 7
     assert rows[1] == ("8192_hot", "200.0", "15.0", "1500")  # without the first two iterations

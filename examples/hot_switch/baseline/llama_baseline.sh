@@ -11,7 +11,7 @@
 # Environment, besides that of llama_hot_switch.sh (ALL_PARALLEL_STRATEGY is one strategy here):
 #   ROWS           packed: Megatron's rows out of one stream of documents; padded: a document, or a piece of a long one, in each
 #                  row, filled up with ends of documents that count nothing (packed)
-#   OUTPUT         folder of the padded corpus, which `megatron-ext data pad` makes once (outputs/hot_switch)
+#   OUTPUT         folder of the logs, and of the padded corpus, which `megatron-ext data pad` makes once (outputs/hot_switch)
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd -P)"

@@ -38,13 +38,18 @@ run_experiment() {
         "$script" --print "$@"
         return
     fi
+    local shown=(cat)
+    if [[ ${VERBOSE:-0} != 1 ]]; then
+        find_python
+        shown=(python -I "$ROOT/scripts/lib/quiet_log.py" /dev/null)
+    fi
     mkdir -p "$OUTPUT"
     echo "== $name; log in $OUTPUT/$name.log"
     : >"$OUTPUT/$name.log"
     # Not in the foreground: this shell would end without it.
-    "$script" "$@" &>>"$OUTPUT/$name.log" &
+    VERBOSE=1 "$script" "$@" &>>"$OUTPUT/$name.log" &
     EXPERIMENT=$!
-    tail --lines=+1 --follow --pid="$EXPERIMENT" --sleep-interval=0.2 "$OUTPUT/$name.log"
+    tail --lines=+1 --follow --pid="$EXPERIMENT" --sleep-interval=0.2 "$OUTPUT/$name.log" | "${shown[@]}"
     wait "$EXPERIMENT"
     EXPERIMENT=""
     SUMMARY+=("$(summary_of "$name")")

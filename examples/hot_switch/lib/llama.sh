@@ -204,7 +204,8 @@ start_llama() {
         "${EVAL_AND_LOGGING_ARGS[@]}"
         ${EXTRA[@]+"${EXTRA[@]}"}
     )
-    train_on_hosts "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}"
+    local log="${OUTPUT:-$ROOT/outputs/hot_switch}/logs/$(basename "$0" .sh)_${MODEL}_$CONTEXT"
+    train_on_hosts "$log" "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}"
     if [[ $EXPLAIN == 1 ]]; then
         explain_command "$SLOTS" "${#HOSTS[@]}" "${arguments[@]}"
     fi
