@@ -138,6 +138,7 @@ case $BACKEND in
             --num-attention-heads 4
             --seq-length 64
             --max-position-embeddings 64
+            --position-embedding-type rope # with the rest what Hugging Face's families have, so that the toy converts
             --normalization RMSNorm
             --swiglu
             --disable-bias-linear

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_ext.convert.families import family_named, read_config
+from megatron_ext.convert.families import family_for, family_named, read_config
 from megatron_ext.convert.flags import settings_of
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.upcycle_config import UpcycleConfig
@@ -140,3 +140,17 @@ def test_a_run_of_another_length_decays_over_all_of_it(desk: Desk) -> None:
     assert code == 0, output
     words = recorded.read_text().splitlines()
     assert words[words.index("--train-iters") + 1] == "5000" and "--lr-decay-iters" not in words
+
+
+def family_of(arguments: list[str]) -> str:
+    """Return which family of Hugging Face can say all of what a run at toy size trains."""
+    family, _ = family_for(settings_of(validated(arguments, 1), 257))
+    return family.model_type
+
+
+def test_a_toy_peer_can_become_a_hugging_face_model(desk: Desk) -> None:
+    desk.command("torchrun", RECORD_ARGUMENTS)
+    recorded = desk.folder / "arguments"
+    code, output = desk.run(NODE, ["0"], RECORDED_ARGUMENTS=str(recorded), OUTPUT=str(desk.folder), BACKEND="cpu")
+    assert code == 0, output
+    assert run_ranks(family_of, 1, split_at_script(recorded.read_text().splitlines())[1]) == ["mixtral"]
