@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import asdict
 from typing import Any
@@ -16,7 +17,8 @@ together, parameters, memory by cause, bytes sent per step and per round, what a
 how many patches are applied. Nothing is trained, read from --load or written, and no GPU is needed:
 one rank of every kind is built by Megatron itself, without memory for its tensors.
 
-What Megatron gets comes after `--`: the options that follow the script, which may be named too.
+What Megatron gets comes after `--`: the options that follow the script, which may be named too, with
+torchrun and its options before it, of which --nproc-per-node and --nnodes count here.
 docs/explain.md says what is counted, and has the formulas of the rest.
 
 Example:
@@ -33,9 +35,9 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, default=1, metavar="N", help="ranks of a node (default: 1)"
+        "--nproc-per-node", "--nproc_per_node", type=int, metavar="N", help="ranks of a node (default: 1)"
     )
-    parser.add_argument("--nnodes", type=int, default=1, metavar="N", help="nodes (default: 1)")
+    parser.add_argument("--nnodes", type=int, metavar="N", help="nodes (default: 1)")
     parser.add_argument(
         "--rank", type=int, metavar="N", help="the rank to build (default: one of every kind of pipeline stage)"
     )
@@ -47,7 +49,9 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="-- ARGS", help="what the training script gets")
-    parser.set_defaults(func=run)
+    parser.set_defaults(
+        func=run, of_unknown="what Megatron gets comes after --, as in: megatron-ext explain -- --num-layers 32"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,12 +66,14 @@ def run(options: argparse.Namespace) -> int:
     from megatron_ext.quietly import quietly
 
     words = options.words[1:] if options.words[:1] == ["--"] else options.words
-    if words and words[0].endswith(".py"):
-        words = words[1:]
+    words, launched = _without_launcher(words)
+    given = {"--nproc-per-node": options.nproc_per_node, "--nnodes": options.nnodes}
+    numbers = {"--nproc-per-node": 1, "--nnodes": 1} | launched
+    numbers |= {name: number for name, number in given.items() if number is not None}
     asked = ExplainConfig(
         words=words,
-        nproc_per_node=options.nproc_per_node,
-        nnodes=options.nnodes,
+        nproc_per_node=numbers["--nproc-per-node"],
+        nnodes=numbers["--nnodes"],
         rank=options.rank,
         backend=options.backend,
     )
@@ -75,3 +81,30 @@ def run(options: argparse.Namespace) -> int:
         found = explain(asked)
     print(json.dumps(asdict(found), indent=2) if options.json else "\n".join(lines(found)))
     return 0
+
+
+def _without_launcher(words: list[str]) -> tuple[list[str], dict[str, int]]:
+    """Return what the training script of a command line gets, and the numbers of ranks that its launcher is given.
+
+    Raises:
+        UserError: there is a launcher and no script, or a number that is none.
+    """
+    from megatron_ext.errors import UserError
+
+    if not words or words[0].startswith("-"):
+        return words, {}
+    script = next((at for at, word in enumerate(words) if word.endswith(".py")), None)
+    if script is None:
+        raise UserError(
+            f"{words[0]}: what Megatron gets follows a training script, and no word ends in .py; name one, as in: "
+            "megatron-ext explain -- pretrain_gpt.py --num-layers 32"
+        )
+    numbers: dict[str, int] = {}
+    before = [part for word in words[:script] for part in word.split("=", 1)]
+    for name, value in itertools.pairwise(before):
+        option = name.replace("_", "-")
+        if option in ("--nproc-per-node", "--nnodes"):
+            if not value.isdecimal():
+                raise UserError(f"{name} {value}: is not a number of ranks or nodes to explain; give one")
+            numbers[option] = int(value)
+    return words[script + 1 :], numbers

@@ -38,7 +38,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 2 for bad input, 130 after Ctrl-C."""
-    options = make_parser().parse_args(argv)
+    parser = make_parser()
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        way_out = getattr(options, "of_unknown", None)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {way_out}" if way_out else ""))
     try:
         return int(options.func(options))
     except UserError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -103,10 +104,19 @@ def refusals_in_one_line(place: str, it: str = "them") -> Iterator[None]:
         raise
     except Exception as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split()) or f"{str(at.line).removeprefix('assert ')} does not hold"
+        text = " ".join(str(error).split()) or _in_flags(str(at.line).removeprefix("assert "))
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
         where = f"{os.path.basename(at.filename)}:{at.lineno}"
         raise UserError(f"{place}: Megatron refuses {it}: {kind}{text} ({where})") from error
+
+
+def _in_flags(condition: str) -> str:
+    """Return what an assertion without words says, with the flags of the arguments that it looks at."""
+    names = list(dict.fromkeys(re.findall(r"\bargs\.(\w+)", condition)))
+    flags = ", ".join("--" + name.replace("_", "-") for name in names)
+    missing = re.fullmatch(r"args\.\w+ is not None,?", condition.strip())
+    way_out = f"; give {flags}" if missing else f"; change {flags}" if flags else ""
+    return f"{condition} does not hold{way_out}"
 
 
 def _printed() -> str:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command on lines of all kinds: what is refused, and what is said of jobs that no machine here could run."""
 
+import json
 import re
 import shlex
 from functools import cache
 
 import pytest
 
+from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.explain.config import ExplainConfig
 from megatron_ext.explain.units import gigabytes
@@ -47,6 +49,11 @@ COMMANDS = {
     "a feature's rule": [*given(4), "--", *toy_gpt(use_local_sgd=True, local_sgd_workers=3)],
     "Megatron's rule": [*given(4), "--", *toy_gpt(save="nowhere")],
     "a rule without words": [*given(3), "--", *toy_gpt(tensor_model_parallel_size=2)],
+    "a required flag": [*given(1), "--", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"],
+    "launcher": [
+        *("--backend", "cpu", "--json", "torchrun", "--nproc_per_node", "2", "--nnodes=2", "--rdzv-id", "x"),
+        *("examples/pretrain_gpt.py", *toy_gpt(global_batch_size=8)),
+    ],
     "FSDP": [*given(2), "--", *toy_gpt(PRECISIONS["fp32-fsdp2"])],
     "many workers": [
         *("--nproc-per-node", "8", "--nnodes", "8", "--", "pretrain_gpt.py", *LLAMA_LIKE),
@@ -73,7 +80,8 @@ def outcomes() -> dict[str, tuple[int, str, str]]:
     [
         ("unknown option", "unrecognized arguments: --no-such-option"),
         ("a feature's rule", "--local-sgd-workers"),
-        ("Megatron's rule", "args.save_interval is not None does not hold"),
+        ("Megatron's rule", "args.save_interval is not None does not hold; give --save-interval (arguments.py:"),
+        ("a required flag", "args.micro_batch_size is not None does not hold; give --micro-batch-size (arguments.py:"),
         ("a rule without words", "world size (3)"),
         ("FSDP", "--use-torch-fsdp2: the arguments are valid, but ranks with FSDP cannot be built"),
     ],
@@ -143,3 +151,28 @@ def test_a_job_without_ranks_and_a_rank_outside_of_it_are_refused():
         ExplainConfig(words=[], nnodes=0).check()
     with pytest.raises(UserError, match="--rank is 8; the job has ranks 0 to 7"):
         ExplainConfig(words=[], nproc_per_node=8, rank=8).check()
+
+
+def test_a_line_with_its_launcher_is_explained_as_that_would_start_it() -> None:
+    code, output, errors = outcomes()["launcher"]
+    assert code == 0, errors
+    assert json.loads(output)["job"]["sizes"]["world"] == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--num-layers", "4"], "unrecognized arguments: --num-layers; what Megatron gets comes after --, as in"),
+        (["--", "torchrun", "--nnodes", "2"], "torchrun: what Megatron gets follows a training script, and no word"),
+        (["torchrun", "--nproc-per-node", "gpu", "a.py"], "--nproc-per-node gpu: is not a number of ranks or nodes"),
+        (["torchrun", "--nnodes=1:4", "a.py"], "--nnodes 1:4: is not a number of ranks or nodes to explain; give one"),
+    ],
+)
+def test_lines_that_megatron_would_not_get_are_told_how(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    try:
+        code = main(["explain", *words])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2 and said in capsys.readouterr().err
