@@ -22,7 +22,8 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["deflist"]
 # Two hyphens are the beginning of a flag, not a dash.
 smartquotes = False
-# Pages link to folders of the repository, which are not part of the built pages; tests look at where links lead.
+# Pages link to READMEs outside of docs, which are words without a link in the built pages; tests look at where
+# links lead.
 suppress_warnings = ["myst.xref_missing"]
 
 html_theme = "furo"

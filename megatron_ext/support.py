@@ -21,7 +21,7 @@ def markdown() -> str:
         "",
         "A supported option names the test that runs it; one that is refused, or needs a GPU, ends the run at its",
         "start with the sentence below. This file is written by `python -m megatron_ext.support >",
-        "docs/support-table.md`, from the rows in [options](../megatron_ext/options).",
+        "docs/support-table.md`, from the rows in `megatron_ext/options`.",
     ]
     for feature, where in FEATURES.items():
         lines += ["", f"## {where[0].upper()}{where[1:]}", "", *_section(feature)]

@@ -4,9 +4,11 @@
 import argparse
 import dataclasses
 import html
+import os
 import re
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -50,6 +52,25 @@ def asked_for(page: str, *, flags: bool) -> set[str]:
 
 def test_every_page_is_in_the_site(site: Path):
     assert {page.stem for page in DOCS.glob("*.md")} <= {page.stem for page in site.glob("*.html")}
+
+
+def test_every_link_inside_the_site_leads_somewhere(site: Path):
+    pages = {page.relative_to(site).as_posix(): page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    anchors = {name: set(re.findall(r'\bid="([^"]+)"', text)) for name, text in pages.items()}
+    dead, looked_at = [], 0
+    for name, text in pages.items():
+        for link in re.findall(r'<a\b[^>]*\bhref="([^"]+)"', text):
+            target, _, anchor = urllib.parse.unquote(html.unescape(link)).partition("#")
+            if re.match(r"[a-z]+:", target):
+                continue
+            file = (site / name).parent / target if target else site / name
+            path = os.path.relpath(file, site)
+            known = anchors.get(path)
+            looked_at += 1
+            if not file.exists() or (anchor and known is not None and anchor not in known):
+                dead.append(f"{name}: {link}")
+    assert looked_at > 1000
+    assert not dead, dead
 
 
 def test_the_reference_lists_the_flags_of_every_config_class(site: Path):
