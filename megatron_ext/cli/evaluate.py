@@ -80,13 +80,15 @@ def _run(options: argparse.Namespace) -> int:
             f"{options.model}: not a Hugging Face model (no config.json); `megatron-ext convert to-hf` makes one of a "
             "checkpoint"
         )
-    from megatron_ext.evaluation.lm_tasks import parse_tasks, run_tasks
+    from megatron_ext.evaluation.lm_tasks import check_tasks, parse_tasks, run_tasks
     from megatron_ext.evaluation.outputs import check_outputs
     from megatron_ext.evaluation.results import Results, draw, read_results, table
 
     check_outputs(options.output, options.picture, options.baseline)
     baselines = [read_results(path) for path in options.baseline]
     named = [] if options.tasks is None else parse_tasks(options.tasks)
+    if named:
+        check_tasks(named, options.task_files)
     device = _device(options.device)
     perplexity = {} if options.data is None else _perplexity(options, device)
     found = {}

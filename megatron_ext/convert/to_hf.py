@@ -188,7 +188,7 @@ def _opened(options: ToHf) -> tuple[Source, tuple[Path, ...], Description]:
 
 
 def _tokenizer(options: ToHf, rows: int) -> Path | None:
-    """The folder of the tokenizer that goes with a model of so many rows; None without one."""
+    """The folder of the tokenizer that goes with a model of `rows` tokens; None without one."""
     given = (path for path in (options.config, options.source) if path is not None)
     if options.tokenizer is not None:
         found = tokenizer_folder(options.tokenizer)

@@ -64,6 +64,7 @@ def resumed_folder(
             _write_record(partial, {"task": said})
         yield partial
         _write_record(partial, {"task": said, "files": _files(partial)})
+        _refuse_foreign(place, overwrite)  # the conversion may have taken hours
         if place.exists():
             place.rename(former)
         partial.rename(place)

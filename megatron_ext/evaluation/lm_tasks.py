@@ -12,7 +12,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.extras import pip_install
 
-__all__ = ["Task", "parse_tasks", "run_tasks"]
+__all__ = ["Task", "check_tasks", "parse_tasks", "run_tasks"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,34 @@ def parse_tasks(text: str) -> list[Task]:
     return tasks
 
 
+def check_tasks(tasks: Sequence[Task], folder: Path | None = None) -> Any:
+    """Check that there are these tasks, before anything that takes long.
+
+    Args:
+        tasks: which.
+        folder: of task files (YAML) that count beside the harness' own.
+
+    Returns:
+        What the harness finds them with.
+
+    Raises:
+        UserError: lm-evaluation-harness is not installed, or does not know a task.
+    """
+    try:
+        import lm_eval.models.huggingface  # noqa: F401  # what is asked for later
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"--tasks needs lm-evaluation-harness ({error}); run `{pip_install('lm-eval')}`"
+        ) from error
+    manager = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [task.name for task in tasks if not manager.match_tasks([task.name])]
+    if unknown:
+        where = "" if folder is None else f", nor is it in {folder}"
+        raise UserError(f"--tasks: lm-evaluation-harness knows no task {', '.join(unknown)}{where}")
+    return manager
+
+
 def run_tasks(
     model: Path,
     tasks: Sequence[Task],
@@ -65,21 +93,12 @@ def run_tasks(
         dtype: of the weights, as transformers names it.
 
     Raises:
-        UserError: lm-evaluation-harness is not installed, or does not know a task; or a measure is not finite.
+        UserError: lm-evaluation-harness is not installed, or does not know a task; or a measure is non-finite.
     """
-    try:
-        import lm_eval
-        from lm_eval.models.huggingface import HFLM
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(
-            f"--tasks needs lm-evaluation-harness ({error}); run `{pip_install('lm-eval')}`"
-        ) from error
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    unknown = [task.name for task in tasks if not manager.match_tasks([task.name])]
-    if unknown:
-        where = "" if folder is None else f", nor is it in {folder}"
-        raise UserError(f"--tasks: lm-evaluation-harness knows no task {', '.join(unknown)}{where}")
+    manager = check_tasks(tasks, folder)
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
     loaded = HFLM(pretrained=str(model), device=device, dtype=dtype, batch_size=batch_size)
     found: dict[str, dict[str, float]] = {}
     # One call for each number of examples, which holds for all tasks of a call.
@@ -106,5 +125,5 @@ def _measures(task: str, values: dict[str, Any]) -> dict[str, float]:
     found = {name: value for name, value in found.items() if "_stderr" not in name or math.isfinite(value)}
     for name, value in found.items():
         if not math.isfinite(value):
-            raise UserError(f"--tasks {task}: {name} is {value}: the model has, or computes, what is no number")
+            raise UserError(f"--tasks {task}: {name} is {value}: the model has, or computes, non-finite values")
     return found

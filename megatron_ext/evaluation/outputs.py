@@ -40,7 +40,7 @@ def check_outputs(output: Path | None, picture: Path | None, baselines: Sequence
                 raise UserError(f"{flag} {path}: is there already, and no evaluation wrote it; choose another file")
         above = next(folder for folder in path.resolve().parents if folder.exists())
         if not above.is_dir() or not os.access(above, os.W_OK):
-            raise UserError(f"{flag} {path}: cannot be written: {above} is no folder, or not one you may write in")
+            raise UserError(f"{flag} {path}: cannot be written: {above} takes no files")
     if picture is not None:
         if picture.suffix.lower() not in PICTURES:
             raise UserError(f"--picture {picture}: give a name that ends in {' or '.join(PICTURES)}")

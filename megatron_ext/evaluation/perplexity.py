@@ -39,7 +39,7 @@ def measure_perplexity(
         `tokens` (predicted), `loss` (nats per token) and `perplexity` (its exponential).
 
     Raises:
-        UserError: the corpus or the part is not there, or has ids that the model does not; or its loss is not finite.
+        UserError: the corpus or the part is not there, or has ids that the model does not; or its loss is non-finite.
     """
     if problems := config.problems():
         raise combine(problems, "evaluate")
@@ -61,8 +61,8 @@ def measure_perplexity(
         total += float(losses.double().sum())
         if not math.isfinite(total):
             raise UserError(
-                f"--data {prefix}: the model's loss is {total} after {count} tokens: it has weights that are no "
-                "numbers, or computes values that its type cannot hold, for which --dtype fp32 may have room"
+                f"--data {prefix}: the model's loss is {total} after {count} tokens: it has "
+                "non-finite weights, or computes values that its type cannot hold, for which --dtype fp32 may have room"
             )
         count += losses.numel()
         tell(count)

@@ -70,7 +70,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
 
 
 def tokenizer(folder: Path, ids: int) -> Path:
-    """Write the file of a tokenizer with so many ids, the last one of them an added token."""
+    """Write the file of a tokenizer with `ids` ids, the last one of them an added token."""
     folder.mkdir(exist_ok=True)
     content = {"model": {"vocab": {f"w{at}": at for at in range(ids - 1)}}, "added_tokens": [{"id": ids - 1}]}
     (folder / "tokenizer.json").write_text(json.dumps(content))

@@ -2,6 +2,7 @@
 """`megatron-ext evaluate` as people call it."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_bad_input_is_one_line(
     except SystemExit as ended:  # by argparse
         status = int(ended.code or 0)
     assert status == 2 and said in capsys.readouterr().err
+
+
+def test_a_missing_harness_is_told_before_anything_is_measured(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    assert main(["evaluate", str(folder / "model"), "--data", "nothing", "--tasks", "sciq"]) == 2
+    assert "--tasks needs lm-evaluation-harness" in capsys.readouterr().err
 
 
 def test_a_sequence_beyond_the_models_positions_is_told(folder: Path, capsys: pytest.CaptureFixture[str]):

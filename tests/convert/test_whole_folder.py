@@ -105,6 +105,18 @@ def test_an_output_may_lie_in_an_input(tmp_path: Path):
     assert (tmp_path / "run" / "config.json").read_text() == MINE
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_came_there_in_the_meantime_stays(overwrite: bool, tmp_path: Path):
+    with (
+        pytest.raises(UserError, match="something is there already, which not even --overwrite replaces"),
+        resumed_folder(tmp_path / "out", {}, inputs={}, overwrite=overwrite) as folder,
+    ):
+        (folder / "config").write_text("weights")
+        a_folder(tmp_path / "out")
+    assert contents(tmp_path / "out") == {"config.json": MINE}
+    assert (tmp_path / "out.partial" / "config").exists()
+
+
 class Killed(BaseException):
     """Ends a conversion at once."""
 

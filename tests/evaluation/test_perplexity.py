@@ -96,12 +96,12 @@ def test_a_corpus_of_another_tokenizer_is_refused(corpus: tuple[str, list[list[i
         measure_perplexity(small, corpus[0], PerplexityConfig(split="1,1,0"))
 
 
-def test_a_loss_that_is_no_number_is_refused(corpus: tuple[str, list[list[int]]]):
-    broken = models.make("llama")
+def test_a_non_finite_loss_is_refused(corpus: tuple[str, list[list[int]]]):
+    damaged = models.make("llama")
     with torch.no_grad():
-        broken.lm_head.weight[0] = math.nan
+        damaged.lm_head.weight[0] = math.nan
     with pytest.raises(UserError, match=r"the model.s loss is nan after 0 tokens: .* --dtype fp32"):
-        measure_perplexity(broken, corpus[0], PerplexityConfig(split="1,1,0"))
+        measure_perplexity(damaged, corpus[0], PerplexityConfig(split="1,1,0"))
 
 
 def test_a_corpus_that_is_not_there_is_refused(tmp_path: Path):
