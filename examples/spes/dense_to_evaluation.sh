@@ -51,7 +51,8 @@ if [[ -z ${MODEL_PATH:-} ]]; then
     MODEL_PATH="$OUTPUT/dense"
     step dense python "$ROOT/examples/spes/lib/toy_dense.py" "$MODEL_PATH"
 fi
-step corpus ext data prepare "$ROOT/docs" --glob '*.md' --tokenizer "$MODEL_PATH" --shuffle-documents 1 --output-prefix corpus
+# Two packages of Python's standard library, some 50 modules, and not the documents, with which results would change.
+step corpus ext data prepare --stdlib --glob '/asyncio/*.py' --glob '/email/*.py' --tokenizer "$MODEL_PATH" --output-prefix corpus
 step from-hf ext convert from-hf "$MODEL_PATH" start
 step upcycle ext convert upcycle start mixture --num-experts 8
 mapfile -t MODEL_ARGS <mixture/megatron_flags.txt
