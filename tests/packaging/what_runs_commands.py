@@ -122,6 +122,7 @@ RUN_BY = {
     "python -m benchmarks.muloco_convergence": "tests/benchmarks/test_muloco_convergence.py",
     "python -m benchmarks.outer_sync": "tests/benchmarks/test_outer_sync.py",
     "python -m benchmarks.overlapped_step": "tests/benchmarks/test_overlapped_step.py",
+    "python -m benchmarks.simulated": "tests/benchmarks/test_simulated.py",
     "python -m benchmarks.spes_convergence": "tests/benchmarks/test_spes_convergence.py",
     "python -m benchmarks.spes_round": "tests/benchmarks/test_spes_round.py",
     "python -m benchmarks.step_overhead": "tests/benchmarks/test_step_overhead.py",
