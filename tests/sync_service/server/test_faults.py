@@ -4,6 +4,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -21,6 +22,7 @@ from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import Box
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
+from megatron_ext.sync_service.protocol.report import Report
 from megatron_ext.sync_service.protocol.status_reply import read_status
 from megatron_ext.sync_service.values.failpoints import FAILPOINTS
 from tests.support.every_run import one_of_each
@@ -143,6 +145,33 @@ def test_a_slow_peer_past_the_grace_window_loses_its_interval_and_takes_part_aga
             assert client.fetch(2, outcome.values).contributors == ("p0", "p1")
     assert service.events("closed")[1]["missing"] == ["p1"]
     check_history(service, 2)
+
+
+def test_a_late_peer_takes_the_round_that_is_made_without_it_and_loses_one_interval(make_service: MakeService):
+    service = make_service({"demo": {"peers": 3, "quorum": 2, "grace_seconds": 1.0}})
+    server = service.start()
+    start = start_values(1)
+    with service.client("p0", start) as a, service.client("p1", start) as b, service.client("p2", start) as late:
+        values, *_ = (client.start(start) for client in (a, b, late))
+        for client in (a, b):
+            client.upload(1, values)
+        for client in (a, b):
+            client.fetch(1, values)
+        a.upload(2, values)
+        b._upload(2, values)
+        server.limit_files(40_000)  # the round is closed, and its values have no room
+        b._membership.commit(2, Report())
+        until(lambda: "round 2 cannot be written" in service.output, "the server's complaint")
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(late.sync, trained(values, 2, 1))
+            time.sleep(1)
+            server.limit_files(-1)
+            # From the values of round 1 its next interval would be too late as well.
+            assert (asked.result().number, asked.result().contributed) == (2, False)
+        for client in (a, b, late):
+            client.upload(3, values)
+        assert a.fetch(3, values).contributors == ("p0", "p1", "p2")
+    check_history(service, 3)
 
 
 @pytest.mark.parametrize("content", one_of_each([float("nan"), float("inf"), 3e38, 1e6], {0, 2}))
