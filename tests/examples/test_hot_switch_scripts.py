@@ -467,7 +467,7 @@ def test_an_experiment_that_fails_is_the_last_one(desk: Desk) -> None:
 
 @pytest.mark.slow
 def test_a_toy_trains_on_cpu(desk: Desk) -> None:
-    environment = {"BACKEND": "cpu", "MASTER_PORT": str(free_port())}
+    environment = {"BACKEND": "cpu", "MASTER_PORT": str(free_port()), "OUTPUT": str(desk.folder)}
     code, output = desk.run(HOT, ["7b", "32768", "512", "", "1"], **environment)
     assert code == 0, output[-6000:]
     (last,) = re.findall(r"iteration +1/ +1 .*", output)

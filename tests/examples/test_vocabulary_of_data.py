@@ -43,7 +43,7 @@ def start(desk: Desk, script: Path, data: str, **environment: str) -> tuple[int,
         SPES: {"DATA_PATH": data, "OUTPUT": str(desk.folder / "out"), "MODE": "centralized"},
         LOCAL_SGD: {"GPUS_PER_NODE": "2"},
     }.get(script, {})
-    return desk.run(script, arguments, BACKEND="cpu", **{**own, **environment})
+    return desk.run(script, arguments, BACKEND="cpu", **{"OUTPUT": str(desk.folder / "out"), **own, **environment})
 
 
 def recorded(desk: Desk, script: Path, data: str, **environment: str) -> list[str]:
