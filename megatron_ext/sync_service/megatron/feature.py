@@ -158,8 +158,9 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
                 f"sync service: --load is the checkpoint of part {begun.index} of the samples; the first "
                 f"{place.samples} of part {index}, of which no round has any, are left out"
             )
+        would_train = not _is_over(context.args)
         resume_after(context, place)
-        if self._saved is None and begun is None and _is_over(context.args):
+        if self._saved is None and begun is None and would_train and _is_over(context.args):
             peer.client.leave()
             peer.client.close()
             raise UserError(

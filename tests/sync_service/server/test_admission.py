@@ -383,9 +383,10 @@ def rewrite_protocol(service: Service, protocol: int | None) -> None:
     known = b"".join(journal.read_bytes().splitlines(keepends=True)[:lines])
     told = replace(record, journal_bytes=len(known), journal_crc=zlib.crc32(known)).to_bytes().ljust(end - begin)
     content = path.read_bytes()
-    # Its checksum is in the file's head.
+    # Its checksum is in the file's head, which had none of its own.
     sums = (f"{crc32(memoryview(each)):08x}".encode() for each in (content[begin:end], told))
-    path.write_bytes(content[:begin].replace(*sums) + told + content[end:])
+    head = content[:begin].replace(*sums).replace(b'"head_crc32"', b'"some_other"', 1)
+    path.write_bytes(head + told + content[end:])
 
 
 @pytest.mark.parametrize(("protocol", "said"), [(None, "an earlier one"), (2, "2"), (PROTOCOL_VERSION + 1, "6")])
