@@ -15,15 +15,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 # shellcheck source=examples/hot_switch/lib/experiments.sh
 source "$ROOT/examples/hot_switch/lib/experiments.sh"
 
-read_options 2 "$@"
-HOSTFILE="${POSITIONAL[0]:-$ROOT/examples/hot_switch/hostfile}"
-DATA_PATH="${POSITIONAL[1]:-${DATA_PATH:-}}"
-STEPS="${STEPS:-10}"
-OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}/A100_40G"
-SUMMARY=()
-require_positive STEPS
-[[ ${BACKEND:-gpu} == cpu ]] || require_gpus "$HOSTFILE" 8
-check_data
+begin_small_evaluation A100_40G "$@"
 
 for context in "${CONTEXTS[@]}"; do
     # At the shortest context hot switching has one strategy too.

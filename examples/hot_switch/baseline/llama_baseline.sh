@@ -18,20 +18,10 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd -P)"
 # shellcheck source=examples/hot_switch/lib/llama.sh
 source "$ROOT/examples/hot_switch/lib/llama.sh"
 
-read_options 8 "$@"
-MODEL="${POSITIONAL[0]:-3b}"
-CONTEXT="${POSITIONAL[1]:-4096}"
-GLOBAL_BATCH="${POSITIONAL[2]:-512}"
-MICRO_BATCH="${POSITIONAL[3]:-1}"
-HOSTFILE="${POSITIONAL[4]:-$ROOT/examples/hot_switch/hostfile}"
-STEPS="${POSITIONAL[5]:-100}"
-EPOCHS="${POSITIONAL[6]:-1}"
-DATA_PATH="${POSITIONAL[7]:-${DATA_PATH:-}}"
-BACKEND="${BACKEND:-gpu}"
+read_one_strategy_arguments "$@"
 ROWS="${ROWS:-packed}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}"
 
-require_positive CONTEXT GLOBAL_BATCH MICRO_BATCH STEPS EPOCHS
 [[ $ROWS == packed || $ROWS == padded ]] || launch_error "ROWS=$ROWS is unknown; use packed or padded"
 [[ $ROWS == packed || -n $DATA_PATH ]] || launch_error "ROWS=padded fills up the documents of a corpus; give DATA_PATH"
 choose_one_strategy

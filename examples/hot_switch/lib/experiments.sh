@@ -90,6 +90,21 @@ print_summary() {
     printf '%s\n' "${SUMMARY[@]}"
 }
 
+# Reads the arguments of HotSPa's small evaluation, whose logs are in OUTPUT under the name $1, and checks what it needs.
+begin_small_evaluation() {
+    local name="$1"
+    shift
+    read_options 2 "$@"
+    HOSTFILE="${POSITIONAL[0]:-$ROOT/examples/hot_switch/hostfile}"
+    DATA_PATH="${POSITIONAL[1]:-${DATA_PATH:-}}"
+    STEPS="${STEPS:-10}"
+    OUTPUT="${OUTPUT:-$ROOT/outputs/hot_switch}/$name"
+    SUMMARY=()
+    require_positive STEPS
+    [[ ${BACKEND:-gpu} == cpu ]] || require_gpus "$HOSTFILE" 8
+    check_data
+}
+
 # One case of the paper: a data set, a model and a number of GPUs, with both combinations of strategies at every context.
 # The rest are the script's own arguments.
 run_paper_case() {

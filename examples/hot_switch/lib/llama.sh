@@ -85,6 +85,21 @@ choose_strategies() {
         "\`megatron-ext hot-switch suggest\` proposes"
 }
 
+# Reads the arguments of a script that trains with one strategy.
+read_one_strategy_arguments() {
+    read_options 8 "$@"
+    MODEL="${POSITIONAL[0]:-3b}"
+    CONTEXT="${POSITIONAL[1]:-4096}"
+    GLOBAL_BATCH="${POSITIONAL[2]:-512}"
+    MICRO_BATCH="${POSITIONAL[3]:-1}"
+    HOSTFILE="${POSITIONAL[4]:-$ROOT/examples/hot_switch/hostfile}"
+    STEPS="${POSITIONAL[5]:-100}"
+    EPOCHS="${POSITIONAL[6]:-1}"
+    DATA_PATH="${POSITIONAL[7]:-${DATA_PATH:-}}"
+    BACKEND="${BACKEND:-gpu}"
+    require_positive CONTEXT GLOBAL_BATCH MICRO_BATCH STEPS EPOCHS
+}
+
 # Reads MODEL and HOSTFILE, and sets BUCKETS and STRATEGIES to one strategy: ALL_PARALLEL_STRATEGY, or the one that the table gives
 # the longest documents, because it fits.
 choose_one_strategy() {
