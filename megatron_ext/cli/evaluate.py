@@ -87,8 +87,7 @@ def _run(options: argparse.Namespace) -> int:
     check_outputs(options.output, options.picture, options.baseline)
     baselines = [read_results(path) for path in options.baseline]
     named = [] if options.tasks is None else parse_tasks(options.tasks)
-    if named:
-        check_tasks(named, options.task_files)
+    manager = check_tasks(named, options.task_files) if named else None
     device = _device(options.device)
     perplexity = {} if options.data is None else _perplexity(options, device)
     found = {}
@@ -96,7 +95,7 @@ def _run(options: argparse.Namespace) -> int:
         found = run_tasks(
             options.model,
             named,
-            folder=options.task_files,
+            manager=manager,
             limit=options.limit,
             batch_size=options.batch_size,
             device=device,

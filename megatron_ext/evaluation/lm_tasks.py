@@ -75,7 +75,7 @@ def run_tasks(
     model: Path,
     tasks: Sequence[Task],
     *,
-    folder: Path | None = None,
+    manager: Any,
     limit: int | None = None,
     batch_size: int = 8,
     device: str = "cpu",
@@ -86,16 +86,15 @@ def run_tasks(
     Args:
         model: folder of a Hugging Face model, with its tokenizer.
         tasks: which.
-        folder: of task files (YAML) that count beside the harness' own.
+        manager: what `check_tasks` returned for them.
         limit: questions of each task; None for all.
         batch_size: questions at a time.
         device: as torch names it.
         dtype: of the weights, as transformers names it.
 
     Raises:
-        UserError: lm-evaluation-harness is not installed, or does not know a task; or a measure is non-finite.
+        UserError: a measure is non-finite.
     """
-    manager = check_tasks(tasks, folder)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 

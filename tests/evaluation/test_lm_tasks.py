@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.evaluation.lm_tasks import Task, _measures, parse_tasks, run_tasks
+from megatron_ext.evaluation.lm_tasks import Task, _measures, check_tasks, parse_tasks
 from tests.convert import models
 from tests.evaluation.models import WORDS, local_task, with_tokenizer
 from tests.support.distributed import REPOSITORY
@@ -37,10 +37,10 @@ def test_a_bad_list_is_refused(text: str, said: str):
         parse_tasks(text)
 
 
-def test_a_missing_harness_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_harness_is_one_line(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"--tasks needs lm-evaluation-harness .*pip install 'lm-eval\[hf\]>="):
-        run_tasks(tmp_path, parse_tasks("sciq"))
+        check_tasks(parse_tasks("sciq"))
 
 
 def test_a_measure_is_finite_and_an_error_that_cannot_be_estimated_left_out():
