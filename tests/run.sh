@@ -32,7 +32,7 @@ for arg in "$@"; do
 done
 if [[ -z $chosen ]]; then
     # Tests of several processes wait for each other, for ports and for disks, so that two processors have work for four
-    # files at once: 1248 s, and about 1800 s with three.
+    # files at once.
     pytest_args+=(-n 4 --dist loadfile --durations=25)
     if [[ -z $with_slow ]]; then
         pytest_args+=(-m "not slow")

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of lm-evaluation-harness on a local model with local questions."""
 
-import importlib.util
 import json
 import math
 import os
 import random
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from megatron_ext.evaluation.lm_tasks import Task, _measures, check_tasks, parse
 from tests.convert import models
 from tests.evaluation.models import WORDS, local_task, with_tokenizer
 from tests.support.distributed import REPOSITORY
+from tests.support.harness import harness_path
 
 
 def test_a_list_of_tasks_says_how_many_examples_each_has():
@@ -50,25 +49,8 @@ def test_a_measure_is_finite_and_an_error_that_cannot_be_estimated_left_out():
         _measures("sciq", {"acc,none": math.nan})
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a Python that has lm-evaluation-harness, beside all that this one has."""
-    if importlib.util.find_spec("lm_eval"):
-        return sys.executable
-    folder = tmp_path_factory.mktemp("environment")
-    venv.create(folder, with_pip=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "ours.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
-    found = str(folder / "bin" / "python")
-    constraints = str(REPOSITORY / "constraints.txt")
-    install = [found, "-m", "pip", "install", "--quiet", "-c", constraints, "lm-eval[hf]>=0.4.9"]
-    subprocess.run(install, check=True, timeout=1200, stdin=subprocess.DEVNULL)
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_a_script_evaluates_a_model_on_local_questions(python: str, tmp_path: Path):
+def test_a_script_evaluates_a_model_on_local_questions(tmp_path: Path):
     random.seed(5)
     questions: list[dict[str, object]] = [
         {"question": " ".join(random.choices(WORDS[2:], k=6)), "choices": random.sample(WORDS[2:], 2), "answer": 0}
@@ -80,7 +62,7 @@ def test_a_script_evaluates_a_model_on_local_questions(python: str, tmp_path: Pa
     (tmp_path / "dense.json").write_text(json.dumps(base))
     environment = {
         **os.environ,
-        "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{harness_path()}{os.pathsep}{os.environ['PATH']}",
         "TASKS": "local_choice:0",
         "TASK_FILES": str(tasks),
         "RESULTS": str(tmp_path / "results"),

@@ -6,12 +6,18 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_ext.convert.from_hf import from_hf
 from tests.convert import models
+from tests.convert.test_logits import TRAINING, logits
+from tests.evaluation.models import local_task
 from tests.support.distributed import REPOSITORY
+from tests.support.harness import harness_path
+from tests.support.pretrain import run_pretrain
 
 SCRIPT = str(REPOSITORY / "examples" / "spes" / "dense_to_evaluation.sh")
 
@@ -28,23 +34,57 @@ def call(*words: object, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-@pytest.mark.slow
+CLAUSES = (
+    "import ",
+    "        self.assert",
+    "    def __init__(self, ",
+    "        return self.",
+    "        if not isinstance(",
+    "            raise ValueError(",
+)
+"""What the corpus, modules of Python's standard library, has many of."""
+
+
 @pytest.mark.timeout(1000)
 def test_a_dense_model_is_upcycled_trained_by_four_peers_exported_and_evaluated(tmp_path: Path):
-    done = call(tmp_path / "toy", TRAIN_ITERS="20")
+    # A clause has two ends, the one of letters that such modules have, the other of signs that they have not.
+    ends = [["loop, *args", "\\^~ ?}{\\^~"], ["_value(name", "QZ\\XJQ\\ZXJ"]]
+    questions: list[dict[str, object]] = [
+        {"question": clause, "choices": choices, "answer": 0} for clause in CLAUSES for choices in ends
+    ]
+    tasks = local_task(tmp_path / "tasks", questions)
+    path = f"{harness_path()}{os.pathsep}{os.environ['PATH']}"
+    wanted = {"TRAIN_ITERS": "20", "TASKS": "local_choice:0", "TASK_FILES": str(tasks), "HF_HUB_OFFLINE": "1"}
+    toy = tmp_path / "toy"
+    done = call(toy, PATH=path, **wanted)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^perplexity +25\d\.\d+ +\d\d?\.\d+$", done.stdout, re.MULTILINE)
-    results = {name: json.loads((tmp_path / f"toy/results/{name}.json").read_text()) for name in ("dense", "mixture")}
+    results = {name: json.loads((toy / f"results/{name}.json").read_text()) for name in ("dense", "mixture")}
     assert results["mixture"]["perplexity"]["loss"] < results["dense"]["perplexity"]["loss"] - 1
-    assert (tmp_path / "toy/results/bars.png").read_bytes().startswith(b"\x89PNG")
-    events = [json.loads(line) for line in (tmp_path / "toy/server/runs/toy/journal.jsonl").read_text().splitlines()]
+    accuracy = {name: found["tasks"]["local_choice"]["acc"] for name, found in results.items()}
+    assert accuracy["dense"] < accuracy["mixture"] == 1
+    assert re.search(rf"^local_choice \(acc\) +{accuracy['dense']:.4f} +1\.0000$", done.stdout, re.MULTILINE)
+    assert (toy / "results/bars.png").read_bytes().startswith(b"\x89PNG")
+    events = [json.loads(line) for line in (toy / "server/runs/toy/journal.jsonl").read_text().splitlines()]
     last = [event for event in events if event["event"] == "committed"][-1]
     assert (last["round"], len(last["contributors"])) == (2, 4)
-    trained = models.loaded(tmp_path / "toy" / "trained")
-    with torch.no_grad():
-        assert trained(torch.arange(20)[None]).logits.isfinite().all()
-    assert list((tmp_path / "toy" / "trained").glob("tokenizer*"))
+    assert list((toy / "trained").glob("tokenizer*"))
+
+    dense, trained = models.loaded(toy / "dense"), models.loaded(toy / "trained")
     assert trained.config.num_experts == 8 and trained.config.eos_token_id == 256
+    assert_megatron_computes(dense, toy / "start")
+    assert_megatron_computes(dense, toy / "mixture")
+    from_hf(toy / "trained", toy / "trained_checkpoint")
+    assert_megatron_computes(trained, toy / "trained_checkpoint")
+
+
+def assert_megatron_computes(model: Any, checkpoint: Path) -> None:
+    """Assert that Megatron's logits with a checkpoint are those of a model of transformers."""
+    flags = (checkpoint / "megatron_flags.txt").read_text().splitlines()
+    training = ["256" if word == "249" else word for word in TRAINING]
+    (rank,) = run_pretrain([*flags, "--load", str(checkpoint), *training], 1, probe=logits)
+    with torch.no_grad():
+        torch.testing.assert_close(rank.record.probe, model(models.IDS).logits, rtol=0, atol=1e-5)
 
 
 def test_bad_arguments_are_named_and_nothing_is_removed(tmp_path: Path):
