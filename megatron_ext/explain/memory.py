@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a rank, by cause: weights, gradients, optimizer, activations."""
+"""Memory of a rank, by cause: weights, gradients, optimizer."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron_ext.explain.lone_rank import LoneRank, without_memory
 from megatron_ext.explain.rank_figures import MemoryUse
 from megatron_ext.params.optimizer_shards import optimizer_members, owned_parts
 
-__all__ = ["activations", "buffers_of", "memory_of", "state_bytes", "trained_elements"]
+__all__ = ["buffers_of", "memory_of", "state_bytes", "trained_elements"]
 
 
 def memory_of(rank: LoneRank) -> list[MemoryUse]:
@@ -51,33 +50,6 @@ def state_bytes(optimizer: Any) -> int:
                 tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
                 found += sum(tensor.nbytes for tensor in tensors)
     return found
-
-
-def activations(asked: argparse.Namespace, micro_batches: int) -> tuple[MemoryUse | None, str | None]:
-    """Return the activations of the first stage by Megatron's own formulas, or why there is none for this run.
-
-    They are `compute_activation_memory` (sequence parallelism and selective recomputation) and
-    `compute_activation_memory_without_sp` of `megatron.training.theoretical_memory_usage`, with the positions of one
-    context-parallel rank.
-
-    Args:
-        asked: Megatron's validated arguments.
-        micro_batches: of a step of one data-parallel rank.
-    """
-    from megatron.training import theoretical_memory_usage as formulas
-
-    for is_so, what in (
-        (asked.num_experts, "a mixture of experts"),
-        (asked.recompute_granularity == "full", "full recomputation"),
-        (asked.multi_latent_attention, "multi-latent attention"),
-    ):
-        if is_so:
-            return None, f"activations are left out: Megatron has no formula for them with {what}"
-    positions = asked.seq_length // asked.context_parallel_size
-    given = argparse.Namespace(**{**vars(asked), "seq_length": positions})
-    is_selective = asked.sequence_parallel and asked.recompute_granularity == "selective"
-    formula = formulas.compute_activation_memory if is_selective else formulas.compute_activation_memory_without_sp
-    return MemoryUse(cause="activations", nbytes=round(formula(given, micro_batches)), by_formula=True), None
 
 
 def _buffers(chunk: Any) -> list[torch.Tensor]:

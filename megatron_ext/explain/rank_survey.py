@@ -13,6 +13,7 @@ from megatron_ext.activation import registry
 from megatron_ext.backends import cpu
 from megatron_ext.errors import UserError
 from megatron_ext.explain import memory, of_hot_switch, of_local_sgd, step_traffic
+from megatron_ext.explain.activations import activations
 from megatron_ext.explain.checkpoint_parts import parts_of
 from megatron_ext.explain.config import ExplainConfig
 from megatron_ext.explain.lone_rank import LoneRank
@@ -48,9 +49,7 @@ def survey(rank: LoneRank, asked: ExplainConfig) -> tuple[JobFigures, RankFigure
     if problem is not None:
         notes.append(problem)
     uses, sent = memory.memory_of(rank), []
-    activations, missing = memory.activations(args, micro_batches)
-    uses += [activations] if activations is not None else []
-    notes += [missing] if missing is not None else []
+    uses.append(activations(args, micro_batches))
     if view is not None:
         units = {entry.unit for entry in view.entries if entry.tensor.layer is not None}
         with_experts = {entry.unit for entry in view.entries if entry.is_expert}

@@ -69,6 +69,8 @@ def _activations(asked: Any, layers: int, moe_layers: int, stage: int, micro_bat
         per="step",
         by_formula=True,
     )
+    if asked.context_parallel_size > 1:
+        yield from _context_parallel(asked, layers, micro_batches)
     if moe_layers and ep > 1:
         # To the experts and back, forward and backward, of the positions that a tensor-parallel rank has.
         routed = message // tp * asked.moe_router_topk * (ep - 1) // ep
@@ -78,3 +80,26 @@ def _activations(asked: Any, layers: int, moe_layers: int, stage: int, micro_bat
             per="step",
             by_formula=True,
         )
+
+
+def _context_parallel(asked: Any, layers: int, micro_batches: int) -> Iterator[TrafficUse]:
+    cp, tp = asked.context_parallel_size, asked.tensor_model_parallel_size
+    kind = asked.cp_comm_type if isinstance(asked.cp_comm_type, str) else (asked.cp_comm_type or ["p2p"])[0]
+    groups = asked.num_query_groups if asked.group_query_attention else asked.num_attention_heads
+    key = value = asked.kv_channels
+    if asked.multi_latent_attention:
+        groups, key, value = asked.num_attention_heads, asked.qk_head_dim + asked.qk_pos_emb_head_dim, asked.v_head_dim
+    if kind == "a2a":
+        # Queries, keys, values and the result: one all-to-all of each forward and of each gradient backward.
+        heads = asked.num_attention_heads
+        sent = 2 * (heads * (key + value) + groups * (key + value)) * (cp - 1) // cp
+    else:
+        # Keys and values go round forward, and backward they do again, with their gradients.
+        sent = 3 * groups * (key + value) * (cp - 1)
+    tokens = asked.seq_length // cp * asked.micro_batch_size
+    yield TrafficUse(
+        cause=f"keys and values (context parallel, CP {cp})",
+        nbytes=micro_batches * layers * tokens * sent // tp * asked.params_dtype.itemsize,
+        per="step",
+        by_formula=True,
+    )

@@ -108,6 +108,9 @@ def test_a_job_of_any_size_is_explained_without_its_gpus():
     assert any(line.startswith("  rank 0, stage 0 of 2: ") for line in lines)
     assert any(line.startswith("  anchor of local SGD (host)") for line in lines)
     assert any(line.startswith("  activations") and " ~ " in line for line in lines)
+    # Of 4 micro-batches, 3 layers and 16 x 2 positions: 4 heads of 8 keys and 8 values, 3 times, on 2 ranks, in bf16.
+    (exchanged,) = (line for line in lines if line.startswith("  per step: keys and values (context parallel, CP 2)"))
+    assert gigabytes(4 * 3 * 32 * 3 * 4 * (8 + 8) // 2 * 2) in exchanged
     assert not [line for line in lines if "cpu" in line.lower() and "patches" in line]
 
 
@@ -143,7 +146,11 @@ def test_of_a_mixture_what_a_token_meets_is_told_apart():
     (line,) = [line for line in output.splitlines() if "of which a token meets" in line]
     total, active, _ = (int(number) for number in re.findall(r"\d+", line.replace(",", "")))
     assert total - active == 2 * 2 * (32 * 128 + 128 + 128 * 32 + 32)
-    assert "note: activations are left out" in output
+    # Of 2 x 32 positions, 2 layers keep 18 h and of 2 experts each 4 x 128 and 2 h; the rest is what the formula adds.
+    (line,) = [line for line in output.splitlines() if line.startswith("  activations ")]
+    layers = 2 * 32 * 2 * (18 * 32 + 2 * (4 * 128 + 2 * 32))
+    outside = 2 * 32 * (8 + 32 + 4 * (32 + 128))
+    assert line.endswith(gigabytes(layers + outside))
 
 
 def test_a_job_without_ranks_and_a_rank_outside_of_it_are_refused():
