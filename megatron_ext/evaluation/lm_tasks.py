@@ -81,7 +81,7 @@ def run_tasks(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> dict[str, dict[str, float]]:
-    """Return the results of tasks: by each one's name, its measures.
+    """Return the results of tasks: by each one's name its measures, and how many `shots` and `questions` they are of.
 
     Args:
         model: folder of a Hugging Face model, with its tokenizer.
@@ -109,7 +109,8 @@ def run_tasks(
             limit=limit,
             task_manager=manager,
         )
-        found |= {name: _measures(name, values) for name, values in results["results"].items()}
+        for name, values in results["results"].items():
+            found[name] = _measures(name, values) | _conditions(name, results)
     return found
 
 
@@ -126,3 +127,10 @@ def _measures(task: str, values: dict[str, Any]) -> dict[str, float]:
         if not math.isfinite(value):
             raise UserError(f"--tasks {task}: {name} is {value}: the model has, or computes, non-finite values")
     return found
+
+
+def _conditions(task: str, results: dict[str, Any]) -> dict[str, float]:
+    """How many examples and questions a task's measures are of; the harness does not tell it of every group."""
+    shots, questions = results["n-shot"].get(task), results["n-samples"].get(task)
+    found = {} if shots is None else {"shots": float(shots)}
+    return found if questions is None else {**found, "questions": float(questions["effective"])}

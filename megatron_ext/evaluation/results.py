@@ -53,15 +53,15 @@ class Results:
         except OSError as error:
             raise UserError(f"--output {path}: cannot be written ({error.strerror})") from error
 
-    def measures(self) -> dict[str, float]:
-        """Return one number for each thing that was measured, by its name."""
+    def measures(self) -> dict[tuple[str, str], float]:
+        """Return one number for each thing that was measured, by its name and by what it is of."""
         found = {}
         if self.perplexity:
-            found["perplexity"] = float(self.perplexity["perplexity"])
+            found["perplexity", _of_tokens(self.perplexity)] = float(self.perplexity["perplexity"])
         for task, values in self.tasks.items():
             name = next((name for name in _PREFERRED if name in values), None)
             if name is not None:
-                found[f"{task} ({name})"] = values[name]
+                found[f"{task} ({name})", _of_questions(values)] = values[name]
         return found
 
 
@@ -106,18 +106,47 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _of_tokens(perplexity: Mapping[str, Any]) -> str:
+    known = {name: perplexity[name] for name in ("part", "split", "sequence_length", "tokens") if name in perplexity}
+    of = [Path(str(perplexity["data"])).name] if "data" in perplexity else []
+    return ", ".join((*of, *(f"{name.replace('_', ' ')} {value}" for name, value in known.items())))
+
+
+def _of_questions(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {values[name]:g}" for name in ("shots", "questions") if name in values)
+
+
+def _rows(models: Sequence[Results]) -> dict[str, list[float | None]]:
+    """Return each model's number for each measure.
+
+    What is of other data or of other questions has a row of its own. A result that does not tell of what it is, such as
+    one that was copied from a paper, stands beside those that are all of the same.
+    """
+    found = [model.measures() for model in models]
+    ofs: dict[str, dict[str, None]] = {}
+    for name, of in (key for measures in found for key in measures):
+        ofs.setdefault(name, {})[of] = None
+    rows: dict[str, list[float | None]] = {}
+    for name, known in ofs.items():
+        if len(known.keys() - {""}) < 2:
+            rows[name] = [next((measures[key] for key in measures if key[0] == name), None) for measures in found]
+        else:
+            for of in known:
+                rows[f"{name}: {of or 'not told of what'}"] = [measures.get((name, of)) for measures in found]
+    return rows
+
+
 def table(models: Sequence[Results]) -> Iterator[str]:
     """Yield the lines of a table: a row for each measure, a column for each model."""
-    found = [model.measures() for model in models]
-    names = list(dict.fromkeys(name for measures in found for name in measures))
-    width = max([*map(len, names), 7])
+    rows = _rows(models)
+    width = max([*map(len, rows), 7])
     columns = [max(len(model.name), 9) for model in models]
     head = (f"{model.name:>{column}}" for model, column in zip(models, columns, strict=True))
     yield "  ".join((f"{'measure':<{width}}", *head))
-    for name in names:
+    for name, values in rows.items():
         cells = (
-            f"{measures[name]:>{column}.4f}" if name in measures else f"{'-':>{column}}"
-            for measures, column in zip(found, columns, strict=True)
+            f"{'-':>{column}}" if value is None else f"{value:>{column}.4f}"
+            for value, column in zip(values, columns, strict=True)
         )
         yield "  ".join((f"{name:<{width}}", *cells))
 
@@ -139,9 +168,8 @@ def draw(models: Sequence[Results], file: Path) -> None:
         from matplotlib import pyplot
     except ImportError as error:
         raise UserError(f"--picture needs matplotlib; run `{pip_install('matplotlib')}`") from error
-    found = [model.measures() for model in models]
-    names = list(dict.fromkeys(name for measures in found for name in measures))
-    apart = [[name for name in names if "perplexity" in name], [name for name in names if "perplexity" not in name]]
+    rows = _rows(models)
+    apart = [[name for name in rows if "perplexity" in name], [name for name in rows if "perplexity" not in name]]
     titles = ("perplexity (lower is better)", "tasks")
     panels = [(names, title) for names, title in zip(apart, titles, strict=True) if names]
     sizes = [len(names) for names, _ in panels]
@@ -154,9 +182,9 @@ def draw(models: Sequence[Results], file: Path) -> None:
         squeeze=False,
     )
     for axis, (shown, title) in zip(axes[0], panels, strict=True):
-        for place, (model, measures) in enumerate(zip(models, found, strict=True)):
+        for place, model in enumerate(models):
             at = [number + (place - (len(models) - 1) / 2) * 0.8 / len(models) for number in range(len(shown))]
-            bars = axis.bar(at, [measures.get(name, 0.0) for name in shown], width=0.8 / len(models), label=model.name)
+            bars = axis.bar(at, [rows[name][place] or 0.0 for name in shown], width=0.8 / len(models), label=model.name)
             axis.bar_label(bars, fmt="%.3g", fontsize=8)
         axis.set(title=title)
         axis.set_xticks(range(len(shown)), shown, rotation=30, ha="right")

@@ -73,7 +73,8 @@ def test_a_script_evaluates_a_model_on_local_questions(tmp_path: Path):
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results" / "mixture.json").read_text())
-    assert results["tasks"]["local_choice"]["acc"] == right(questions)
+    task = results["tasks"]["local_choice"]
+    assert (task["acc"], task["shots"], task["questions"]) == (right(questions), 0, 16)
     assert 0.25 < right(questions) < 0.75
     assert done.stdout.splitlines()[-1].split() == ["local_choice", "(acc)", "0.2500", f"{right(questions):.4f}"]
     assert (tmp_path / "results" / "mixture.png").read_bytes().startswith(b"\x89PNG")

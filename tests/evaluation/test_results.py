@@ -2,6 +2,8 @@
 """Results are kept whole, and set side by side."""
 
 import math
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,33 @@ def test_the_table_has_a_row_for_each_measure_and_a_column_for_each_model():
         "sciq (acc)               0.5000         0.6250",
         "hellaswag (acc_norm)     0.3000              -",
     ]
+
+
+def test_what_is_of_other_data_or_of_other_questions_is_not_set_side_by_side():
+    base = {**DENSE.perplexity, "sequence_length": 64}
+    one = Results(name="one", model="", perplexity=base, tasks={"sciq": {"acc": 0.5, "shots": 0.0, "questions": 16.0}})
+    other = replace(one, name="two", perplexity={**base, "data": "elsewhere/corpus", "sequence_length": 128})
+    assert cells([one, other]) == [
+        ["measure", "one", "two"],
+        ["perplexity: corpus, part test, sequence length 64, tokens 100", "7.3890", "-"],
+        ["perplexity: corpus, part test, sequence length 128, tokens 100", "-", "7.3890"],
+        ["sciq (acc)", "0.5000", "0.5000"],
+    ]
+    moved = replace(one, name="two", perplexity={**base, "data": "elsewhere/corpus"})
+    few = replace(moved, tasks={"sciq": {"acc": 0.25, "shots": 5.0, "questions": 16.0}, "piqa": {"acc": 1.0}})
+    assert cells([one, few])[1:] == [
+        ["perplexity", "7.3890", "7.3890"],
+        ["sciq (acc): shots 0, questions 16", "0.5000", "-"],
+        ["sciq (acc): shots 5, questions 16", "-", "0.2500"],
+        ["piqa (acc)", "-", "1.0000"],
+    ]
+    # Of figures from elsewhere nobody knows it; they stand beside others while these are all of the same.
+    assert ["sciq (acc)", "0.5000", "0.5000"] in cells([DENSE, one])
+    assert ["sciq (acc): not told of what", "0.5000", "-", "-"] in cells([DENSE, one, few])
+
+
+def cells(models: list[Results]) -> list[list[str]]:
+    return [re.split(" {2,}", line) for line in table(models)]
 
 
 def test_the_picture_has_a_bar_for_each_model(tmp_path: Path):
