@@ -233,10 +233,10 @@ def merge_bytes(folder: Path, experts: int, width: int, hidden: int) -> int:
     import torch
 
     from megatron_ext.spes import MergeConfig
+    from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
     from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
     from megatron_ext.sync_service.values.failpoints import Failpoints
     from megatron_ext.sync_service.values.merge import Merge
-    from megatron_ext.sync_service.values.snapshot import SnapshotWriter
 
     torch.set_num_threads(1)
     name = "decoder.layers.0.mlp.experts.{}.linear_fc{}.weight"

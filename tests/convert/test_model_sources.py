@@ -18,7 +18,8 @@ from megatron_ext.convert.megatron_args import read_args
 from megatron_ext.convert.model_sources import open_checkpoint
 from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.values.snapshot import Snapshot, snapshot_name
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from tests.convert import models
 from tests.local_sgd.runs import arguments
 from tests.support.pretrain import run_pretrain

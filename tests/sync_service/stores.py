@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import state_name
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.server.store import RunStore
-from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter, state_name
 
 CATALOG = Catalog(
     [TensorSpec(name="a", shape=(30, 40)), TensorSpec(name="b", shape=()), TensorSpec(name="c", shape=(7,))]

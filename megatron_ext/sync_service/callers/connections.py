@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from megatron_ext.sync_service.callers.origin import end_of
-from megatron_ext.sync_service.values.durable import described
+from megatron_ext.sync_service.disk.durable import described
 
 __all__ = ["Connections"]
 

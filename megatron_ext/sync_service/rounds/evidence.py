@@ -29,11 +29,12 @@ from contextlib import closing
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import newest_of, snapshot_name, snapshot_number
 from megatron_ext.sync_service.rounds.journal import Event, JournalContent, restore_or_rebuild
 from megatron_ext.sync_service.rounds.round import RunState
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.values.contribution import peer_of
-from megatron_ext.sync_service.values.snapshot import Snapshot, newest_of, snapshot_name, snapshot_number
 from megatron_ext.sync_service.values.spool import round_of
 
 __all__ = [

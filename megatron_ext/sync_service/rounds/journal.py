@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.values.durable import sync_path
+from megatron_ext.sync_service.disk.durable import sync_path
 
 __all__ = [
     "Event",

@@ -14,8 +14,8 @@ import zlib
 from dataclasses import dataclass, fields
 from typing import Any
 
+from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.rounds.journal import Event
-from megatron_ext.sync_service.values.snapshot import Snapshot
 
 __all__ = ["RunRecord"]
 

@@ -26,6 +26,7 @@ from megatron_ext.sync_service.callers.connections import Connections
 from megatron_ext.sync_service.callers.origin import Origin
 from megatron_ext.sync_service.callers.threads import Threads
 from megatron_ext.sync_service.channel.security import TokenCheck
+from megatron_ext.sync_service.disk.durable import described
 from megatron_ext.sync_service.protocol.protocol import MAX_MESSAGE, DecodeError, grpc, health_pb2, pb2
 from megatron_ext.sync_service.protocol.refusal import NameInUse, Reason, Refusal
 from megatron_ext.sync_service.protocol.wire import METHODS
@@ -33,7 +34,6 @@ from megatron_ext.sync_service.server.config import ServerConfig
 from megatron_ext.sync_service.server.grpc_health import HEALTH_METHODS, HealthService
 from megatron_ext.sync_service.server.values_servicer import FRAME_BYTES, ValuesServicer
 from megatron_ext.sync_service.shards.remote_shard import ShardProblem
-from megatron_ext.sync_service.values.durable import described
 
 __all__ = ["Calls"]
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from megatron_ext.errors import UserError, combine
+from megatron_ext.sync_service.disk.durable import replace_file, sync_path
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.evidence import (
     has_its_beginning,
@@ -34,8 +36,6 @@ from megatron_ext.sync_service.rounds.round import RunState
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.shards.remote import RemoteState
 from megatron_ext.sync_service.shards.remote_shard_copy import IDENTITY
-from megatron_ext.sync_service.values.durable import replace_file, sync_path
-from megatron_ext.sync_service.values.snapshot import snapshot_name
 
 __all__ = ["recover"]
 

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from megatron_ext.sync_service.disk.durable import described
+from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
@@ -18,10 +20,8 @@ from megatron_ext.sync_service.shards.remote_shard import ShardProblem
 from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shards.shards import Shards
 from megatron_ext.sync_service.values.decision import Decision, decide, untouched
-from megatron_ext.sync_service.values.durable import described
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution, Made
-from megatron_ext.sync_service.values.snapshot import Snapshot
 
 __all__ = ["RoundMaker"]
 

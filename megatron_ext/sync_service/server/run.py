@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
+from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import Frame
 from megatron_ext.sync_service.protocol.refusal import NotWhole, Refusal
@@ -39,7 +40,6 @@ from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.open_values import OpenValues
 from megatron_ext.sync_service.values.receive import receive
-from megatron_ext.sync_service.values.snapshot import Snapshot
 
 __all__ = ["Run"]
 

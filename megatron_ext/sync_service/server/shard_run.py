@@ -20,6 +20,9 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import CODECS
+from megatron_ext.sync_service.disk.durable import replace_file
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.field_checks import Malformed, check_count, check_text
 from megatron_ext.sync_service.protocol.frames import Frame
@@ -44,12 +47,10 @@ from megatron_ext.sync_service.shards.shard_messages import (
     squares_message,
 )
 from megatron_ext.sync_service.values.contribution import Contribution
-from megatron_ext.sync_service.values.durable import replace_file
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.open_values import OpenValues
 from megatron_ext.sync_service.values.receive import receive
 from megatron_ext.sync_service.values.reduction import DamagedContribution
-from megatron_ext.sync_service.values.snapshot import Snapshot, snapshot_name
 
 __all__ = ["ShardRun"]
 

@@ -20,6 +20,9 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import build_codec
+from megatron_ext.sync_service.disk.durable import sync_path
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.protocol import DIGEST_PROTOCOL, PROTOCOL_VERSION
 from megatron_ext.sync_service.protocol.report import INTERVAL
@@ -34,10 +37,8 @@ from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.shards.remote import RemoteState
 from megatron_ext.sync_service.shards.shard import Shard
 from megatron_ext.sync_service.shards.sharding import assign, part_of
-from megatron_ext.sync_service.values.durable import sync_path
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Guards
-from megatron_ext.sync_service.values.snapshot import Snapshot, snapshot_name
 
 __all__ = ["RunStore"]
 

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from megatron_ext.sync_service.disk.durable import described
 from megatron_ext.sync_service.shards.remote_shard import ShardProblem
-from megatron_ext.sync_service.values.durable import described
 
 __all__ = ["Unwritten"]
 

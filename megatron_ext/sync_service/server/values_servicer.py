@@ -11,13 +11,14 @@ from typing import Any, Protocol
 
 from megatron_ext.params import flat_offset
 from megatron_ext.sync_service.callers.call_limits import Caller
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import state_name
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, Box, Frame, codec_of, cut, payload_of, whole_box
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.values.open_values import OpenValues
-from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.values.updates import UPDATE, has_update, kept_as
 from megatron_ext.version import __version__
 

@@ -21,11 +21,11 @@ import uuid
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.durable import replace_file
+from megatron_ext.sync_service.disk.snapshot_names import newest_of, snapshot_name
 from megatron_ext.sync_service.rounds.evidence import check_lines
 from megatron_ext.sync_service.rounds.journal import parse_journal, recover_command
 from megatron_ext.sync_service.shards.remote_folder import RemoteFolder
-from megatron_ext.sync_service.values.durable import replace_file
-from megatron_ext.sync_service.values.snapshot import newest_of, snapshot_name
 
 __all__ = ["LINES", "RemoteState"]
 

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.durable import sync_path
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import newest_of, snapshot_number
 from megatron_ext.sync_service.protocol.field_checks import Malformed, check_count, check_number, check_text
 from megatron_ext.sync_service.protocol.names import path_component
 from megatron_ext.sync_service.protocol.schema import parse, record
-from megatron_ext.sync_service.values.durable import sync_path
-from megatron_ext.sync_service.values.snapshot import Snapshot, newest_of, snapshot_number
 
 __all__ = ["RemoteFolder"]
 

@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.durable import replace_file
 from megatron_ext.sync_service.shards.remote_folder import RemoteFolder
-from megatron_ext.sync_service.values.durable import replace_file
 
 __all__ = ["ShardCopy"]
 

@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import newest_of, snapshot_name, snapshot_number
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
+from megatron_ext.sync_service.disk.spares import SpareFiles
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.rounds.config import RunConfig
@@ -28,14 +32,6 @@ from megatron_ext.sync_service.values.guards import Judged
 from megatron_ext.sync_service.values.merge import Merge
 from megatron_ext.sync_service.values.open_values import OpenValues
 from megatron_ext.sync_service.values.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
-from megatron_ext.sync_service.values.snapshot import (
-    Snapshot,
-    SnapshotWriter,
-    newest_of,
-    snapshot_name,
-    snapshot_number,
-)
-from megatron_ext.sync_service.values.spares import SpareFiles
 from megatron_ext.sync_service.values.spool import Spool
 
 __all__ = ["RoundJob", "Shard", "Uploader"]

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 
 from megatron_ext.params import flat_offset
+from megatron_ext.sync_service.disk.spares import SpareFiles
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import MAX_PAYLOAD, Box, Frame, whole_box
 from megatron_ext.sync_service.protocol.limits import Limits
@@ -32,7 +33,6 @@ from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.values.blocks import Block
 from megatron_ext.sync_service.values.coverage import Coverage
-from megatron_ext.sync_service.values.spares import SpareFiles
 
 __all__ = ["Contribution", "Discarded", "new_name", "peer_of"]
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_ext.spes import ExpertLayer, MergeConfig, expert_layers, merge_layer
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.values.failpoints import Failpoints
-from megatron_ext.sync_service.values.snapshot import SnapshotWriter
 
 __all__ = ["Merge", "layers_of"]
 

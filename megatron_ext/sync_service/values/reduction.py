@@ -18,15 +18,17 @@ from pathlib import Path
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import state_name
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
+from megatron_ext.sync_service.disk.spares import SpareFiles
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Judged
 from megatron_ext.sync_service.values.merge import Merge
-from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.values.sources import Contributor, DamagedContribution
-from megatron_ext.sync_service.values.spares import SpareFiles
 from megatron_ext.sync_service.values.tensor_round import (
     LARGEST_NORM,
     Alone,

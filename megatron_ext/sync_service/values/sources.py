@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ext.sync_service.disk.snapshot import CheckedRead, Snapshot
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
 from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.values.blocks import Block, common_blocks
 from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
-from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot
 
 __all__ = ["Contributor", "DamagedContribution", "Sources"]
 

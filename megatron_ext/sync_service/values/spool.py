@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from megatron_ext.sync_service.disk.durable import sync_path
+from megatron_ext.sync_service.disk.spares import SpareFiles
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.limits import Limits
 from megatron_ext.sync_service.protocol.names import is_name, path_component
 from megatron_ext.sync_service.values.contribution import Contribution, new_name, peer_of
-from megatron_ext.sync_service.values.durable import sync_path
-from megatron_ext.sync_service.values.spares import SpareFiles
 
 __all__ = ["Spool", "round_of"]
 

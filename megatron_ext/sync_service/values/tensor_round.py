@@ -18,11 +18,13 @@ from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.outer.reducers.linear import Linear
 from megatron_ext.outer.reducers.reducer import Reducer
+from megatron_ext.sync_service.disk.snapshot import CheckedRead, Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import state_name
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
 from megatron_ext.sync_service.protocol.catalog import TensorSpec
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.values.blocks import Block
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
-from megatron_ext.sync_service.values.snapshot import CheckedRead, Snapshot, SnapshotWriter, state_name
 from megatron_ext.sync_service.values.sources import Contributor, Sources
 from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL, UPDATE, full, publish, publish_exactly
 

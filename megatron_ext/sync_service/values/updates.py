@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import state_name
 from megatron_ext.sync_service.protocol.frames import Box, codec_of, cut
-from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
 
 __all__ = [
     "EXACT",

@@ -17,12 +17,12 @@ import pytest
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.callers.connections import Connections
+from megatron_ext.sync_service.disk.durable import described
+from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.wire import METHODS
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.server.config import ServerConfig
-from megatron_ext.sync_service.values.durable import described
-from megatron_ext.sync_service.values.snapshot import Snapshot
 from tests.support.waiting import until
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import start_values

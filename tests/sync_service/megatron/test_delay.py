@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from megatron_ext.sync_service.values.snapshot import snapshot_name
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from tests.spes.test_feature import RUN, SPES, expert_of
 from tests.support.pretrain import RankOutcome
 from tests.support.waiting import until

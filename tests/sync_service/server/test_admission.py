@@ -18,6 +18,9 @@ import torch
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.streams import Streams
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_head import RECORD
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.checksum import crc32
@@ -25,7 +28,6 @@ from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, 
 from megatron_ext.sync_service.rounds.journal import Journal
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.server.process import _try_out
-from megatron_ext.sync_service.values.snapshot import _RECORD, Snapshot, snapshot_name
 from tests.support.waiting import until
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import digest, start_values, trained
@@ -375,7 +377,7 @@ def rewrite_protocol(service: Service, protocol: int | None) -> None:
     rewritten.close()
     path = journal.parent / "snapshots" / snapshot_name(0)
     with closing(Snapshot(path)) as found:
-        record, extent = RunRecord.of(found), found._extents[_RECORD]
+        record, extent = RunRecord.of(found), found._extents[RECORD]
         begin = found._begin + extent.at(0)
         end = begin + extent.numel
     assert record is not None and record.follows(before)

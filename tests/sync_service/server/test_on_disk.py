@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
 from megatron_ext.sync_service.protocol.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.journal import Journal
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.values.contribution import Contribution, Discarded
-from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter
 from megatron_ext.sync_service.values.spool import Spool
 from tests.sync_service.stores import CATALOG, VALUES, begin, make_round, snapshot
 

@@ -15,6 +15,8 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.folder_lock import locked
@@ -23,7 +25,6 @@ from megatron_ext.sync_service.rounds.round import RunState
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards.remote import RemoteState
-from megatron_ext.sync_service.values.snapshot import Snapshot, snapshot_name
 from tests.support.every_run import one_of_each
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.errors import UserError
+from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.shards.remote_shard_copy import ShardCopy
-from megatron_ext.sync_service.values.snapshot import snapshot_name
 from tests.support.every_run import one_of_each
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.server.test_faults import ROUNDS

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.outer.config import OuterOptimizerConfig
+from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import Box, Frame, cut, whole_box
 from megatron_ext.sync_service.values import tensor_round
@@ -21,7 +22,6 @@ from megatron_ext.sync_service.values.decision import Decision, decide
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.reduction import Contributor, Reduction
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
-from megatron_ext.sync_service.values.snapshot import Snapshot
 from tests.support.every_run import one_of_each
 
 CATALOG = Catalog(

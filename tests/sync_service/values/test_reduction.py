@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_names import state_name
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import Frame, cut, whole_box
 from megatron_ext.sync_service.values.blocks import Block
@@ -20,7 +22,6 @@ from megatron_ext.sync_service.values.decision import Decision, decide
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Guards
 from megatron_ext.sync_service.values.reduction import Contributor, Reduction
-from megatron_ext.sync_service.values.snapshot import Snapshot, state_name
 from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL
 
 CATALOG = Catalog(

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_ext.sync_service.disk import spares as spares_module
+from megatron_ext.sync_service.disk.snapshot import Snapshot
+from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
+from megatron_ext.sync_service.disk.spares import SpareFiles
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.frames import Frame, cut, whole_box
-from megatron_ext.sync_service.values import spares as spares_module
 from megatron_ext.sync_service.values.contribution import Contribution, Discarded
-from megatron_ext.sync_service.values.snapshot import Snapshot, SnapshotWriter
-from megatron_ext.sync_service.values.spares import SpareFiles
 from megatron_ext.sync_service.values.spool import Spool
 
 SPEC = TensorSpec(name="w", shape=(64, 64))
