@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
 from benchmarks.emulated_network import EmulatedNetwork, NetworkUnavailable, emulated_network
+from benchmarks.server_process import server_of
 from megatron_ext.cli.ending import ended_by_sigterm
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
@@ -177,28 +179,12 @@ def server_on(
     network: EmulatedNetwork, host: int, folder: Path, runs: Sequence[str], peers: int
 ) -> Iterator[tuple[str, Path]]:
     """Run a sync service on a host; yield its address, and the folder of its runs."""
-    config, log = folder / "server.yaml", folder / "server.log"
+    settings = {"bind": f"{network.address(host)}:50051", "insecure": True}
     run = {"peers": peers, "outer_optimizer": "sgd"}
-    described = {"dir": str(folder / "state"), "bind": f"{network.address(host)}:50051", "insecure": True}
-    config.write_text(json.dumps({**described, "runs": dict.fromkeys(runs, run)}))
-    code = "import sys; from megatron_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    words = [sys.executable, "-c", code, "server", "start", "--config", str(config)]
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            network.command(host, words),
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-        )
-        assert process.stdout is not None
-        try:
-            if "listening at " not in process.stdout.readline():
-                raise RuntimeError(f"the server has not started: {log.read_text()}")
-            yield described["bind"], folder / "state" / "runs"
-        finally:
-            _end(process)
+    with server_of(
+        folder, dict.fromkeys(runs, run), settings=settings, command=partial(network.command, host)
+    ) as server:
+        yield server.address, server.runs
 
 
 def simulated(setting: Setting, link: Link, told: list[dict[str, Any]], values: int, reduction: float | None) -> float:

@@ -3,26 +3,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 __all__ = [
     "Job",
     "Measured",
-    "Server",
     "merge_bytes",
     "model",
     "peer_rounds",
     "process_peak",
-    "server_of",
     "start_bare",
 ]
 
@@ -87,17 +83,6 @@ class Measured:
     """Bytes of this peer's connection in a round, both directions; none unless counted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Server:
-    """A server process."""
-
-    address: str
-    """Where it listens."""
-
-    pid: int
-    """Its process."""
-
-
 def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
     """Return the shapes of a mixture of experts of about that many parameters, 60 % of them in experts."""
     width = max(1, round(0.6 * parameters / (3 * layers * experts * hidden)))
@@ -113,38 +98,6 @@ def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
             found[f"{prefix}.mlp.experts.{expert}.linear_fc2.weight"] = (hidden, width)
     found["output_layer.weight"] = (vocab, hidden)
     return found
-
-
-@contextmanager
-def server_of(folder: Path, runs: Mapping[str, Mapping[str, Any]]) -> Iterator[Server]:
-    """Run a server until the end of the block.
-
-    Args:
-        folder: of its files.
-        runs: their settings by name.
-    """
-    config = folder / "server.yaml"
-    config.write_text(json.dumps({"dir": str(folder / "state"), "bind": "127.0.0.1:0", "runs": runs}))
-    code = "import sys; from megatron_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
-    log = folder / "server.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-c", code, "server", "start", "--config", str(config)],
-            cwd=REPOSITORY,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-        )
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if "listening at " not in line:
-            raise RuntimeError(f"the server has not started: {log.read_text()}")
-        yield Server(address=line.split("listening at ")[1].split(",")[0], pid=process.pid)
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @contextmanager

@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks import spes_peers
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
-from benchmarks.spes_peers import Job, Measured, Server, Shapes
+from benchmarks.server_process import Server, server_of
+from benchmarks.spes_peers import Job, Measured, Shapes
 from megatron_ext.cli.ending import ended_by_sigterm
 from tests.support.distributed import run_ranks
 
@@ -101,7 +102,7 @@ def _rounds(folder: Path, shapes: Shapes, options: argparse.Namespace) -> list[C
     for peers in options.peers:
         own = folder / f"p{peers}"
         own.mkdir()
-        with spes_peers.server_of(own, {options.codec: {"peers": peers}}) as server, ExitStack() as stack:
+        with server_of(own, {options.codec: {"peers": peers}}) as server, ExitStack() as stack:
             # Bare streams move what fp32 takes.
             is_compared = peers == throughput_of and not coded
             bare = stack.enter_context(spes_peers.start_bare()) if is_compared else ""
@@ -129,7 +130,7 @@ def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
     cases = []
     own = folder / "bytes"
     own.mkdir()
-    with spes_peers.server_of(own, {codec: {"peers": peers} for codec in BYTES_GOALS}) as server:
+    with server_of(own, {codec: {"peers": peers} for codec in BYTES_GOALS}) as server:
         for codec, goal in BYTES_GOALS.items():
             found = _run(_job(shapes, server, codec, options, counts_bytes=True), peers)
             fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))
@@ -144,7 +145,7 @@ def _link(folder: Path, options: argparse.Namespace) -> list[Case]:
     rate = 1e6 * options.link
     own = folder / "link"
     own.mkdir()
-    with spes_peers.server_of(own, {"fp32": {"peers": peers}}) as server:
+    with server_of(own, {"fp32": {"peers": peers}}) as server:
         found = _run(replace(_job(shapes, server, "fp32", options), link=rate), peers)
     ratios = [seconds * rate / moved for seconds, moved in zip(found.seconds, found.wire_bytes, strict=True)]
     return [_case("slow_link_over_its_bytes", statistics.median(ratios), None)]
