@@ -11,7 +11,6 @@ from typing import Any
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.perplexity_config import PerplexityConfig
-from megatron_ext.extras import pip_install
 
 __all__ = ["add_parser"]
 
@@ -81,6 +80,7 @@ def _run(options: argparse.Namespace) -> int:
             "checkpoint"
         )
     from megatron_ext.evaluation.lm_tasks import check_tasks, parse_tasks, run_tasks
+    from megatron_ext.evaluation.loaded_model import check_data, load_model
     from megatron_ext.evaluation.outputs import check_outputs
     from megatron_ext.evaluation.results import Results, draw, read_results, table
 
@@ -88,18 +88,15 @@ def _run(options: argparse.Namespace) -> int:
     baselines = [read_results(path) for path in options.baseline]
     named = [] if options.tasks is None else parse_tasks(options.tasks)
     manager = check_tasks(named, options.task_files) if named else None
-    device = _device(options.device)
-    perplexity = {} if options.data is None else _perplexity(options, device)
+    unchecked = None if options.data is None else check_data(options.data, options.model)
+    if unchecked is not None:
+        print(unchecked, file=sys.stderr)
+    model = load_model(options.model, _device(options.device), _DTYPES.get(options.dtype, options.dtype))
+    perplexity = {} if options.data is None else _perplexity(options, model)
     found = {}
     if named:
         found = run_tasks(
-            options.model,
-            named,
-            manager=manager,
-            limit=options.limit,
-            batch_size=options.batch_size,
-            device=device,
-            dtype=_DTYPES.get(options.dtype, options.dtype),
+            model, options.model, named, manager=manager, limit=options.limit, batch_size=options.batch_size
         )
     results = Results(
         name=options.name or options.model.resolve().name,
@@ -116,7 +113,7 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _perplexity(options: argparse.Namespace, device: str) -> dict[str, Any]:
+def _perplexity(options: argparse.Namespace, model: Any) -> dict[str, Any]:
     from megatron_ext.evaluation.perplexity import measure_perplexity
 
     config = from_options(PerplexityConfig, options)
@@ -125,7 +122,6 @@ def _perplexity(options: argparse.Namespace, device: str) -> dict[str, Any]:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{tokens:,} tokens", end="", file=sys.stderr, flush=True)
 
-    model = _loaded(options.model, device, _DTYPES.get(options.dtype, options.dtype))
     positions = getattr(model.config, "max_position_embeddings", None)
     if positions is not None and config.sequence_length > positions:
         print(
@@ -136,19 +132,6 @@ def _perplexity(options: argparse.Namespace, device: str) -> dict[str, Any]:
     measured = measure_perplexity(model, options.data, config, tell)
     said = {name: getattr(config, name) for name in ("split", "part", "sequence_length")}
     return {"data": options.data, **said, **measured}
-
-
-def _loaded(folder: Path, device: str, dtype: str) -> Any:
-    try:
-        import transformers
-        from safetensors import SafetensorError
-    except ImportError as error:
-        raise UserError(f"evaluate: transformers is not installed; run `{pip_install('transformers')}`") from error
-    try:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise UserError(f"{folder}: transformers cannot load it on {device} ({reason})") from error
 
 
 def _device(name: str) -> str:

@@ -72,25 +72,23 @@ def check_tasks(tasks: Sequence[Task], folder: Path | None = None) -> Any:
 
 
 def run_tasks(
-    model: Path,
+    model: Any,
+    tokenizer: Path,
     tasks: Sequence[Task],
     *,
     manager: Any,
     limit: int | None = None,
     batch_size: int = 8,
-    device: str = "cpu",
-    dtype: str = "auto",
 ) -> dict[str, dict[str, float]]:
     """Return the results of tasks: by each one's name its measures, and how many `shots` and `questions` they are of.
 
     Args:
-        model: folder of a Hugging Face model, with its tokenizer.
+        model: as transformers has loaded it.
+        tokenizer: folder of its tokenizer.
         tasks: which.
         manager: what `check_tasks` returned for them.
         limit: questions of each task; None for all.
         batch_size: questions at a time.
-        device: as torch names it.
-        dtype: of the weights, as transformers names it.
 
     Raises:
         UserError: a measure is non-finite.
@@ -98,7 +96,7 @@ def run_tasks(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    loaded = HFLM(pretrained=str(model), device=device, dtype=dtype, batch_size=batch_size)
+    loaded = HFLM(pretrained=model, tokenizer=str(tokenizer), batch_size=batch_size)
     found: dict[str, dict[str, float]] = {}
     # One call for each number of examples, which holds for all tasks of a call.
     for shots in dict.fromkeys(task.shots for task in tasks):

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from megatron_ext.data.corpus_files import check_corpus
 from megatron_ext.data.split import parts_of
 from megatron_ext.errors import UserError, combine
 from megatron_ext.evaluation.perplexity_config import PerplexityConfig
@@ -71,9 +71,7 @@ def measure_perplexity(
 
 def _tokens(prefix: str, config: PerplexityConfig) -> np.ndarray[Any, Any]:
     """All tokens of the part, as they are on the disk."""
-    for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).is_file():
-            raise UserError(f"--data {prefix}: no {prefix}{suffix}; `megatron-ext data prepare` makes such a pair")
+    check_corpus(prefix, option="--data")
     with quietly():
         # The .idx format is Megatron's own.
         from megatron.core.datasets.indexed_dataset import IndexedDataset

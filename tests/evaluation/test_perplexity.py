@@ -105,5 +105,5 @@ def test_a_non_finite_loss_is_refused(corpus: tuple[str, list[list[int]]]):
 
 
 def test_a_corpus_that_is_not_there_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match=r"no .*nothing\.bin; `megatron-ext data prepare`"):
+    with pytest.raises(UserError, match=r"there is no .*nothing\.bin; give the prefix"):
         measure_perplexity(models.make("llama"), str(tmp_path / "nothing"), PerplexityConfig())

@@ -18,7 +18,7 @@ from megatron_ext.data.corpus_files import check_corpus, check_index, token_type
 from megatron_ext.data.output import output_paths
 from megatron_ext.errors import UserError
 
-__all__ = ["Checked", "Corpus", "Vocabulary", "VocabularyConfig", "check_corpora"]
+__all__ = ["Checked", "Corpus", "Vocabulary", "VocabularyConfig", "check_corpora", "refuse_other_tokenizer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,29 @@ def check_corpora(prefixes: Sequence[str], given: VocabularyConfig, *, tell: Cal
         ids = f"the ids of {', '.join(prefixes)} are its own" if prefixes else "it has any"
         tell(f"{chosen.said_by} is not on this machine: whether {ids} is not checked{among}")
     return Checked(megatron_args=chosen.megatron_args, known=known, corpora=corpora)
+
+
+def refuse_other_tokenizer(prefix: str, given: VocabularyConfig) -> bool:
+    """Refuse a corpus whose record names another vocabulary than the given one; its tokens are not looked at.
+
+    Args:
+        prefix: Of the corpus.
+        given: The vocabulary that its ids have to be of.
+
+    Returns:
+        Whether there is a record.
+
+    Raises:
+        UserError: The record is of another vocabulary, or of other files, or damaged.
+    """
+    record = read_record(prefix, fix=given.ways())
+    if record is None:
+        return False
+    _check_sizes(prefix, record)
+    chosen = given_vocabulary(given)
+    assert chosen is not None
+    _refuse_difference(prefix, _recorded_vocabulary(prefix, record, given, is_used=False), chosen)
+    return True
 
 
 def _check_sizes(prefix: str, record: Record) -> None:
