@@ -106,11 +106,16 @@ class AsyncSchedule:
         """Every worker's steps at the last meeting."""
         return [int(count) for count in self._counted.tolist()]
 
-    def is_over(self, step: int) -> bool:
-        """Return whether the window is over after this worker's step number `step`, the same on all its ranks."""
+    def is_over(self, step: int, *, early: bool = False) -> bool:
+        """Return whether the window is over after this worker's step number `step`, the same on all its ranks.
+
+        Args:
+            step: how many this worker has made.
+            early: whether its time is cut short; a replay ends it where the record does all the same.
+        """
         if self._replay:
             return step >= self._replay[0]
-        over = self._clock() >= window_end(self._config, self._window)
+        over = early or self._clock() >= window_end(self._config, self._window)
         if self._inside is None:
             return over
         decision = torch.tensor(float(over), device=self._device)

@@ -5,13 +5,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_ext.hooks import (
     ChunksBuilt,
@@ -31,8 +27,8 @@ from megatron_ext.hooks import (
 from megatron_ext.patching import Patch
 from megatron_ext.seams.arguments import say, with_arguments
 from megatron_ext.seams.process_groups import current_groups
-from megatron_ext.transport.common_stop import CommonStop
 from megatron_ext.transport.lost_rank import lost_rank
+from megatron_ext.worker_ending import is_common_end, training_starts
 
 __all__ = ["chunk_patches", "joined_steps", "length_patches", "loop_patches", "model_patches", "patches"]
 
@@ -45,19 +41,6 @@ _DUMPS = (
     "save_dgrads_interval",
 )
 """What is dumped once in an iteration, of its first inner step."""
-
-
-class _Ending:
-    """How the training that is under way is to end."""
-
-    trainings = 0
-    """Of this process."""
-
-    stop: CommonStop | None = None
-    """From the first time that workers are asked where they do not meet."""
-
-
-_ending = _Ending()
 
 
 def chunk_patches() -> list[Patch]:
@@ -203,7 +186,7 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.training import get_args
 
         given = signature.bind(*args, **kwargs).arguments
-        _ending.trainings, _ending.stop = _ending.trainings + 1, None
+        training_starts()
         hooks.fire(
             TrainStart(
                 args=get_args(),
@@ -362,42 +345,12 @@ def _wrap_exit(original: Callable[..., Any]) -> Callable[..., Any]:
     def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
         iteration = signature.bind(*args, **kwargs).arguments["iteration"]
         # Whoever wanted to end still does where all vote, so that each vote ends the run.
-        if hooks.may_exit(iteration) or _is_common_end(iteration):
+        if hooks.may_exit(iteration) or is_common_end(iteration, say):
             return original(*args, **kwargs)
         with with_arguments(exit_signal_handler=False, exit_duration_in_mins=None):
             return original(*args, **kwargs)
 
     return checkpoint_and_decide_exit
-
-
-def _is_common_end(iteration: int) -> bool:
-    """Return whether all ranks have agreed to end after this iteration, at which workers do not meet."""
-    from megatron.training import get_args
-
-    args = get_args()
-    if not (args.exit_signal_handler or args.exit_duration_in_mins):
-        return False
-    if _ending.stop is None:
-        # torchrun may keep the store when it starts the ranks again.
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"megatron_ext/end of training {_ending.trainings}, start {start}"
-        store = dist.distributed_c10d._get_default_store()
-        _ending.stop = CommonStop(store, prefix, dist.get_rank(), dist.get_world_size())
-    known = _ending.stop.iteration is not None
-    ends = _ending.stop.is_reached(iteration, wanted=_wants_to_end(args))
-    if _ending.stop.iteration is not None and not known:
-        say(f"told to end (signal or time limit): all workers do so after iteration {_ending.stop.iteration}")
-    return ends
-
-
-def _wants_to_end(args: Any) -> bool:
-    """Return whether this rank has got the signal, or its time is over."""
-    from megatron.training import get_signal_handler, training
-
-    if args.exit_signal_handler and get_signal_handler()._signal_received:
-        return True
-    limit = args.exit_duration_in_mins
-    return bool(limit) and (time.time() - training._TRAIN_START_TIME) / 60 > limit
 
 
 def _wrap_timers(original: Callable[..., Any]) -> Callable[..., Any]:

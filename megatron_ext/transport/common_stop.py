@@ -41,12 +41,20 @@ class CommonStop:
         """
         if self.iteration is None:
             self._store.set(self._begun(self._rank), str(iteration + 1))
-            if wanted:
-                self._store.set(self._key("wanted"), "yes")
-            if wanted or self._store.check([self._key("wanted")]):
+            if self.is_wanted(wanted=wanted):
                 self.iteration = self._agree()
         # Iterations that are skipped do not ask.
         return self.iteration is not None and iteration >= self.iteration
+
+    def is_wanted(self, *, wanted: bool) -> bool:
+        """Return whether any rank wants to end, for ranks that may meet sooner than they would otherwise.
+
+        Args:
+            wanted: whether this rank does.
+        """
+        if wanted:
+            self._store.set(self._key("wanted"), "yes")
+        return wanted or bool(self._store.check([self._key("wanted")]))
 
     def _agree(self) -> int:
         highest = max(int(self._store.get(self._begun(rank))) for rank in range(self._world_size))

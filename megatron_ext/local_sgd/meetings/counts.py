@@ -114,11 +114,16 @@ class Meetings:
         """Open the window: the first step of an iteration begins."""
         self._schedule.open()
 
-    def another_step(self, made: int) -> bool:
-        """Return whether one more step follows those made since the last meeting; the same on a worker's ranks."""
+    def another_step(self, made: int, *, told_to_end: bool = False) -> bool:
+        """Return whether one more step follows those made since the last meeting; the same on a worker's ranks.
+
+        Args:
+            made: steps of this worker since then.
+            told_to_end: whether the run is to end, so that the workers meet now; the worker's first rank has the say.
+        """
         if not self._replayed and made >= self._most():
             return False
-        return not self._schedule.is_over(self._counts[self._worker] + made)
+        return not self._schedule.is_over(self._counts[self._worker] + made, early=told_to_end)
 
     def _most(self) -> int:
         """Return this worker's share of the steps that are left, by what the workers made last."""

@@ -17,6 +17,7 @@ from megatron_ext.local_sgd.meetings.sample_intervals import SampleIntervals
 from megatron_ext.seams.arguments import say
 from megatron_ext.seams.logging import average_layer_metrics
 from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.worker_ending import is_told_to_end
 from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["MeetingLoop"]
@@ -92,7 +93,7 @@ class MeetingLoop:
 
     def another_step(self, made: int) -> bool:
         """Return whether one more step follows; then the weights of the one before are on all ranks of the worker."""
-        if not self._meetings.another_step(made):
+        if not self._meetings.another_step(made, told_to_end=is_told_to_end()):
             return False
         # Megatron lets forward passes gather weights only from its second iteration on.
         hooked = any(getattr(chunk, "remove_forward_pre_hook_handles", None) for chunk in self._model)
