@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_ext.params import DEFAULT_ORDER, Layout
+from megatron_ext.run_options import run_options
 from megatron_ext.worker_groups import InstanceGroups, WorkerGroups
 
 __all__ = ["computed_places", "cut_workers"]
@@ -106,8 +107,6 @@ def _everyone(mine: Place, workers: int) -> list[Place]:
 def computed_places(workers: int) -> list[Place]:
     """Return what `_everyone` does, by arithmetic."""
     from megatron.core import parallel_state as state
-    from megatron.training import get_args
-
     layout = Layout(
         tp=state.get_tensor_model_parallel_world_size(),
         pp=state.get_pipeline_model_parallel_world_size(),
@@ -115,7 +114,7 @@ def computed_places(workers: int) -> list[Place]:
         dp=state.get_data_parallel_world_size(),
         ep=state.get_expert_model_parallel_world_size(),
         etp=state.get_expert_tensor_parallel_world_size(),
-        order="tp-cp-ep-pp-dp" if get_args().use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        order="tp-cp-ep-pp-dp" if run_options().use_tp_pp_dp_mapping else DEFAULT_ORDER,
     )
     keys = []
     members: dict[tuple[Any, ...], list[int]] = {}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_ext.run_options import run_options
 from megatron_ext.transport.common_stop import CommonStop
 
 __all__ = ["is_common_end", "is_told_to_end", "training_starts"]
@@ -40,9 +41,7 @@ def is_common_end(iteration: int, say: Callable[[str], None]) -> bool:
         iteration: the one that this rank has made.
         say: told in one line when they have.
     """
-    from megatron.training import get_args
-
-    args = get_args()
+    args = run_options()
     if not _may_be_told(args):
         return False
     stop = _common_stop()
@@ -55,9 +54,7 @@ def is_common_end(iteration: int, say: Callable[[str], None]) -> bool:
 
 def is_told_to_end() -> bool:
     """Return whether a rank of any worker is, so that workers need not train until they would meet anyway."""
-    from megatron.training import get_args
-
-    args = get_args()
+    args = run_options()
     return _may_be_told(args) and _common_stop().is_wanted(wanted=_wants_to_end(args))
 
 

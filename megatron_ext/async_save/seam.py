@@ -22,6 +22,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.extras import pip_install_extra
 from megatron_ext.hooks import CutsWorkers, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 
 __all__ = ["RESILIENCY_VERSIONS", "is_asked", "missing_writer", "patches", "unused"]
 
@@ -206,8 +207,6 @@ def _own(state: Any) -> Any:
 def _wrap_finalize(original: _Finalize) -> _Finalize:
     @functools.wraps(original)
     def finalize(blocking: bool = False, terminate: bool = False) -> None:
-        from megatron.training import get_args
-
         # torch derives it from BaseException.
         from torch.distributed.checkpoint.api import CheckpointException
 
@@ -217,7 +216,7 @@ def _wrap_finalize(original: _Finalize) -> _Finalize:
             causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
             raise UserError(
                 f"--async-save: a checkpoint could not be written ({causes or 'another rank says why'}). "
-                f"{newest_whole(get_args().save)}: remove the cause (what writers said is above) and resume from it"
+                f"{newest_whole(run_options().save)}: remove the cause (what writers said is above) and resume from it"
             ) from error
         if terminate:
             _state.writer = None

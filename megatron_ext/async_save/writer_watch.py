@@ -12,6 +12,7 @@ from queue import Empty
 from typing import Any
 
 from megatron_ext.errors import UserError
+from megatron_ext.run_options import run_options
 
 __all__ = ["WatchedQueue", "Writer", "allow_open_files", "newest_whole"]
 
@@ -86,9 +87,7 @@ class Writer:
         if self.given_up:
             return
         self.given_up = True
-        from megatron.training import get_args
-
-        whole = newest_whole(get_args().save)
+        whole = newest_whole(run_options().save)
         if self._unsent is not None:
             raise UserError(
                 f"--async-save: a checkpoint did not reach the process that writes it ({self._unsent}). {whole}: "

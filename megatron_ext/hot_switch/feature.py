@@ -33,6 +33,7 @@ from megatron_ext.hot_switch.runtime.loading import order_changes, refuse_other_
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 from megatron_ext.params import Layout
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 from megatron_ext.seams import (
     attention,
     checkpoint,
@@ -135,7 +136,6 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
         """Build the guests as home was built."""
         # Imported here because it imports Megatron, whose import the command line tools can do without.
         import torch
-        from megatron.training import get_args
 
         from megatron_ext.hot_switch.runtime.document_attention import attend_by_document
         from megatron_ext.hot_switch.runtime.guest import SwitchOptions
@@ -143,8 +143,8 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
         from megatron_ext.hot_switch.runtime.placed_model import PlacedModel, frozen_names
         from megatron_ext.hot_switch.transfer.executor import default_sizes
 
-        config = HotSwitchConfig.from_args(get_args())
-        if found := refused_config(get_args(), context.config):
+        config = HotSwitchConfig.from_args(run_options())
+        if found := refused_config(run_options(), context.config):
             raise UserError("; ".join(found))
         if not context.trains:
             if self._require_strategies().home.cp > 1:

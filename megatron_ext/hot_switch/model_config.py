@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.options import FEATURES, ROWS, refused_rows
+from megatron_ext.run_options import all_options
 
 __all__ = ["circumstance_of", "refused_config"]
 
@@ -27,7 +28,8 @@ def refused_config(args: Any, config: Any) -> list[str]:
         config: the `GPTModelConfig` of home, as the script has left it.
     """
     paths = [path for row in ROWS for path in row.in_config]
-    merged = SimpleNamespace(**{**vars(args), **{path.rpartition(".")[2]: attrgetter(path)(config) for path in paths}})
+    in_config = {path.rpartition(".")[2]: attrgetter(path)(config) for path in paths}
+    merged = SimpleNamespace(**{**all_options(args), **in_config})
     merged.num_experts = config.transformer.num_moe_experts
     found = []
     if not config.transformer.calculate_per_token_loss:

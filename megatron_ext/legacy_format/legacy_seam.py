@@ -20,6 +20,7 @@ from megatron_ext.hooks import RankFiles, SaveContext, SavesState, SaveStart, ho
 from megatron_ext.legacy_format.legacy_layout import refuse_other_layout
 from megatron_ext.legacy_format.rank_file import write_rank_file
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 
 __all__ = ["LEGACY", "patches"]
 
@@ -122,9 +123,7 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
-        run = get_args()
+        run = run_options()
         if run.ckpt_format != LEGACY:
             return original(*args, **kwargs)
         given = _bound(signature, args, kwargs)

@@ -25,6 +25,7 @@ from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
+from megatron_ext.run_options import run_options
 
 __all__ = ["add_config_group", "patches", "say", "with_arguments"]
 
@@ -108,15 +109,18 @@ def add_config_group(parser: argparse.ArgumentParser, config_class: type, title:
 @contextmanager
 def with_arguments(**values: Any) -> Iterator[None]:
     """Give Megatron's arguments other values for a while."""
-    from megatron.training import get_args
-
-    args = get_args()
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
+    options = run_options()
+    before = {name: getattr(options, name) for name in values}
+    _set(options, values)
     try:
         yield
     finally:
-        vars(args).update(before)
+        _set(options, before)
+
+
+def _set(options: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        setattr(options, name, value)
 
 
 def say(message: str) -> None:

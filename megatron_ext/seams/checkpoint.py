@@ -20,6 +20,7 @@ from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStar
 from megatron_ext.legacy_format import legacy_seam
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
 from megatron_ext.seams.optimizer_format import refuse_other_optimizer
@@ -279,13 +280,11 @@ def _require_own_keys(original: Callable[..., Any]) -> Callable[..., Any]:
         lacking = signature.bind(*args, **kwargs).arguments["sharded_keys_to_remove"]
         own = sorted(key for key in lacking if key.startswith(_OWN_PREFIXES))
         if own:
-            from megatron.training import get_args
-
             more = f" and {len(own) - 1} more" if len(own) > 1 else ""
             raise UserError(
-                f"--load {get_args().load}: the checkpoint lacks {own[0]}{more}, which this run cannot resume without, "
-                "whatever --dist-ckpt-strictness says; load an earlier one with --ckpt-step, or the weights alone from "
-                "a checkpoint of a sync point with --no-load-optim"
+                f"--load {run_options().load}: the checkpoint lacks {own[0]}{more}, which this run cannot resume "
+                "without, whatever --dist-ckpt-strictness says; load an earlier one with --ckpt-step, or the weights "
+                "alone from a checkpoint of a sync point with --no-load-optim"
             )
         return original(*args, **kwargs)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_ext.hooks import CutsWorkers, GroupsBuilt, WorldReady, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 from megatron_ext.worker_cuts import cut_workers
 from megatron_ext.worker_groups import InstanceGroups, WorkerGroups
 
@@ -244,9 +245,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         global _groups
-        from megatron.training import get_args
-
-        args_of_run = get_args()
+        args_of_run = run_options()
         ready = WorldReady(args=args_of_run)
         hooks.fire(ready)
         workers = hooks.worker_count(args_of_run)

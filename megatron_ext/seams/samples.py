@@ -19,6 +19,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CutsSamples, RepeatsSteps, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 
 __all__ = ["PartOfSamples", "RepeatedSamples", "patches"]
 
@@ -108,10 +109,8 @@ class RepeatedSamples(torch.utils.data.Dataset[Any]):
 def _wrap_counts(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_train_valid_test_num_samples(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
         train, valid, test = original(*args, **kwargs)
-        run = get_args()
+        run = run_options()
         return math.ceil(train * hooks.data_part(run)[1] * (hooks.data_slack(run) or 1)), valid, test
 
     return get_train_valid_test_num_samples
@@ -123,9 +122,7 @@ def _wrap_loader(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def build_pretraining_data_loader(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.datasets.utils import Split
-        from megatron.training import get_args
-
-        run = get_args()
+        run = run_options()
         bound = signature.bind(*args, **kwargs)
         dataset = bound.arguments["dataset"]
         index, count = hooks.data_part(run)

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron_ext.hooks import AddsLayouts, hooks
 from megatron_ext.params import DEFAULT_ORDER, Layout
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 from megatron_ext.seams.process_groups import let_layout_span_workers, spans_workers
 
 __all__ = ["ParallelState", "keeping_random_state", "parallel_states", "patches", "seed_device"]
@@ -160,10 +161,8 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> Any:
         global _states, _making
-        from megatron.training import get_args
-
         given = signature.bind(*args, **kwargs).arguments
-        megatron_args = get_args()
+        megatron_args = run_options()
         nothing = ParallelState(spans_workers=True)
         _making = _Making(_workers(given, hooks.worker_count(megatron_args)))
         try:

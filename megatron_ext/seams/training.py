@@ -25,6 +25,7 @@ from megatron_ext.hooks import (
     hooks,
 )
 from megatron_ext.patching import Patch
+from megatron_ext.run_options import run_options
 from megatron_ext.seams.arguments import say, with_arguments
 from megatron_ext.seams.process_groups import current_groups
 from megatron_ext.transport.lost_rank import lost_rank
@@ -156,10 +157,8 @@ def _wrap_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrap_model_chunks(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
         chunks = next(iter(signature.bind(*args, **kwargs).arguments.values()))
-        hooks.fire(ChunksBuilt(args=get_args(), chunks=chunks))
+        hooks.fire(ChunksBuilt(args=run_options(), chunks=chunks))
         return original(*args, **kwargs)
 
     return wrap_model_chunks
@@ -168,11 +167,9 @@ def _wrap_wrapping(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_setup(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
         built = original(*args, **kwargs)
         model, optimizer, scheduler = built
-        hooks.fire(ModelBuilt(args=get_args(), model=model, optimizer=optimizer, scheduler=scheduler))
+        hooks.fire(ModelBuilt(args=run_options(), model=model, optimizer=optimizer, scheduler=scheduler))
         return built
 
     return setup_model_and_optimizer
@@ -183,13 +180,11 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def train(*args: Any, **kwargs: Any) -> Any:
-        from megatron.training import get_args
-
         given = signature.bind(*args, **kwargs).arguments
         training_starts()
         hooks.fire(
             TrainStart(
-                args=get_args(),
+                args=run_options(),
                 model=given["model"],
                 optimizer=given["optimizer"],
                 scheduler=given["opt_param_scheduler"],
@@ -250,9 +245,7 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_dumps() -> AbstractContextManager[None]:
-    from megatron.training import get_args
-
-    return with_arguments(**{name: None for name in _DUMPS if hasattr(get_args(), name)})
+    return with_arguments(**{name: None for name in _DUMPS if hasattr(run_options(), name)})
 
 
 def joined_steps(results: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from megatron_ext.hot_switch.runtime.prediction_losses import PredictionReport
 from megatron_ext.hot_switch.runtime.router_losses import RouterReport
 from megatron_ext.hot_switch.transfer.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.transfer.switch_log import SwitchLog
+from megatron_ext.run_options import run_options
 from megatron_ext.seams.router import metrics_apart
 
 __all__ = ["SwitchingStep", "WorkerPlace"]
@@ -139,9 +140,7 @@ class SwitchingStep:
             The losses of home's micro-batches, and on home's last stage those of the guests as one more.
         """
         from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
-        from megatron.training import get_args
-
-        args = get_args()
+        args = run_options()
         # Of this step: a schedule may make steps larger, and --decrease-batch-size-if-needed smaller, than was asked.
         size: int = get_current_running_global_batch_size()
         consumed, share = args.consumed_train_samples, size // self._worker.count
