@@ -378,3 +378,15 @@ def test_a_gpu_test_is_skipped_with_a_reason_or_runs(tmp_path: Path) -> None:
     result = _pytest(tmp_path, content)
     assert result.returncode == pytest.ExitCode.OK, result.stdout
     assert "1 passed" in result.stdout or "1 skipped" in result.stdout
+
+
+def start_method():
+    import multiprocessing
+
+    return multiprocessing.get_start_method()
+
+
+def test_a_rank_starts_other_processes_as_one_of_torchrun_does():
+    code = "import multiprocessing; print(multiprocessing.get_start_method())"
+    default = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert run_ranks(start_method, 1) == [default]

@@ -3,6 +3,7 @@
 
 import faulthandler
 import importlib
+import multiprocessing
 import os
 import pickle
 import signal
@@ -67,6 +68,9 @@ def rank_main(job: RankJob, channel: Connection) -> None:
     os.setsid()  # own process group: the harness ends the rank together with whatever it started
     _capture_output(job)
     _set_environment(job)
+    # This process would start others as it was started itself. A rank of torchrun starts them as the platform does,
+    # which data loaders need: what theirs run cannot be pickled.
+    multiprocessing.set_start_method(multiprocessing.get_all_start_methods()[0], force=True)
     released = threading.Event()
     threading.Thread(target=_watch_harness, args=(channel, released), daemon=True).start()
     report = _call(job.payload)
