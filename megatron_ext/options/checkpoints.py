@@ -18,9 +18,6 @@ from megatron_ext.options.common_verdicts import (
     PEERS_ASYNC_SAVE,
     RESILIENCY,
     STRATEGIES,
-    UNTRIED,
-    UNTRIED_HOT,
-    UNTRIED_THERE,
     WORKERS,
     WORKERS_BOOKKEEPING,
     WORKERS_OTHER_WAYS,
@@ -54,6 +51,15 @@ _ROUNDS_GO_BY_ITERATIONS = refused(
 )
 _HOT_MOVES = tested(
     f"{STRATEGIES}test_checkpoints.py::test_the_place_in_the_data_follows_an_iteration_that_is_overridden"
+)
+_MAIN_VALUES = "test_main_values_in_fp32_are_those_of_a_checkpoint_in_fp32"
+_READ_IN_LOW_PRECISION = refused(
+    "Megatron reads weights of other formats in the run's own precision, so that the main values are rounded first",
+    "add --ckpt-format torch and load a checkpoint in that format, or drop it",
+)
+_TAKES_NONE = refused(
+    "Megatron's other optimizers take their main values from the model, whatever it says",
+    "add --use-distributed-optimizer, or drop it",
 )
 _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
 
@@ -112,10 +118,26 @@ CHECKPOINTS = (
     ),
     row(
         "--load-main-params-from-ckpt",
-        cpu=UNTRIED_THERE,
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
+        cpu=tested(f"{BACKENDS}test_cpu_resume.py::{_MAIN_VALUES}"),
+        local_sgd=tested(f"{WORKERS}test_legacy_format.py::{_MAIN_VALUES}"),
+        hot_switch=tested(f"{STRATEGIES}test_checkpoints.py::{_MAIN_VALUES}"),
         sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--load-main-params-from-ckpt without --ckpt-format torch",
+        lambda args: args.load_main_params_from_ckpt and args.ckpt_format != "torch",
+        cpu=_READ_IN_LOW_PRECISION,
+        local_sgd=_READ_IN_LOW_PRECISION,
+        hot_switch=_READ_IN_LOW_PRECISION,
+        sync_service=_READ_IN_LOW_PRECISION,
+    ),
+    row(
+        "--load-main-params-from-ckpt without --use-distributed-optimizer",
+        lambda args: args.load_main_params_from_ckpt and not args.use_distributed_optimizer,
+        cpu=_TAKES_NONE,
+        local_sgd=_TAKES_NONE,
+        hot_switch=_TAKES_NONE,
+        sync_service=_TAKES_NONE,
     ),
     row(
         "--override-ckpt-iteration",

@@ -7,7 +7,8 @@ import re
 import pytest
 
 from tests.backends.runs import DROPOUT, losses, stock, validation_losses
-from tests.support.presets import LAYOUTS, PRECISIONS, command_line, toy_gpt
+from tests.support.main_values import main_values
+from tests.support.presets import LAYOUTS, PRECISIONS, Options, command_line, toy_gpt
 from tests.support.pretrain import run_pretrain
 
 RESUMES = {
@@ -142,6 +143,19 @@ def test_weights_alone_can_be_saved_and_loaded(tmp_path, reading):
     # A step this small changes no weight.
     loaded = stock(toy_gpt({"lr": 1e-30, "weight_decay": 0.0}, reading(folder)), 1)
     assert loaded[0].parameters == trained[0].parameters
+
+
+NO_STEP: Options = {"lr": 1e-30, "weight_decay": 0.0}
+"""A step this small changes no weight."""
+
+
+def test_main_values_in_fp32_are_those_of_a_checkpoint_in_fp32(tmp_path):
+    files: Options = {"ckpt_format": "torch", "num_layers": 4, **LAYOUTS["pp2-vpp2"].options}
+    saved = run_pretrain(toy_gpt(files, save=os.fspath(tmp_path), save_interval=4), 2, probe=main_values)
+    load: Options = {"load": os.fspath(tmp_path), "no_load_optim": True, "train_iters": 5, **NO_STEP}
+    run = toy_gpt(files, load, PRECISIONS["bf16-distopt"], load_main_params_from_ckpt=True)
+    loaded = run_pretrain(run, 2, probe=main_values)
+    assert [rank.probe for rank in loaded] == [rank.probe for rank in saved]
 
 
 def test_fp16_skips_steps_that_overflow_and_continues():

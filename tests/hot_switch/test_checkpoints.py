@@ -8,7 +8,8 @@ import torch
 
 from tests.hot_switch.runs import COMMON, arguments, assert_resumed, hot_run, losses
 from tests.support.every_run import one_of_each
-from tests.support.presets import MOE, toy_gpt
+from tests.support.main_values import main_values
+from tests.support.presets import MOE, PRECISIONS, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
@@ -155,6 +156,17 @@ def test_the_weights_alone_begin_with_a_fresh_optimizer(tmp_path, home):
     fresh = hot_run([home, "1,1,2"], [32, 8, 0], load=os.fspath(tmp_path), no_load_optim=True, **options)
     assert losses(fresh)[0] == pytest.approx(losses(resumed)[0], abs=TOLERANCE)
     assert abs(losses(fresh)[1] - losses(resumed)[1]) > 10 * TOLERANCE  # Adam's moments begin fresh
+
+
+def test_main_values_in_fp32_are_those_of_a_checkpoint_in_fp32(tmp_path):
+    files = {"ckpt_format": "torch", "load": os.fspath(tmp_path), "save": os.fspath(tmp_path), "save_interval": 2}
+    stock = toy_gpt(COMMON, files, tensor_model_parallel_size=2, train_iters=2)
+    saved = run_pretrain(stock, 2, patch="backend-only", probe=main_values)
+    # The guest alone trains; a step this small changes no weight.
+    options = {**files, "no_load_optim": True, "load_main_params_from_ckpt": True, "lr": 1e-30, "weight_decay": 0.0}
+    hot = arguments(["1,2,1", "2,1,1"], [32, 30, 0], **PRECISIONS["bf16-distopt"], **options, train_iters=4)
+    loaded = run_pretrain(hot, 2, probe=main_values)
+    assert [rank.probe for rank in loaded] == [rank.probe for rank in saved]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 
 from tests.local_sgd.runs import arguments, local_run, model_digests, same_state
 from tests.local_sgd.test_checkpoint import ONLY_LOAD, STREAMING, inner_states
+from tests.support.main_values import main_values
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 LEGACY = {"ckpt_format": "torch"}
@@ -165,3 +166,12 @@ def test_a_file_that_is_cut_off_is_refused_with_the_way_out(saved, tmp_path):
 def test_a_save_beside_the_run_is_refused():
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, async_save=True, **LEGACY), 2)
     assert "--ckpt-format torch with --async-save is not supported with local SGD" in exits[0].stderr
+
+
+def test_main_values_in_fp32_are_those_of_a_checkpoint_in_fp32(tmp_path):
+    files = {**LEGACY, "save": str(tmp_path), "save_interval": 4}
+    saved = run_pretrain(arguments("single", "fp32", workers=None, train_iters=4, **files), 1, probe=main_values)
+    load = {"load": str(tmp_path), "no_load_optim": True, "load_main_params_from_ckpt": True, "train_iters": 6}
+    options = {**LEGACY, **load, "lr": 1e-30, "weight_decay": 0.0, "local_sgd_sync_interval": 100}
+    loaded = run_pretrain(arguments("single", "bf16-distopt", workers=2, **options), 2, probe=main_values)
+    assert [rank.probe for rank in loaded] == [saved[0].probe] * 2
