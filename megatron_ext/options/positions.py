@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, OF_THE_MODEL, OPEN
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, STRATEGIES
 from megatron_ext.options.row import differs, given, row
-from megatron_ext.options.verdict import refused
+from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["POSITIONS"]
 
@@ -169,9 +169,33 @@ POSITIONS = (
         given("window_size"),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused("Megatron's unfused attention forgets the documents' mask with it"),
+        hot_switch=tested(f"{STRATEGIES}test_windows.py::test_strategies_attend_within_windows_of_documents").but(
+            "--hot-switch-attention rows", refused("Megatron's unfused attention forgets the documents' mask with it")
+        ),
         sync_service=AS_ANY_JOB,
         peers_share="window_size",
+        in_config=("transformer.window_size",),
+    ),
+    row(
+        "--window-size with --transformer-impl transformer_engine",
+        lambda args: args.window_size is not None and args.transformer_impl == "transformer_engine",
+        cpu=NO_TE_ON_CPU,
+        local_sgd=OPEN,
+        hot_switch=refused(
+            "only a GPU can show its attention to windows of documents", "use --transformer-impl local, or drop it"
+        ),
+        sync_service=AS_ANY_JOB,
+        in_config=("transformer.window_size",),
+    ),
+    row(
+        "--window-size other than N,0",
+        lambda args: args.window_size is not None and not (args.window_size[0] >= 0 == args.window_size[1]),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=refused(
+            "a position attends to itself and to N before it, and to none that follow", "give --window-size N,0"
+        ),
+        sync_service=AS_ANY_JOB,
         in_config=("transformer.window_size",),
     ),
     row(

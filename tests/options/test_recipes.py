@@ -20,7 +20,8 @@ PEER: Options = {
     "sync_service_interval": 100,
 }
 
-# Attention by document has the ordinary softmax, and no windows; FP8 has not run with switches, on a GPU.
+# Attention by document has the ordinary softmax; Transformer Engine's windows of documents, and FP8 with switches, have
+# not run on a GPU.
 OF_HOT_SWITCHING = {"gpt-oss-20b": {"--softmax-type", "--window-size"}, "llama3-8b-fp8": {"--fp8-format"}}
 REFUSED = {"local SGD": {}, "sync service": {}, "SPES": {}, "hot switching": OF_HOT_SWITCHING}
 """By feature and recipe."""

@@ -226,6 +226,7 @@ DOUBTFUL = [
     "--fim-data",
     "--dataloader-inter-document-masking",
     "--window-size 8,8",
+    "--window-size 8,0 --transformer-impl transformer_engine",
     "--position-embedding-type yarn",
     "--mla-down-proj-fusion",
     "--spec module layers",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -27,6 +28,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.data.row_parts import Part, gather_rows, row_parts
 
 __all__ = ["attend_by_document", "attend_within_documents"]
+
+_SMALLEST_BLOCK = 128
+"""Of queries, where a window is shorter."""
 
 _FUSED_DTYPES = {torch.float16, torch.bfloat16}
 """Of which Transformer Engine has kernels for documents of several lengths; its unfused attention pads them all."""
@@ -41,6 +45,7 @@ def attend_within_documents(
     scale: float,
     dropout: float = 0.0,
     parts: Sequence[Part] | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Let every position attend to itself and to what precedes it in its document.
 
@@ -53,6 +58,7 @@ def attend_within_documents(
         scale: multiplies the scores.
         dropout: probability with which a weight is dropped.
         parts: the stretches of a row that `query` has, ascending; None for the whole row.
+        window: how many positions before its own one attends to at most; None for all.
 
     Returns:
         (positions of `query`, rows, heads * channels of `value`); zeros where there is padding.
@@ -71,7 +77,8 @@ def attend_within_documents(
             if document is None:
                 attended.append(own.new_zeros((*own.shape[:2], value.shape[-1])))
             else:
-                attended.append(_attend(own, keys[document][:last], values[document][:last], scale, dropout))
+                attend = _attend if window is None or last <= window + 1 else partial(_attend_in_window, window)
+                attended.append(attend(own, keys[document][:last], values[document][:last], scale, dropout))
         if all(document is None for document, _, _ in stretches):
             # It attends nevertheless, at its first position: without gradients of all parameters, and of keys and
             # values, Megatron's gradient reduction and other ranks would wait forever.
@@ -103,22 +110,53 @@ def _stretches(documents: Sequence[int], parts: Sequence[Part]) -> list[tuple[in
 
 
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    dropout: float,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend within one document: (positions, heads, channels), the last ones of the keys' positions, to the same."""
-    whole = query.shape[0] == key.shape[0]
+    """Attend within one document: (positions, heads, channels), the last ones of the keys' positions, to the same.
+
+    To all that precede, or to those of (queries, keys) that the mask says.
+    """
+    whole = mask is None and query.shape[0] == key.shape[0]
+    if mask is None and not whole:
+        # The class is a tensor in all but its type.
+        mask = cast("torch.Tensor", causal_lower_right(query.shape[0], key.shape[0]))
     context = scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
         value.transpose(0, 1)[None],
-        # The class is a tensor in all but its type.
-        attn_mask=None if whole else cast("torch.Tensor", causal_lower_right(query.shape[0], key.shape[0])),
+        attn_mask=mask,
         dropout_p=dropout,
         is_causal=whole,
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return context[0].transpose(0, 1)
+
+
+def _attend_in_window(
+    window: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, dropout: float
+) -> torch.Tensor:
+    """Attend as `_attend` does, to the last `window` positions before each one's own and to that.
+
+    Blocks of queries as long as the window need the keys of two blocks at most: memory and time grow with the length of
+    the document times the window.
+    """
+    before, found = key.shape[0] - query.shape[0], []
+    size = max(window, _SMALLEST_BLOCK)
+    for first in range(0, query.shape[0], size):
+        own = query[first : first + size]
+        last = before + first + own.shape[0]
+        start = max(before + first - window, 0)
+        places = torch.arange(start, last, device=query.device)
+        away = places[-own.shape[0] :, None] - places
+        mask = (away >= 0) & (away <= window)
+        found.append(_attend(own, key[start:last], value[start:last], scale, dropout, mask))
+    return torch.cat(found)
 
 
 def attend_by_document(model: torch.nn.Module) -> None:
@@ -153,6 +191,8 @@ def attend_by_document(model: torch.nn.Module) -> None:
 
 def _take_lengths(module: Any) -> None:
     original = module.forward
+    # Of this layer: --window-attn-skip-freq gives some layers none.
+    window = module.scale_mask_softmax.window_size
 
     @functools.wraps(original)
     def forward(
@@ -168,7 +208,8 @@ def _take_lengths(module: Any) -> None:
         # Megatron divides by the layer's number before the scores are made, and multiplies by it afterwards.
         scale = module.softmax_scale * (module.scale_mask_softmax.scale or 1.0)
         dropout = module.attention_dropout.p if module.training else 0.0
-        return _attend_to_rows(module, query, key, value, attention_mask, group, scale, dropout)
+        before = None if window is None else window[0]
+        return _attend_to_rows(module, query, key, value, attention_mask, group, scale, dropout, before)
 
     module.forward = forward
 
@@ -255,6 +296,7 @@ def _attend_to_rows(
     group: Any,
     scale: float,
     dropout: float,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Attend one document at a time, from this rank's parts of the rows to all of them."""
     _require_rows(lengths, query, group.size())
@@ -264,7 +306,9 @@ def _attend_to_rows(
         sizes = [key.shape[-1], value.shape[-1]]
         key, value = torch.split(gather_rows(torch.cat((key, value), dim=-1), group), sizes, dim=-1)
     with _generator(module, dropout):
-        return attend_within_documents(query, key, value, lengths, scale=scale, dropout=dropout, parts=parts)
+        return attend_within_documents(
+            query, key, value, lengths, scale=scale, dropout=dropout, parts=parts, window=window
+        )
 
 
 def _are_lengths(mask: torch.Tensor) -> bool:

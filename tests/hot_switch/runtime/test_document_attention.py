@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_ext.hot_switch.data.row_parts import own_positions, row_parts
 from megatron_ext.hot_switch.data.rows import document_lengths, document_mask, pack_rows
+from megatron_ext.hot_switch.runtime import document_attention
 from megatron_ext.hot_switch.runtime.document_attention import attend_within_documents
 
 HEADS, GROUPS, CHANNELS = 4, 2, 3
@@ -65,6 +66,30 @@ def test_values_and_gradients_are_those_of_attention_with_a_mask(rows, padding):
     (by_hand * weights).sum().backward()
     for own, other in zip(mine, theirs, strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=0, atol=1e-12)
+
+
+@given(rows=ROWS, padding=st.integers(0, 3), ranks=st.integers(1, 3), window=st.integers(0, 6), block=st.integers(1, 3))
+def test_a_position_attends_to_a_window_of_its_document(rows, padding, ranks, window, block):
+    longest = max(1, *(sum(sizes) for sizes in rows))
+    batch = packed(rows, padding + -(longest + padding) % (2 * ranks))
+    mine, theirs = tensors(batch), tensors(batch)
+    places = torch.arange(batch.tokens.shape[1])
+    far = places[:, None] - places > window
+    by_hand = attend_by_hand(*theirs, document_mask(batch.segments) | far)
+    torch.manual_seed(1)
+    weights = torch.randn_like(by_hand) * (batch.segments >= 0).T[..., None]
+    (by_hand * weights).sum().backward()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(document_attention, "_SMALLEST_BLOCK", block)
+        for group in (Ranks(ranks, rank) for rank in range(ranks)):
+            own = [own_positions(each.transpose(0, 1), group).transpose(0, 1) for each in (mine[0], by_hand, weights)]
+            parts = row_parts(own[0].shape[0], group)
+            lengths = document_lengths(batch.segments)
+            found = attend_within_documents(own[0], *mine[1:], lengths, scale=SCALE, parts=parts, window=window)
+            torch.testing.assert_close(found * (own[2] != 0), own[1] * (own[2] != 0), rtol=0, atol=1e-12)
+            (found * own[2]).sum().backward()
+    for tensor, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-12)
 
 
 class Ranks:
