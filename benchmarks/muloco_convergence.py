@@ -186,9 +186,9 @@ def report_on(study: MulocoStudy, seeds: Sequence[int], json_file: Path | None) 
     return cases
 
 
-def losses_table(study: MulocoStudy, results: Results, seeds: Sequence[int]) -> list[str]:
-    """Return the lines of a table with the losses at the end, and MuLoCo's against DiLoCo's of the same seed."""
-    lines = ["| method | seeds | median loss | range | against DiLoCo | range |", "|---|---|---|---|---|---|"]
+def losses_table(study: Study, results: Results, seeds: Sequence[int], against: str = "DiLoCo") -> list[str]:
+    """Return the lines of a table with the losses at the end, and each against its reference's of the same seed."""
+    lines = [f"| method | seeds | median loss | range | against {against} | range |", "|---|---|---|---|---|---|"]
     for method in study.methods:
         reference = study.reference(method)
         of_seed = {seed: results.get(Run(method=method, seed=seed)) for seed in seeds}

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.settings import VOCABULARY, WORKERS, Noise, Run, Study
+from benchmarks.convergence.settings import VOCABULARY, Noise, Run, Study
 from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.support.pretrain import run_pretrain
 
@@ -114,7 +114,7 @@ def make(study: Study, run: Run) -> Measured:
     begin = time.monotonic()
     outcomes = run_pretrain(
         arguments,
-        WORKERS,
+        study.processes,
         probe=count_parameters,
         before=[partial(feed_noise, study.noise)] if run.noisy else [],
         timeout=study.timeout,

@@ -187,6 +187,9 @@ class Study:
     noise: Noise = field(default_factory=Noise)
     """What the noisy runs suffer."""
 
+    processes: int = WORKERS
+    """Of every run."""
+
     overrides: Options = field(default_factory=dict)
     """Megatron options laid over all others."""
 

@@ -84,7 +84,7 @@ def _default_lr(outer: OuterOptimizerConfig) -> float | None:
     """Return the learning rate that is in force where none is given, or where none has an effect that of sgd."""
     try:
         rate = outer.learning_rate
-    except (UserError, TypeError):  # that there is no such optimizer is said elsewhere
+    except (UserError, TypeError, ValueError, AttributeError):  # what is bad about it is said elsewhere
         rate = None
     return OuterOptimizerConfig().learning_rate if rate is None else rate
 

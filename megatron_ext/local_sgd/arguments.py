@@ -24,6 +24,8 @@ from megatron_ext.seams.optimizer_format import reshardable_problems
 
 __all__ = ["argument_problems", "complete_arguments", "ending_notice", "notices"]
 
+_IN_WORDS = {"lr": "learning rate", "momentum": "momentum"}
+
 # The schedule may stay where a run continues with one worker.
 _WITH_ONE_WORKER = {
     "--use-local-sgd",
@@ -105,6 +107,9 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
             f"{said}; lower the one or raise the other"
         )
+    elif length is not None and not config.use_async and not outer.problems():
+        rounds = (length - config.local_sgd_warmup_steps) // config.local_sgd_sync_interval
+        problems += outer.length_problems(rounds) if rounds else []
     return problems + refusals(args, feature)
 
 
@@ -197,7 +202,8 @@ def _said(outer: OuterOptimizerConfig) -> str:
     """Return which outer optimizer is in force; the default does not average the weights, as atorch's does."""
     if outer == OuterOptimizerConfig():
         return "sgd (DiLoCo's default: lr 0.7, momentum 0.9, Nesterov; --outer-optimizer none averages the weights)"
-    return outer.name
+    changing = [f"{_IN_WORDS[option]} by rounds {text}" for option, text in outer.schedules.items()]
+    return ", ".join([outer.name, *changing])
 
 
 def ending_notice(train_iters: int | None, done: int, since: int, interval: int) -> str | None:

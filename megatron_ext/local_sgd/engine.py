@@ -105,6 +105,7 @@ class LocalSGD:
                 inside=inside,
                 device=self.device,
                 index=index,
+                fragments=self.streaming.fragments,
                 guarded=self.streaming.in_background or config.use_async,
                 eager=self.streaming.eager,
                 observe=observe,

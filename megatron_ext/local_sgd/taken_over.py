@@ -58,7 +58,9 @@ def tuning_of(config: LocalSGDConfig, outer: OuterOptimizerConfig) -> dict[str, 
         found["--local-sgd-step-weight-ratio"] = config.step_weight_ratio
     if outer.outer_optim_class is not None:
         return {**found, "--outer-optim-kwargs": dict(outer.outer_optim_kwargs)}
-    return {**found, **{f"--outer-optimizer-{name}": value for name, value in outer.arguments.items()}}
+    fixed = {name: value for name, value in outer.arguments.items() if name not in outer.schedules}
+    changing = {f"{name}-schedule": text for name, text in outer.schedules.items()}
+    return {**found, **{f"--outer-optimizer-{name}": value for name, value in {**fixed, **changing}.items()}}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.config_options import ANY_TYPE, FromArgs, flag, on_off
 from megatron_ext.errors import UserError
 from megatron_ext.outer.optimizers.all_optimizers import find_optimizer
+from megatron_ext.outer.round_points import Points, parse, range_problem, text_problems, value_at
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +57,15 @@ def _is_rate(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LARGEST_RATE
 
 
+def _is_momentum(value: float) -> bool:
+    return 0 <= value < 1
+
+
+_SCHEDULES = {"lr": "outer_optimizer_lr_schedule", "momentum": "outer_optimizer_momentum_schedule"}
+"""Of the options of an outer optimizer that may change, the fields that say how."""
+
+_ALLOWED = {"lr": (_is_rate, f"be above 0 and at most {_LARGEST_RATE:g}"), "momentum": (_is_momentum, "be in [0, 1)")}
+
 _EXAMPLE = """'{"lr": 0.7, "momentum": 0.9}'"""
 
 
@@ -76,6 +86,15 @@ class OuterOptimizerConfig(FromArgs):
 
     outer_optimizer_nesterov: bool = on_off("--outer-optimizer-nesterov", True)
     """Nesterov momentum in the outer sgd; no effect when the momentum is 0."""
+
+    outer_optimizer_lr_schedule: str | None = None
+    """Outer learning rate by rounds, in place of --outer-optimizer-lr: pairs ROUND:VALUE, such as
+    1:0.1,10:0.7,90:0.7,100:0.1 for a warm-up and a decay. It goes from one to the next in a straight line, and stays at
+    the last. Rounds are counted from 1, after warm-up iterations, and with fragments by the intervals (Pier, arXiv
+    2511.17849)."""
+
+    outer_optimizer_momentum_schedule: str | None = None
+    """Momentum of the outer sgd by rounds, in place of --outer-optimizer-momentum, in the same form."""
 
     outer_optim_class: OptimizerClass | None = field(default=None, metadata={ANY_TYPE: True})
     """In place of all of the above: a torch optimizer class (in Python) or its import path."""
@@ -98,10 +117,12 @@ class OuterOptimizerConfig(FromArgs):
             kind = self.kind
         except UserError as error:
             return [*found, str(error)]  # what an optimizer that there is not would need is of no interest
-        if rate is None and "lr" in kind.options and kind.default_lr is None:
+        has_rate = rate is not None or self.outer_optimizer_lr_schedule is not None
+        if not has_rate and "lr" in kind.options and kind.default_lr is None:
             found.append(
                 f"--outer-optimizer {self.name} needs --outer-optimizer-lr; the default of 0.7 is for sgd only"
             )
+        found += self._schedule_problems(kind)
         for option, flag_name, is_given in (
             ("lr", "--outer-optimizer-lr", rate is not None),
             (
@@ -114,6 +135,60 @@ class OuterOptimizerConfig(FromArgs):
             if is_given and option not in kind.options:
                 found.append(f"{flag_name} has no effect with --outer-optimizer {self.name}; drop it")
         return found
+
+    def _schedule_problems(self, kind: "type[OuterOptimizer]") -> list[str]:
+        """Return the problems of what changes from round to round."""
+        found = []
+        for option, entry in _SCHEDULES.items():
+            text = getattr(self, entry)
+            if text is None:
+                continue
+            own, fixed = f"--outer-optimizer-{option}-schedule", f"--outer-optimizer-{option}"
+            if option not in kind.options:
+                found.append(f"{own} has no effect with --outer-optimizer {self.name}; drop it")
+                continue
+            if not kind.follows_schedules():
+                found.append(
+                    f"{own}: --outer-optimizer {self.name} cannot change from round to round (it has no `change`); "
+                    "drop it or choose another optimizer"
+                )
+            if getattr(self, f"outer_optimizer_{option}") != getattr(type(self), f"outer_optimizer_{option}"):
+                found.append(f"{own} is in place of {fixed}; drop one of them")
+            allowed, rule = _ALLOWED[option]
+            found += [f"{own} {problem}" for problem in text_problems(text, allowed, rule)]
+        return found
+
+    def length_problems(self, rounds: int) -> list[str]:
+        """Return which schedules do not go with the length of a run, one sentence each; the values are good.
+
+        Args:
+            rounds: of the whole training.
+        """
+        found = []
+        for option in _SCHEDULES:
+            points = self._points(option)
+            problem = range_problem(points, rounds) if points else None
+            if problem is not None:
+                found.append(f"--outer-optimizer-{option}-schedule {problem}")
+        return found
+
+    def _points(self, option: str) -> Points:
+        text = getattr(self, _SCHEDULES[option])
+        return () if text is None else parse(text)
+
+    @property
+    def schedules(self) -> dict[str, str]:
+        """What changes from round to round, by the name of the option."""
+        texts = {option: getattr(self, entry) for option, entry in _SCHEDULES.items()}
+        return {option: text for option, text in texts.items() if text is not None}
+
+    def options_of_round(self, number: int) -> dict[str, float]:
+        """Return those of `arguments` that change from round to round, as they are in one; `change` takes them.
+
+        Args:
+            number: of the round, from 1.
+        """
+        return {option: value_at(self._points(option), number) for option in self.schedules}
 
     def _class_problems(self) -> list[str]:
         others = dataclasses.replace(self, outer_optim_class=None, outer_optim_kwargs={})
@@ -163,20 +238,29 @@ class OuterOptimizerConfig(FromArgs):
 
     @property
     def momentum(self) -> float:
-        """The momentum in force; 0 for an optimizer that is not given one."""
+        """The momentum in force, the largest one where it changes; 0 for an optimizer that is not given one."""
         if self.outer_optim_class is not None:
             given = self.outer_optim_kwargs.get("momentum", 0.0)
             return float(given) if self.is_sgd and isinstance(given, int | float) else 0.0
-        return self.outer_optimizer_momentum if "momentum" in self.kind.options else 0.0
+        return self._momentum if "momentum" in self.kind.options else 0.0
+
+    @property
+    def _momentum(self) -> float:
+        # An optimizer that is made with a momentum has a place for it, whatever it is in a round.
+        return max((value for _, value in self._points("momentum")), default=self.outer_optimizer_momentum)
 
     @property
     def learning_rate(self) -> float | None:
-        """The learning rate in force, of an optimizer that has none but those of the command line; None without one."""
+        """The learning rate in force, of an optimizer that has none but those of the command line, in the first round
+        where it changes; None without one.
+        """
         return self._rate_of(self.kind)
 
     def _rate_of(self, kind: "type[OuterOptimizer]") -> float | None:
         if "lr" not in kind.options:
             return None
+        if self.outer_optimizer_lr_schedule is not None:
+            return value_at(self._points("lr"), 1)
         return kind.default_lr if self.outer_optimizer_lr is None else self.outer_optimizer_lr
 
     @property
@@ -199,7 +283,7 @@ class OuterOptimizerConfig(FromArgs):
         kind = self.kind
         values = {
             "lr": self._rate_of(kind),
-            "momentum": self.outer_optimizer_momentum,
+            "momentum": self._momentum,
             "nesterov": self.outer_optimizer_nesterov,
         }
         return {name: values[name] for name in kind.options}

@@ -32,6 +32,12 @@ def outer_optimizer_problems(config: OuterOptimizerConfig, place: Where = Where.
         return problems
     if config.outer_optim_class is None:
         problems = refusal("--outer-optimizer", OPTIMIZERS, config.outer_optimizer, config.kind, place)
+    if place is Where.ASYNCHRONOUS:
+        problems += [
+            f"--outer-optimizer-{option}-schedule counts rounds of all together, and in {place.value} each is of one "
+            "contribution; drop it"
+            for option in config.schedules
+        ]
     try:
         tried = build_outer_optimizer(config, [torch.zeros(3)])
         for _ in range(2):

@@ -44,6 +44,19 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
         ),
         (
             {
+                "local_sgd_warmup_steps": 2,
+                "local_sgd_sync_interval": 2,
+                "outer_optimizer_lr_schedule": "1:0.7,2:0.1",
+                "outer_optimizer_momentum_schedule": "5:0.9",
+                "train_iters": 10,
+            },
+            [
+                "--outer-optimizer-lr-schedule has decayed at round 2, and training has 4",
+                "--outer-optimizer-momentum-schedule begins at round 5, after the last of training's 4",
+            ],
+        ),
+        (
+            {
                 "local_sgd_skip_anomaly": True,
                 "local_sgd_ewma_threshold": -1.0,
                 "local_sgd_weight_softmax_temperature": 0.0,
@@ -106,7 +119,10 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
             ],
         ),
     ],
-    ids=["workers", "one worker", "samples", "schedule and outer optimizer", "penalty", "streaming", "asynchronous"],
+    ids=[
+        *("workers", "one worker", "samples", "schedule and outer optimizer", "schedules", "penalty", "streaming"),
+        "asynchronous",
+    ],
 )
 def test_bad_options_are_refused_by_name_without_a_traceback(options, said):
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)

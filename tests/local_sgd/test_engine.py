@@ -31,6 +31,10 @@ def diloco_trace(outer, progress_by_worker, rounds):
         ({"outer_optimizer_momentum": 0.8, "outer_optimizer_nesterov": False}, [1.9, 4.42]),
         ({"outer_optimizer_lr": 1.0, "outer_optimizer_momentum": 0.0}, [2.5, 4.5]),
         ({"outer_optimizer": "none"}, [2.5, 4.5]),
+        (
+            {"outer_optimizer_lr_schedule": "1:0.5,2:1", "outer_optimizer_momentum_schedule": "1:0"},
+            [1.5, 3.5],
+        ),
     ],
 )
 def test_rounds_follow_the_golden_values(outer, expected):
@@ -170,12 +174,48 @@ def saved_and_continued(outer):
 
 
 @pytest.mark.parametrize(
-    "outer", [{}, {"outer_optimizer": "adamw", "outer_optimizer_lr": 0.1}, {"outer_optimizer": "none"}]
+    "outer",
+    [
+        {},
+        {"outer_optimizer": "adamw", "outer_optimizer_lr": 0.1},
+        {"outer_optimizer": "none"},
+        {"outer_optimizer_lr_schedule": "1:0.1,3:0.9", "outer_optimizer_momentum_schedule": "1:0,3:0.8"},
+    ],
+    ids=["sgd", "adamw", "none", "schedules"],
 )
 def test_a_saved_state_continues_bit_for_bit(outer):
     for straight, continued, rounds in run_ranks(saved_and_continued, 2, outer):
         assert straight == continued
         assert rounds == 3
+
+
+def scheduled_rounds(fragments):
+    """Return the anchor's way in every round, per fragment, where every worker moves by 1 each time."""
+    values = [torch.zeros(3), torch.zeros(3)]
+    streaming = {"fragments": fragments}
+    engine = engine_of(
+        values,
+        interval=2,
+        units=["layer.0", "layer.1"],
+        streaming=streaming,
+        outer_optimizer_lr_schedule="1:0.25,3:0.75",
+        outer_optimizer_momentum_schedule="1:0",
+    )
+    engine.take_anchor()
+    reports = []
+    for _ in range(8):
+        moved(values, 1.0)
+        if engine.count_step():
+            reports += engine.advance().reports
+    return [(report.fragment, report.outer_options["lr"]) for report in reports]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_every_fragment_is_at_the_same_place_of_a_schedule_in_an_interval(fragments):
+    rates = [0.25, 0.5, 0.75, 0.75]
+    for found in run_ranks(scheduled_rounds, 2, fragments):
+        for fragment in range(fragments):
+            assert [rate for index, rate in found if index == fragment] == rates
 
 
 def norms_of_a_round():

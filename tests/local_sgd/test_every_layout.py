@@ -46,6 +46,10 @@ FEATURES = {
     **{f"codec {codec}": {"local_sgd_codec": codec} for codec in ("bf16", "fp16", "fp8", "int8", "int4", "topk")},
     "streaming": FRAGMENTS,
     "streaming in 4 bits": {**FRAGMENTS, **GUARDS, "local_sgd_codec": "int4"},
+    "schedules": {
+        "outer_optimizer_lr_schedule": "1:0.2,3:0.7,4:0.3",
+        "outer_optimizer_momentum_schedule": "1:0,4:0.8",
+    },
     "eager": {**APART, "local_sgd_eager_updates": True},
     "pairs": {**APART, "local_sgd_pseudo_grad_reducer": "pairwise"},
     "offload": {"local_sgd_cpu_offload": True, "outer_optimizer": "adam", "outer_optimizer_lr": 0.01},
@@ -63,7 +67,7 @@ ALWAYS = {("in forward", "pp2-vpp2"), ("streaming in 4 bits", "moe-ep2")}
 CHOSEN = {
     *(("in forward", "dp2"), ("codec int4", "pp2"), ("codec topk", "moe-ep2")),
     *(("pairs", "pp2"), ("pairs", "moe-ep2"), ("eager", "tp2-sp"), ("eager", "pp2-vpp2"), ("sparse", "moe-ep2")),
-    *(("penalty", "pp2-vpp2"), ("in forward", "latent-tp2")),
+    *(("penalty", "pp2-vpp2"), ("in forward", "latent-tp2"), ("schedules", "pp2")),
 }
 
 

@@ -56,6 +56,16 @@ def test_what_only_one_side_has_is_a_change_too():
     }
 
 
+def test_a_schedule_in_place_of_a_rate_is_a_change():
+    fixed, changing = (
+        tuning_of(LocalSGDConfig(), OuterOptimizerConfig(outer_optimizer_lr_schedule=text)) for text in (None, "1:0.5")
+    )
+    assert changes(fixed, changing) == {
+        "--outer-optimizer-lr": (0.7, "not given"),
+        "--outer-optimizer-lr-schedule": ("not given", "1:0.5"),
+    }
+
+
 def test_another_detector_or_none_is_a_change():
     fields = {"use_local_sgd": True, "local_sgd_workers": 4}
     without = LocalSGDConfig(**fields)

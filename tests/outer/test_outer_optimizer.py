@@ -40,6 +40,42 @@ def test_sgd_is_torch_s_bit_for_bit_on_any_ranges(sizes, rounds, chunk, lr, mome
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("name", ["sgd", "torch.optim.Adam"])
+def test_steps_follow_a_learning_rate_and_a_momentum_that_change_as_torchs_do(name):
+    momenta = {"outer_optimizer_momentum_schedule": "1:0.2,3:0.8"} if name == "sgd" else {}
+    outer = OuterOptimizerConfig(outer_optimizer=name, outer_optimizer_lr_schedule="1:0.1,3:0.5,4:0.2", **momenta)
+    anchor, parameter = torch.linspace(-1, 1, 7), torch.linspace(-1, 1, 7).requires_grad_()
+    ours = build_outer_optimizer(outer, [anchor])
+    theirs = (
+        torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=True)
+        if name == "sgd"
+        else torch.optim.Adam([parameter], lr=1.0)
+    )
+    for number, (lr, momentum) in enumerate([(0.1, 0.2), (0.3, 0.5), (0.5, 0.8), (0.2, 0.8), (0.2, 0.8)], start=1):
+        options = outer.options_of_round(number)
+        assert options == pytest.approx({"lr": lr, "momentum": momentum} if name == "sgd" else {"lr": lr})
+        gradient = torch.randn(7, generator=torch.Generator().manual_seed(number))
+        ours.change(options)
+        ours.step(0, slice(0, 7), gradient.clone())
+        theirs.param_groups[0].update(options)
+        parameter.grad = gradient
+        theirs.step()
+        torch.testing.assert_close(anchor, parameter.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_a_momentum_that_begins_at_zero_has_learned_from_the_round_before():
+    outer = OuterOptimizerConfig(outer_optimizer_lr_schedule="1:1", outer_optimizer_momentum_schedule="1:0,2:0.5")
+    anchor = torch.zeros(1)
+    ours = build_outer_optimizer(outer, [anchor])
+    found = []
+    for number, gradient in enumerate([1.0, 4.0], start=1):
+        ours.change(outer.options_of_round(number))
+        ours.step(0, slice(0, 1), torch.full((1,), gradient))
+        found.append(float(anchor))
+    # v = 1; then v = 0.5 * 1 + 4, and a step of 4 + 0.5 v.
+    assert found == [-1.0, -1.0 - (4 + 0.5 * 4.5)]
+
+
 @pytest.mark.parametrize(
     ("config", "states"),
     [

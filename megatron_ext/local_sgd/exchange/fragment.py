@@ -90,6 +90,7 @@ class Fragment:
         inside: Any,
         device: torch.device,
         index: int = 0,
+        fragments: int = 1,
         guarded: bool = False,
         eager: bool = False,
         observe: bool = False,
@@ -106,6 +107,7 @@ class Fragment:
             inside: process group of all ranks of this worker; None when it is this one alone.
             device: where norms are added up.
             index: which fragment it is.
+            fragments: how many there are, each with a round in every interval.
             guarded: whether rounds must not reduce before all messages are there, because they travel while training
                 continues, or because workers have different weights.
             eager: whether a worker steps by its own share at once, and by the others' a round later.
@@ -116,6 +118,8 @@ class Fragment:
         self._across = across
         self._device = device
         self._index = index
+        self._outer = outer
+        self._fragments = fragments
         # Whether every worker has an anchor and an outer state of its own, so that there is no common step to observe.
         apart = eager or gta.in_pairs
         self._observe = observe and not apart
@@ -171,7 +175,7 @@ class Fragment:
             if not self._owned.apart:
                 self._wait(clock)
             state = self._state(number, flattened(self.values), clock, steps)
-            state.shard.prepare(state.overlap if self._observe else None)
+            state.shard.prepare(state.overlap if self._observe else None, state.options)
             decisions = self._round.run(state)
             put_back(state.flats, self.values)
         return self._report(state, decisions)
@@ -222,7 +226,7 @@ class Fragment:
         clock = RoundClock()
         with clock.measure("seconds"):
             state = self._state(number, flattened(self.values), clock)
-            state.shard.prepare(state.overlap if self._observe else None)
+            state.shard.prepare(state.overlap if self._observe else None, state.options)
             decisions = self._in_forward.start(state)
         return None if decisions is None else self._report(state, decisions)
 
@@ -271,7 +275,7 @@ class Fragment:
         flight = self._require_flight()
         state = flight.require_state()
         with state.clock.measure("seconds"):
-            state.shard.prepare(state.overlap if self._observe else None)
+            state.shard.prepare(state.overlap if self._observe else None, state.options)
             decisions = self._background.turn(state)
         flight.turned = True
         report = self._report(state, decisions)
@@ -344,6 +348,7 @@ class Fragment:
             overlap=torch.zeros(2, dtype=torch.float64, device=device),
             clock=clock,
             steps=steps,
+            options=self._outer.options_of_round((number - 1) // self._fragments + 1),
         )
 
     def _report(self, state: RoundState, decisions: Sequence[Decision]) -> RoundReport:

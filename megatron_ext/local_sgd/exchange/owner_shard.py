@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -80,13 +80,16 @@ class OuterShard:
         self._scratch = torch.empty(0, dtype=torch.float32, device=device)
         self._overlap: torch.Tensor | None = None
 
-    def prepare(self, overlap: torch.Tensor | None = None) -> None:
-        """Take the memory that a round works in.
+    def prepare(self, overlap: torch.Tensor | None = None, options: Mapping[str, float] | None = None) -> None:
+        """Take the memory that a round works in, and what its outer step is made with.
 
         Args:
             overlap: fp64, (2,), to which steps add the inner product of pseudo-gradient and momentum, and the squared
                 norm of the momentum.
+            options: of the outer optimizer, those that change from round to round.
         """
+        if options:
+            self.optimizer.change(options)
         self._scratch = self._scratch.new_empty(2, max(self._elementwise_numel, self._step_numel))
         self._overlap = overlap
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -63,6 +63,9 @@ class RoundState:
 
     steps: Sequence[int] | None = None
     """How many steps every worker has made since the last round, where they differ."""
+
+    options: dict[str, float] = field(default_factory=dict)
+    """Of the outer optimizer, what changes from round to round, as it is in this one."""
 
 
 class Round(Protocol):

@@ -63,6 +63,7 @@ def summarize(
         },
         clipped={unit: coefficient for unit, (_, coefficient) in decided.items() if coefficient != 1},
         cosine=overlap[0] / scale if scale > 0 else None,
+        outer_options=dict(state.options),
         bytes_sent=bytes_sent,
         seconds=state.clock.seconds,
         waiting_seconds=state.clock.waiting,

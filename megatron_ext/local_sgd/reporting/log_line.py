@@ -50,6 +50,7 @@ def scalars(reports: Sequence[RoundReport]) -> dict[str, float]:
     }
     for worker, weights in enumerate(zip(*report.weights.values(), strict=True)):
         found[f"local-sgd/weight of worker {worker}"] = math.fsum(weights) / len(weights)
+    found |= {f"local-sgd/outer-{option}": value for option, value in report.outer_options.items()}
     if report.cosine is not None:
         found["local-sgd/cosine"] = report.cosine
     return found

@@ -84,6 +84,9 @@ class RoundReport:
     """Cosine of the angle between the pseudo-gradient and the outer optimizer's momentum before the step, which holds
     the previous ones; None where there is no momentum yet, or it was not asked for."""
 
+    outer_options: dict[str, float] = field(default_factory=dict)
+    """Learning rate and momentum of the outer step, where a schedule has them change."""
+
     bytes_sent: int
     """Bytes that this rank sent to other workers."""
 

@@ -73,6 +73,21 @@ class OuterOptimizer(ABC):
             gradient: fp32, as long as the part; may be used up.
         """
 
+    def change(self, options: Mapping[str, float]) -> None:
+        """Make the steps from now on with other values of some of `options`; the states stay.
+
+        An optimizer that has it can follow schedules. It is made with the largest momentum of those to come.
+
+        Args:
+            options: the new values by name: "lr" or "momentum".
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot change")
+
+    @classmethod
+    def follows_schedules(cls) -> bool:
+        """Return whether it has `change`."""
+        return cls.change is not OuterOptimizer.change
+
     def momentum(self, index: int, part: slice) -> torch.Tensor | None:
         """Return elements `part` of what anchor `index` has of earlier pseudo-gradients; None without such a state."""
         return None

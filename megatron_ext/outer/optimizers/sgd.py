@@ -35,6 +35,7 @@ class OuterSGD(OuterOptimizer):
         self._lr = lr
         self._momentum = momentum
         self._nesterov = nesterov
+        self._has_buffers = momentum != 0
         self._buffers = [like(anchor).zero_() for anchor in anchors] if momentum else []
 
     @classmethod
@@ -44,26 +45,31 @@ class OuterSGD(OuterOptimizer):
 
     def step(self, index: int, part: slice, gradient: torch.Tensor) -> None:
         """Do v <- momentum v + g; anchor <- anchor - lr (g + momentum v), or - lr v without Nesterov."""
-        if self._momentum:
+        if self._has_buffers:
             buffer = self._buffers[index][part].mul_(self._momentum).add_(gradient)
             gradient = gradient.add_(buffer, alpha=self._momentum) if self._nesterov else buffer
         self._anchors[index][part].add_(gradient, alpha=-self._lr)
 
+    def change(self, options: Mapping[str, float]) -> None:
+        """Take another learning rate or momentum; where that is 0 for some rounds, the momentum restarts after them."""
+        self._lr = options.get("lr", self._lr)
+        self._momentum = options.get("momentum", self._momentum)
+
     def momentum(self, index: int, part: slice) -> torch.Tensor | None:
         """Return the momentum."""
-        return self._buffers[index][part] if self._momentum else None
+        return self._buffers[index][part] if self._has_buffers else None
 
     def states(self, index: int) -> list[torch.Tensor]:
         """Return the momentum of an anchor."""
-        return [self._buffers[index]] if self._momentum else []
+        return [self._buffers[index]] if self._has_buffers else []
 
     def tensor_state(self) -> dict[str, list[torch.Tensor]]:
         """Return the momentum under torch's name for it."""
-        return {"momentum_buffer": self._buffers} if self._momentum else {}
+        return {"momentum_buffer": self._buffers} if self._has_buffers else {}
 
     def load(self, tensors: dict[str, list[torch.Tensor]], scalars: dict[str, float]) -> None:
         """Take over the momentum; without one, start from rest."""
-        if self._momentum and "momentum_buffer" in tensors:
+        if self._has_buffers and "momentum_buffer" in tensors:
             for buffer, loaded in zip(self._buffers, tensors["momentum_buffer"], strict=True):
                 buffer.copy_(loaded)
 

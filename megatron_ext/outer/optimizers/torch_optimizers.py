@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -64,6 +64,11 @@ class TorchOuter(OuterOptimizer):
         anchor.grad = gradient
         self._optimizer.step()
         anchor.grad = None
+
+    def change(self, options: Mapping[str, float]) -> None:
+        """Give the optimizer's group other values."""
+        for group in self._optimizer.param_groups:
+            group.update(options)
 
     def momentum(self, index: int, part: slice) -> torch.Tensor | None:
         """Return what torch's optimizers call momentum_buffer or exp_avg."""

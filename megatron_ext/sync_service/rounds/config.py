@@ -37,7 +37,14 @@ _PENALTY = (
 _REDUCER = tuple(entry.name for entry in fields(GTAConfig))
 """Fields of a run that say how pseudo-gradients become one."""
 
-_OUTER = ("outer_optimizer", "outer_optimizer_lr", "outer_optimizer_momentum", "outer_optimizer_nesterov")
+_OUTER = (
+    "outer_optimizer",
+    "outer_optimizer_lr",
+    "outer_optimizer_momentum",
+    "outer_optimizer_nesterov",
+    "outer_optimizer_lr_schedule",
+    "outer_optimizer_momentum_schedule",
+)
 """Fields of a run that are the outer optimizer's."""
 
 _LIMITS = tuple(entry.name for entry in fields(Limits))
@@ -88,6 +95,13 @@ class RunConfig:
 
     outer_optimizer_nesterov: bool = True
     """Nesterov momentum in the outer sgd."""
+
+    outer_optimizer_lr_schedule: str | None = None
+    """Outer learning rate by rounds, in place of outer_optimizer_lr: pairs ROUND:VALUE, such as
+    "1:0.1,10:0.7,90:0.7,100:0.1". It goes from one to the next in a straight line, and stays at the last."""
+
+    outer_optimizer_momentum_schedule: str | None = None
+    """Momentum of the outer sgd by rounds, in place of outer_optimizer_momentum, in the same form."""
 
     sync_steps: int | None = None
     """Steps between two rounds, if they are to be the same for all peers; merging counts in steps."""

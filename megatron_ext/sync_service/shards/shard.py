@@ -311,6 +311,7 @@ class Shard:
             merge=self.merge(job.number),
             spares=self._spares,
             record_bytes=job.record_bytes,
+            number=job.number,
         )
         try:
             return work(reduction, [self._contributor(uploader) for uploader in job.uploaders])

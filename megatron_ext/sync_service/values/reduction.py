@@ -80,6 +80,7 @@ class Reduction:
         alone: Alone | None = None,
         spares: SpareFiles | None = None,
         record_bytes: int = 0,
+        number: int = 0,
     ) -> None:
         """Prepare.
 
@@ -96,6 +97,7 @@ class Reduction:
             alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
             spares: has a file for the snapshot to be written over, perhaps.
             record_bytes: about how long the record in the snapshot will be.
+            number: of the round, for what of the outer optimizer changes from round to round.
         """
         self._spares = spares
         self._record_bytes = record_bytes
@@ -116,6 +118,7 @@ class Reduction:
             outer_scalars=outer_scalars,
             alone=alone,
             merged=self._merged,
+            number=number,
         )
         self._sources = self._tensors.sources
 

@@ -89,6 +89,7 @@ class TensorRound:
         outer_scalars: Mapping[str, float],
         alone: Alone | None,
         merged: frozenset[str],
+        number: int = 0,
     ) -> None:
         """Prepare.
 
@@ -101,9 +102,11 @@ class TensorRound:
             outer_scalars: of the last round.
             alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
             merged: names of what is merged afterwards.
+            number: of the round; at the start, 0, there is no outer step.
         """
         self.is_exact = codec == "fp32" or before is None
         self._config = optimizer
+        self._options = optimizer.options_of_round(number)
         self._alone = alone
         self._codec = result_codec or codec
         reducing = GTAConfig() if reducing is None else reducing
@@ -347,7 +350,10 @@ class TensorRound:
 
     def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
         if self._alone is None:
-            return build_outer_optimizer(self._config, anchors)
+            made = build_outer_optimizer(self._config, anchors)
+            if self._options:
+                made.change(self._options)
+            return made
         return self._config.kind.of_contributions(anchors, count=self._alone.per_step, **self._config.arguments)
 
 

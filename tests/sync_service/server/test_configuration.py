@@ -56,6 +56,14 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
             "run r: outer_optimizer adam needs outer_optimizer_lr; the default of 0.7 is for sgd only",
         ),
         (
+            'runs: {r: {peers: 2, outer_optimizer: sgd, outer_optimizer_lr_schedule: "1:0.1,1:0.7"}}',
+            "run r: outer_optimizer_lr_schedule '1:0.1,1:0.7': round 1 comes after round 1",
+        ),
+        (
+            'runs: {r: {peers: 2, rounds: asynchronous, outer_optimizer: sgd, outer_optimizer_lr_schedule: "1:0.1"}}',
+            "run r: outer_optimizer_lr_schedule counts rounds of all together",
+        ),
+        (
             "runs: {r: {peers: 2, outer_optimizer: none, outer_optimizer_nesterov: false}}",
             "run r: outer_optimizer_nesterov: false has no effect with outer_optimizer none",
         ),

@@ -78,6 +78,7 @@ class Rounds:
             before=self.before,
             outer_scalars=self.scalars,
             failpoints=Failpoints(),
+            number=self.number,
         )
         decision = decide(
             self.catalog,
@@ -142,6 +143,22 @@ def test_outer_steps_are_those_of_torch_over_several_rounds(tmp_path: Path, name
         found, _ = rounds.make(*peers)
         terms = [parameter - peer["w"].view(-1) for peer in peers]
         parameter.grad = (terms[0] + terms[1]) / 2
+        optimizer.step()
+        torch.testing.assert_close(found["w"].view(-1), parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_outer_steps_follow_schedules_by_the_number_of_the_round(tmp_path: Path):
+    changing = {"outer_optimizer_lr_schedule": "1:0.2,3:0.6", "outer_optimizer_momentum_schedule": "1:0.2,3:0.8"}
+    rounds = Rounds(tmp_path, OuterOptimizerConfig(**changing))
+    start, _ = rounds.make(values(0))
+    parameter = start["w"].clone().view(-1)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=True)
+    for number, (lr, momentum) in enumerate([(0.2, 0.2), (0.4, 0.5), (0.6, 0.8)], start=1):
+        peers = [values(10 * number, "e1"), values(10 * number + 1)]
+        found, _ = rounds.make(*peers)
+        terms = [parameter - peer["w"].view(-1) for peer in peers]
+        parameter.grad = (terms[0] + terms[1]) / 2
+        optimizer.param_groups[0].update(lr=lr, momentum=momentum)
         optimizer.step()
         torch.testing.assert_close(found["w"].view(-1), parameter, rtol=1e-5, atol=1e-6)
 
