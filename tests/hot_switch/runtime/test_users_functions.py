@@ -243,12 +243,12 @@ make_config = gpt.argument_utils.gpt_config_from_args
 
 def gpt_config_from_args(args):
     config = make_config(args)
-    config.transformer.window_size = (3, 0)
+    config.transformer.window_size = (3, 3)
     return config
 
 gpt.argument_utils.gpt_config_from_args = gpt_config_from_args
 """
-MEANS_BY_THE_CONFIG = OPTIONS_OF_THE_CONFIG.replace("window_size = (3, 0)", "calculate_per_token_loss = False")
+MEANS_BY_THE_CONFIG = OPTIONS_OF_THE_CONFIG.replace("window_size = (3, 3)", "calculate_per_token_loss = False")
 EXPERTS_OF_THE_CONFIG = """
 make_config = gpt.argument_utils.gpt_config_from_args
 
@@ -335,7 +335,7 @@ def test_a_config_made_of_the_arguments_is_of_the_strategy_whose_turn_it_is(tmp_
         (HALF_ROWS, r"the model is given 1 rows of \d+ positions, and the documents of the micro-batch are 1 rows of"),
         (MODEL_HOOKS, "the model's config has pre_wrap_hooks or post_wrap_hooks, .* build the model without them"),
         (OWN_ATTENTION, "the model's core attention is Capped, which does not keep the documents of a row apart;"),
-        (OPTIONS_OF_THE_CONFIG, "--window-size, as the model's config says, is not supported with hot switching: "),
+        (OPTIONS_OF_THE_CONFIG, "other than N,0, as the model's config says, is not supported with hot switching: "),
         (MEANS_BY_THE_CONFIG, "the model's config says calculate_per_token_loss=False; leave it as --calculate-per-"),
         (EXPERTS_OF_THE_CONFIG, "sinkhorn, as the model's config says, is not supported with hot switching: "),
         (MODEL_PROVIDER, "the model was built by a model_provider; give pretrain.. the model's config"),
