@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, STRATEGIES
-from megatron_ext.options.row import differs, given, row
+from megatron_ext.options.row import differs, given, row, says
 from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["POSITIONS"]
 
-_POSITIONS = ("none", "rope", "learned_absolute")
+_POSITIONS = ("none", "rope", "yarn", "learned_absolute")
 
 POSITIONS = (
     row(
@@ -199,11 +199,21 @@ POSITIONS = (
         in_config=("transformer.window_size",),
     ),
     row(
+        "--position-embedding-type yarn",
+        says("position_embedding_type", "yarn"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=tested(f"{STRATEGIES}test_windows.py::test_strategies_keep_yarns_positions"),
+        sync_service=AS_ANY_JOB,
+    ),
+    row(
         "--position-embedding-type",
         differs("position_embedding_type", *_POSITIONS),
         cpu=OPEN,
         local_sgd=OPEN,
-        hot_switch=refused("it has not been tested with packed rows", f"use one of {', '.join(_POSITIONS)}"),
+        hot_switch=refused(
+            "it wants other positions than those of tokens in a row", f"use one of {', '.join(_POSITIONS)}"
+        ),
         sync_service=AS_ANY_JOB,
         peers_share="position_embedding_type",
         in_config=("position_embedding_type",),

@@ -28,7 +28,7 @@ NOT_WITH_IT = {
     "dataloader_inter_document_masking": True,
     "sft": True,
     "window_size": "8,8",
-    "position_embedding_type": "yarn",
+    "position_embedding_type": "relative",
     "multi_latent_attention": True,
     "mla_down_proj_fusion": True,
     "spec": ["module", "layers"],

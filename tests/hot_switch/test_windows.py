@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sliding windows (`--window-size`): a position attends to the last ones of its own document alone."""
+"""Sliding windows (`--window-size`) of documents, and the positions of models with long contexts (yarn)."""
 
 import pytest
 
@@ -9,6 +9,8 @@ from tests.hot_switch.runs import (
     PARTS_OF_ROWS,
     assert_equal_except_for_rounding,
     full_parameters,
+    hot_run,
+    losses,
     many_rounds,
     stock_run,
 )
@@ -35,3 +37,13 @@ def test_strategies_attend_within_windows_of_documents(tmp_path, home, options, 
     assert_equal_except_for_rounding(hot, stock)
     everywhere = stock_run(home, **{**options, "window_size": None, "window_attn_skip_freq": None})
     assert hot[0].grad_norms[0] != pytest.approx(everywhere[0].grad_norms[0], rel=1e-3)
+
+
+def test_strategies_keep_yarns_positions():
+    yarn = {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 8, "rotary_scaling_factor": 4.0}
+    options = {**LLAMA, **yarn, "train_iters": 6, "use_distributed_optimizer": True}
+    hot = hot_run(["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0], **options)
+    stock = stock_run("1,2,1", **options)
+    assert_equal_except_for_rounding(hot, stock)
+    unscaled = stock_run("1,2,1", **{**LLAMA, "train_iters": 6, "use_distributed_optimizer": True})
+    assert losses(unscaled)[0] != pytest.approx(losses(stock)[0], rel=0, abs=1e-5)
