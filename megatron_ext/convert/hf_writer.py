@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from megatron_ext.convert.hf_names import HfTensor
 from megatron_ext.convert.packages import safetensors
+from megatron_ext.errors import UserError
 
-__all__ = ["file_names", "grouped", "write_weights"]
+__all__ = ["check_weights", "file_names", "grouped", "write_json", "write_weights"]
 
 _INDEX = "model.safetensors.index.json"
+_UNFINISHED = "unfinished"
+"""Folder for the file that is being written: safetensors begins with one of another name, which a kill leaves."""
 
 Values = Callable[[HfTensor], torch.Tensor]
 """Returns a tensor's value, of its shape and the file's type."""
@@ -59,15 +63,22 @@ def write_weights(folder: Path, groups: Sequence[Sequence[HfTensor]], values: Va
         itemsize: bytes of an element.
     """
     names = file_names(len(groups))
+    unfinished = folder / _UNFINISHED
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir()
     for name, group in zip(names, groups, strict=True):
         if (folder / name).exists():
             continue
-        partial = folder / f"{name}.partial"
+        file = unfinished / name
+        file.touch()
+        mode = file.stat().st_mode  # what the umask leaves; safetensors' own files are their owner's alone
         safetensors("torch").save_file(
-            {tensor.name: values(tensor).contiguous() for tensor in group}, partial, metadata={"format": "pt"}
+            {tensor.name: values(tensor).contiguous() for tensor in group}, file, metadata={"format": "pt"}
         )
-        _sync(partial)
-        partial.rename(folder / name)
+        file.chmod(mode)
+        _sync(file)
+        file.rename(folder / name)
+    unfinished.rmdir()
     if len(groups) > 1:
         files = {
             tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group
@@ -77,6 +88,39 @@ def write_weights(folder: Path, groups: Sequence[Sequence[HfTensor]], values: Va
             folder / _INDEX,
             {"metadata": {"total_parameters": total, "total_size": total * itemsize}, "weight_map": files},
         )
+
+
+def check_weights(folder: Path, groups: Sequence[Sequence[HfTensor]]) -> None:
+    """Check that the files of weights in a folder are those that `write_weights` makes of `groups`, and no others.
+
+    Raises:
+        UserError: a file is missing, is there besides, or has other tensors than the index says.
+    """
+    wanted = dict(zip(file_names(len(groups)), groups, strict=True))
+    found = {file.name for file in folder.glob("*.safetensors*")} - {_INDEX}
+    for name in sorted(wanted.keys() ^ found):
+        _refuse(folder, f"{name} is {'not there' if name in wanted else 'there, and not of this model'}")
+    if len(groups) == 1 and (folder / _INDEX).exists():
+        _refuse(folder, f"{_INDEX} is there, and the model has one file")
+    for name, group in wanted.items():
+        expected = {tensor.name: tensor.shape for tensor in group}
+        shapes = _shapes(folder / name)
+        for key in sorted(expected.keys() | shapes.keys()):
+            if expected.get(key) != shapes.get(key):
+                _refuse(folder, f"{name} has {key} of {shapes.get(key)}, and {expected.get(key)} was to be written")
+
+
+def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    try:
+        with safetensors().safe_open(path, framework="pt") as file:
+            names = file.keys()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    except safetensors().SafetensorError as error:
+        _refuse(path.parent, f"{path.name} cannot be read ({error})")
+
+
+def _refuse(folder: Path, problem: str) -> NoReturn:
+    raise UserError(f"{folder}: {problem}; something else has changed the folder: remove it, and convert again")
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

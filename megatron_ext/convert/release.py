@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
+from megatron_ext.convert import torch_dist_writer
 from megatron_ext.convert.hf_writer import write_json
 from megatron_ext.convert.megatron_args import checkpoint_args, command_line, keeps_common_beside
 from megatron_ext.convert.settings import ModelSettings
-from megatron_ext.convert.tokenizer_files import copy_tokenizer
+from megatron_ext.convert.tokenizer_files import copy_tokenizer, tokenizer_files
 from megatron_ext.convert.torch_dist_writer import write_checkpoint
-from megatron_ext.convert.whole_folder import resumed_folder
+from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters
 
 __all__ = ["Converted", "Step", "write_release"]
@@ -84,7 +85,16 @@ def write_release(
 
     args = checkpoint_args(settings, shape.padded_vocab_size)
     flags = command_line(settings)
-    task = {**task, "flags": flags, "rows": shape.padded_vocab_size, "dtype": str(shape.dtype)}
+    common_beside = keeps_common_beside()
+    task = {
+        **task,
+        "flags": flags,
+        "rows": shape.padded_vocab_size,
+        "dtype": str(shape.dtype),
+        "files": [torch_dist_writer.FILE_BYTES, common_beside],
+        "hf_config": hf_config,
+        "tokenizer": identity(tokenizer_files(tokenizer)),
+    }
     with resumed_folder(target, task, inputs=source, overwrite=overwrite) as folder:
         write_checkpoint(
             folder / "release",
@@ -92,7 +102,7 @@ def write_release(
             told,
             args,
             homogeneous=settings.is_homogeneous,
-            common_beside=keeps_common_beside(),
+            common_beside=common_beside,
         )
         flags = [*flags, "--padded-vocab-size", str(shape.padded_vocab_size)]
         if copy_tokenizer(tokenizer, folder / "tokenizer"):

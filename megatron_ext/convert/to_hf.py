@@ -15,7 +15,7 @@ from megatron_ext.convert.description import Description, described_by_args, des
 from megatron_ext.convert.dtypes import described_dtype, fitting, trained_dtype
 from megatron_ext.convert.families import Family
 from megatron_ext.convert.hf_names import HfTensor, hf_tensors
-from megatron_ext.convert.hf_writer import grouped, write_json, write_weights
+from megatron_ext.convert.hf_writer import check_weights, grouped, write_json, write_weights
 from megatron_ext.convert.legacy_reader import LegacyFiles, LegacyReader, is_legacy
 from megatron_ext.convert.megatron_args import read_args
 from megatron_ext.convert.model_sources import (
@@ -27,7 +27,7 @@ from megatron_ext.convert.model_sources import (
     open_checkpoint,
     prediction_layers,
 )
-from megatron_ext.convert.tokenizer_files import copy_tokenizer, largest_id, tokenizer_folder
+from megatron_ext.convert.tokenizer_files import copy_tokenizer, largest_id, tokenizer_files, tokenizer_folder
 from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.errors import UserError
 from megatron_ext.params import GptShape, gpt_parameters
@@ -148,11 +148,18 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
             step(tensor.name, made.nbytes)
         return made.clone()
 
-    task = {"weights": options.weights, "config": config, "of": identity(files)}
     groups = grouped(tensors, dtype.itemsize, options.max_shard_bytes)
+    task = {
+        "weights": options.weights,
+        "config": config,
+        "of": identity(files),
+        "files": [[tensor.name for tensor in group] for group in groups],
+        "tokenizer": identity(tokenizer_files(tokenizer)) if tokenizer is not None else [],
+    }
     inputs = {"SOURCE": options.source, "--hf-config": options.config, "--tokenizer": options.tokenizer}
     with resumed_folder(options.target, task, inputs=inputs, overwrite=options.overwrite) as folder:
         write_weights(folder, groups, value, dtype.itemsize)
+        check_weights(folder, groups)
         write_json(folder / "config.json", config)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, folder)
     return Exported(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_ext.convert.hf_reader import read_json
 
-__all__ = ["copy_tokenizer", "largest_id", "tokenizer_folder"]
+__all__ = ["copy_tokenizer", "largest_id", "tokenizer_files", "tokenizer_folder"]
 
 _PATTERNS = (
     "tokenizer*",
@@ -27,12 +27,12 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
     Returns:
         Whether there is a tokenizer.
     """
-    files = _files(source)
+    files = tokenizer_files(source)
     if not _are_tokenizer(files):
         return False
     target.mkdir(parents=True, exist_ok=True)
     for file in files:
-        shutil.copy(file, target / file.name)
+        shutil.copyfile(file, target / file.name)  # with the umask's mode, as all of the folder
     return True
 
 
@@ -45,7 +45,7 @@ def tokenizer_folder(path: Path) -> Path | None:
     Returns:
         None where there is no tokenizer.
     """
-    return next((folder for folder in (path, path / "tokenizer") if _are_tokenizer(_files(folder))), None)
+    return next((folder for folder in (path, path / "tokenizer") if _are_tokenizer(tokenizer_files(folder))), None)
 
 
 def largest_id(folder: Path) -> int | None:
@@ -68,7 +68,8 @@ def largest_id(folder: Path) -> int | None:
     return max((value for value in ids if isinstance(value, int)), default=None)
 
 
-def _files(folder: Path) -> list[Path]:
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Return the files in a folder that are, or may go with, a tokenizer's."""
     return sorted({file for pattern in _PATTERNS for file in folder.glob(pattern) if file.is_file()})
 
 

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron_ext.convert.torch_dist_reader import key_candidates
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters
 
-__all__ = ["write_checkpoint"]
+__all__ = ["FILE_BYTES", "write_checkpoint"]
 
-_FILE_BYTES = 4 << 30
+FILE_BYTES = 4 << 30
 """A file is closed when it has as much."""
 
 _LINEAR = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "linear_q_", "linear_kv_", "eh_proj")
@@ -202,7 +202,7 @@ def _plans(entries: list[_Entry]) -> list[SavePlan]:
     plans: list[list[WriteItem]] = [[]]
     size = 0
     for entry in entries:
-        if size >= _FILE_BYTES:
+        if size >= FILE_BYTES:
             plans.append([])
             size = 0
         plans[-1].append(entry.item())

@@ -114,7 +114,7 @@ def test_a_conversion_that_was_cut_off_resumes_after_the_whole_files(
 @pytest.fixture
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of tiny models has several files."""
-    monkeypatch.setattr(torch_dist_writer, "_FILE_BYTES", 60_000)
+    monkeypatch.setattr(torch_dist_writer, "FILE_BYTES", 60_000)
 
 
 class Killed(BaseException):
