@@ -12,7 +12,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -95,12 +96,26 @@ def apply(folder: Path, patch: Path, *, reverse: bool, write: bool) -> list[str]
         raise UserError(f"{patch}: {error.strerror}") from error
     if not hunks:
         raise UserError(f"{patch}: there is no diff in it")
-    problem = _git_apply(folder, patch, reverse=reverse, check=True)
-    if problem is not None:
-        raise UserError(_explain(folder, patch, hunks, problem, reverse))
-    if write:
-        _write(folder, patch, list(hunks), reverse)
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name).resolve()
+        _copy_files(folder, copy, hunks)
+        problem = _git_apply(copy, patch, reverse=reverse, check=True)
+        if problem is not None:
+            raise UserError(_explain(folder, copy, patch, hunks, problem, reverse))
+        if write:
+            problem = _git_apply(copy, patch, reverse=reverse, check=False)
+            if problem is not None:
+                raise UserError(f"{folder}: nothing was changed, git could not write: {problem}")
+            _write(folder, copy, list(hunks))
     return list(hunks)
+
+
+def _copy_files(folder: Path, copy: Path, files: Iterable[str]) -> None:
+    """Copy what a set changes to where no repository's settings have git change line ends."""
+    for file in files:
+        if (folder / file).is_file():
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(folder / file, copy / file)
 
 
 def _hunks(text: str) -> dict[str, list[str]]:
@@ -116,7 +131,9 @@ def _hunks(text: str) -> dict[str, list[str]]:
 
 def _git_apply(folder: Path, patch: Path, *, reverse: bool, check: bool, file: str | None = None) -> str | None:
     """Run `git apply` in a folder; return what it said when it failed."""
-    command = ["git", "apply", "--whitespace=nowarn"]
+    # Whatever line ends the user's settings have git check files out with, these keep theirs.
+    settings = ["-c", "core.autocrlf=false", "-c", "core.attributesFile=/dev/null"]
+    command = ["git", *settings, "apply", "--whitespace=nowarn"]
     command += ["--check"] * check + ["--reverse"] * reverse + ([f"--include={file}"] if file else [])
     # A repository around the folder would make git look for the paths at its top, and pass over all others.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -125,29 +142,38 @@ def _git_apply(folder: Path, patch: Path, *, reverse: bool, check: bool, file: s
     return done.stderr.strip() or f"git apply ended with status {done.returncode}" if done.returncode else None
 
 
-def _write(folder: Path, patch: Path, files: Sequence[str], reverse: bool) -> None:
-    """Apply, and put every file back as it was when that ends half-way."""
-    before = {file: path.read_bytes() if (path := folder / file).exists() else None for file in files}
-    problem = _git_apply(folder, patch, reverse=reverse, check=False)
-    if problem is None:
-        return
-    for file, content in before.items():
-        path = folder / file
-        if content is None:
-            path.unlink(missing_ok=True)
-        elif not path.exists() or path.read_bytes() != content:
-            path.write_bytes(content)
-    raise UserError(f"{folder}: nothing was changed, git could not write: {problem}")
+def _write(folder: Path, changed: Path, files: Sequence[str]) -> None:
+    """Bring files to what they are in another folder, or put every one back as it was when that ends half-way."""
+    before = {file: _content(folder / file) for file in files}
+    try:
+        for file in files:
+            _set_content(folder / file, _content(changed / file))
+    except OSError as error:
+        for file, content in before.items():
+            _set_content(folder / file, content)
+        problem = f"{error.filename} cannot be written: {error.strerror}"
+        raise UserError(f"{folder}: nothing was changed, {problem}") from error
 
 
-def _explain(folder: Path, patch: Path, hunks: dict[str, list[str]], problem: str, reverse: bool) -> str:
-    """Return why a set cannot be put in or taken out as a whole, and the way out."""
-    states = {file: _state(folder, patch, file) for file in hunks}
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _set_content(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink(missing_ok=True)
+    elif _content(path) != content:
+        path.write_bytes(content)
+
+
+def _explain(folder: Path, copy: Path, patch: Path, hunks: dict[str, list[str]], problem: str, reverse: bool) -> str:
+    """Return why a set cannot be put in or taken out of a folder, whose files are in `copy`, and the way out."""
+    states = {file: _state(copy, patch, file) for file in hunks}
     inside = [file for file, state in states.items() if state == "in"]
     outside = [file for file, state in states.items() if state == "out"]
     rejected = [file for file, state in states.items() if state == "rejected"]
     if rejected:
-        said = "\n".join(_rejected(file, hunks[file], reverse) for file in rejected)
+        said = "\n".join(_rejected(copy / file, file, hunks[file], reverse) for file in rejected)
         way = (
             "take these lines out by hand, and the others with git"
             if reverse
@@ -174,11 +200,13 @@ def _state(folder: Path, patch: Path, file: str) -> _State:
     return "in" if _git_apply(folder, patch, reverse=True, check=True, file=file) is None else "rejected"
 
 
-def _rejected(file: str, hunk: Sequence[str], reverse: bool) -> str:
+def _rejected(path: Path, file: str, hunk: Sequence[str], reverse: bool) -> str:
     added = [f"    {line[1:]}" for line in hunk if line.startswith("+")]
     context = next((line[1:] for line in hunk if line.startswith(" ")), None)
     if context is None:
         why = "differs from what was added" if reverse else "is there already and is another one"
+    elif not reverse and path.is_file() and path.read_bytes().splitlines()[-1:] == [context.rstrip("\r").encode()]:
+        why = f"ends its last line {context.strip()!r} otherwise (CRLF, LF, or not at all)"
     else:
         why = f"does not end with {'these lines' if reverse else f'the line {context.strip()!r}'}"
     return "\n".join([f"  {file} {hunk[0]}: it is missing, or {why}; the lines are", *added])

@@ -56,7 +56,7 @@ def declared(source: ForkSource, patches: Sequence[Patch]) -> dict[Path, list[st
 
 
 def diff(source: ForkSource, patches: Sequence[Patch]) -> str:
-    """Return the patch set for a fork, as `git apply` takes it.
+    """Return the patch set for a fork, as `git apply` takes it: lines end as those of the file that they go into.
 
     Raises:
         UserError: the fork has one already, or a file cannot be read.
@@ -73,7 +73,7 @@ def diff(source: ForkSource, patches: Sequence[Patch]) -> str:
     ]
     lines = [*head, *_new_file(ADDED_FILE, _ADDED.splitlines())]
     for file, names in declared(source, patches).items():
-        text = (source.folder / file).read_text(encoding="utf-8")
+        text = (source.folder / file).read_bytes().decode("utf-8")  # read_text would make every line end LF
         lines += _appended(file, text, [_IMPORT, *_call(names)])
     return "\n".join(lines) + "\n"
 
@@ -100,19 +100,20 @@ def _new_file(file: Path, lines: Sequence[str]) -> list[str]:
 
 
 def _appended(file: Path, text: str, lines: Sequence[str]) -> list[str]:
-    """Return the change that adds lines at the end of a file."""
+    """Return the change that adds lines at the end of a file, with ends as its last line has one."""
     name = file.as_posix()
     before = text.split("\n")
+    end = "\r" if text[: text.rfind("\n") + 1].endswith("\r\n") else ""
     if text.endswith("\n"):
         before.pop()
         last = [f" {before[-1]}"]
     else:
-        last = [f"-{before[-1]}", r"\ No newline at end of file", f"+{before[-1]}"]
+        last = [f"-{before[-1]}", r"\ No newline at end of file", f"+{before[-1]}{end}"]
     return [
         f"diff --git a/{name} b/{name}",
         f"--- a/{name}",
         f"+++ b/{name}",
         f"@@ -{len(before)},1 +{len(before)},{1 + len(lines)} @@",
         *last,
-        *(f"+{line}" for line in lines),
+        *(f"+{line}{end}" for line in lines),
     ]

@@ -92,6 +92,43 @@ def test_a_rejected_hunk_is_named_with_its_lines_and_a_set_for_the_fork_itself_a
     assert contents(fork) == before
 
 
+@pytest.mark.parametrize("git_settings", ["none", "autocrlf", "eol"])
+def test_a_fork_with_crlf_line_ends_takes_its_own_set_and_gives_every_byte_back(
+    git_settings: str, fork: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if git_settings == "autocrlf":
+        (tmp_path / ".gitconfig").write_text("[core]\n\tautocrlf = true\n")
+    if git_settings == "eol":
+        (fork / ".gitattributes").write_text("* text=auto eol=crlf\n")
+    subprocess.run(["git", "init", "-q", str(fork)], check=True)
+    files = [fork / "megatron/core/parallel_state.py", fork / TRAINING]
+    for file in files:
+        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    files[0].write_bytes(files[0].read_bytes().removesuffix(b"\r\n"))
+    before = contents(fork)
+    assert main(["patches", "--fork", str(fork), "--diff"]) == 0
+    own = tmp_path / "own.patch"
+    own.write_bytes(capsys.readouterr().out.encode())
+    done = run(fork, "--write", "--patch", own)
+    assert done.returncode == 0, done.stderr
+    for file in files:
+        during = file.read_bytes()
+        assert during.startswith(before[file.relative_to(fork)] + b"\r\n" * (file == files[0]) + b"from ")
+        assert during.count(b"\n") == during.count(b"\r\n")
+    done = run(fork, "--write", "--patch", own, "--reverse")
+    assert done.returncode == 0, done.stderr
+    assert contents(fork) == before
+
+
+def test_line_ends_that_the_release_has_not_are_named(fork: Path):
+    file = fork / TRAINING
+    file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
+    done = run(fork, "--write")
+    assert done.returncode == 2
+    assert "ends its last line ')' otherwise (CRLF, LF, or not at all)" in done.stderr
+
+
 @pytest.mark.parametrize("reverse", [[], ["--reverse"]])
 def test_a_set_that_is_there_by_half_is_refused(fork: Path, reverse: list[str]):
     run(fork, "--write")
@@ -136,6 +173,21 @@ def test_a_write_that_ends_half_way_puts_all_files_back(fork: Path, tmp_path: Pa
         path.setenv("PATH", str(wrapper.parent), prepend=":")
         with pytest.raises(UserError, match="nothing was changed, git could not write: full"):
             apply(fork, patch, reverse=False, write=True)
+    assert contents(fork) == before
+
+
+def test_files_that_cannot_be_written_leave_all_as_they_were(fork: Path, monkeypatch: pytest.MonkeyPatch):
+    before = contents(fork)
+    written = Path.write_bytes
+
+    def write(path: Path, content: bytes) -> int:
+        if path == fork / TRAINING and content != before[Path(TRAINING)]:
+            raise OSError(28, "No space left on device", str(path))
+        return written(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", write)
+    with pytest.raises(UserError, match=r"nothing was changed, .*training\.py cannot be written: No space left"):
+        apply(fork, patch_of(ForkSource(fork), REPOSITORY / "patches"), reverse=False, write=True)
     assert contents(fork) == before
 
 
