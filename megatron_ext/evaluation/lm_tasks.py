@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.extras import pip_install
+from megatron_ext.extras import pip_install_extra
 
 __all__ = ["Task", "check_tasks", "parse_tasks", "run_tasks"]
 
@@ -61,7 +61,7 @@ def check_tasks(tasks: Sequence[Task], folder: Path | None = None) -> Any:
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise UserError(
-            f"--tasks needs lm-evaluation-harness ({error}); run `{pip_install('lm-eval')}`"
+            f"--tasks needs lm-evaluation-harness ({error}); run `{pip_install_extra('eval')}`"
         ) from error
     manager = TaskManager(include_path=None if folder is None else str(folder))
     unknown = [task.name for task in tasks if not manager.match_tasks([task.name])]
