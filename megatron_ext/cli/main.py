@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -20,29 +19,26 @@ from megatron_ext.cli import (
     simulate,
     spes,
 )
+from megatron_ext.cli.command_parser import CommandParser
 from megatron_ext.errors import UserError
 from megatron_ext.version import __version__
 
 __all__ = ["main", "make_parser"]
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of all subcommands."""
-    parser = argparse.ArgumentParser(prog="megatron-ext", description="Tools of megatron_ext.")
+    parser = CommandParser(prog="megatron-ext", description="Tools of megatron_ext.")
     parser.add_argument("--version", action="version", version=f"megatron-ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for module in (patches, doctor, explain, data, convert, evaluate, local_sgd, hot_switch, simulate, server, spes):
         module.add_parser(subparsers)
-    return parser
+    return parser.join()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 2 for bad input, 130 after Ctrl-C."""
-    parser = make_parser()
-    options, unknown = parser.parse_known_args(argv)
-    if unknown:
-        way_out = getattr(options, "of_unknown", None)
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + (f"; {way_out}" if way_out else ""))
+    options = make_parser().parse_args(argv)
     try:
         return int(options.func(options))
     except UserError as error:

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from megatron_ext.cli.command_parser import CommandParser
+from megatron_ext.cli.main import main, make_parser
 from tests.support.distributed import REPOSITORY
 
 
@@ -26,3 +30,54 @@ def test_ctrl_c_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
 def test_the_command_starts_without_torch():
     code = "import sys, megatron_ext.cli.main as cli; sys.exit(int('torch' in sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what is said of words that are refused."""
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_every_command_refuses_an_unknown_option_with_its_own_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    parsers = list(make_parser()._below())
+    assert len(parsers) > 25
+    for parser in parsers:
+        # Without what a command needs, that is said first, and with the same usage.
+        assert refusal([*parser.prog.split()[1:], "--no-such-option"], capsys).startswith(f"usage: {parser.prog} ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("data prepare x --output-prefix y --text-key content", "data prepare: error: unrecognized arguments: --text-"),
+        ("data prepare x --output-prefix y --json-key=k", "arguments: --json-key=k; did you mean --jsonl-key?"),
+        ("patches --chek extra", "patches: error: unrecognized arguments: --chek extra; did you mean --check?"),
+        ("explain --num-layers 4", "unrecognized arguments: --num-layers; what Megatron gets comes after --"),
+        ("--no-such patches", "usage: megatron-ext [-h]"),
+    ],
+)
+def test_an_unknown_option_is_told_with_the_one_that_is_nearly_spelled_so(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(words.split(), capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("upcycle", "megatron-ext has no 'upcycle'; did you mean megatron-ext convert upcycle?"),
+        ("suggest", "did you mean megatron-ext hot-switch suggest or megatron-ext local-sgd suggest?"),
+        ("convert prepare", "megatron-ext convert has no 'prepare'; did you mean megatron-ext data prepare?"),
+        ("data patches", "did you mean megatron-ext patches?"),
+        ("covnert", "did you mean megatron-ext convert?"),
+        ("xyz", "invalid choice: 'xyz'"),
+    ],
+)
+def test_a_command_is_told_where_it_is(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in refusal(words.split(), capsys)
+
+
+def test_the_parsers_of_all_commands_are_of_one_kind() -> None:
+    assert all(type(parser) is CommandParser for parser in make_parser()._below())
