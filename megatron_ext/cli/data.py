@@ -109,7 +109,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="PATTERN",
-        help="leave out matching files and folders inside folders; may be repeated",
+        help="leave out matching files and folders inside folders; may be repeated. One that fits nothing is refused",
     )
     source.add_argument(
         "--format",
@@ -209,7 +209,8 @@ def _config(args: argparse.Namespace) -> Any:
 
     if args.trust_remote_code and args.tokenizer is None:
         raise UserError("--trust-remote-code has no meaning without --tokenizer")
-    inputs, globs, excludes = tuple(args.inputs), tuple(args.glob), tuple(args.exclude)
+    inputs, globs = tuple(args.inputs), tuple(args.glob)
+    usual_excludes: tuple[str, ...] = ()
     on_error: Literal["fail", "skip"] = args.on_error or ("skip" if args.stdlib else "fail")
     seed = args.shuffle_documents
     if args.stdlib:
@@ -217,7 +218,7 @@ def _config(args: argparse.Namespace) -> Any:
             raise UserError(f"--stdlib and the input {inputs[0]} exclude each other")
         inputs = (standard_library_sources(),)
         globs = globs or STDLIB_GLOBS
-        excludes = (*STDLIB_EXCLUDES, *excludes)
+        usual_excludes = STDLIB_EXCLUDES
         seed = STDLIB_SHUFFLE_SEED if seed is None else seed
     if args.format == "tokens":
         globs = globs or ("*.npy",)
@@ -230,7 +231,8 @@ def _config(args: argparse.Namespace) -> Any:
         jsonl_key=args.jsonl_key,
         parquet_column=args.parquet_column,
         globs=globs,
-        excludes=excludes,
+        excludes=tuple(args.exclude),
+        usual_excludes=usual_excludes,
         on_error=on_error,
         shuffle_seed=seed,
         workers=args.workers,

@@ -80,6 +80,9 @@ class Inventory:
     special: list[Problem] = field(default_factory=list)
     """Devices, pipes and sockets."""
 
+    matched: set[str] = field(default_factory=set)
+    """Patterns of `excludes` that are those of a file or folder."""
+
     def leave_out(self, path: Path, reason: str) -> None:
         """Name a file or folder that is not looked at."""
         self.left_out.append(Problem(path=str(path), position="", message=reason))
@@ -117,9 +120,12 @@ class _Filter:
     globs: Sequence[str]
     excludes: Sequence[str]
     own_outputs: frozenset[Path]
+    matched: set[str]
 
     def reason_to_skip(self, path: Path, name: str, *, is_folder: bool) -> str | None:
         base = name.rsplit("/", 1)[-1]
+        excluding = [pattern for pattern in self.excludes if matches(base, name, pattern)]
+        self.matched.update(excluding)
         if base.startswith("."):
             return "hidden"
         is_output_name = any(output.name == base for output in self.own_outputs)
@@ -127,7 +133,7 @@ class _Filter:
             return "output of this command"
         if path.suffix == ".json" and _is_description(path):
             return "description of another corpus"
-        if any(matches(base, name, pattern) for pattern in self.excludes):
+        if excluding:
             return "excluded"
         if not is_folder and self.globs and not any(matches(base, name, p) for p in self.globs):
             return "not matching --glob"
@@ -168,7 +174,7 @@ def find_sources(
     """
     _refuse_overlap(inputs)
     inventory = Inventory()
-    patterns = _Filter(globs=globs, excludes=excludes, own_outputs=own_outputs)
+    patterns = _Filter(globs=globs, excludes=excludes, own_outputs=own_outputs, matched=inventory.matched)
     for given in inputs:
         try:
             status = given.stat()

@@ -75,7 +75,10 @@ class PrepareConfig:
     """Patterns of the files to read inside folders; empty for all of them."""
 
     excludes: tuple[str, ...] = ()
-    """Patterns of files and folders inside folders to leave out."""
+    """Patterns of files and folders inside folders to leave out, of which each must be that of one."""
+
+    usual_excludes: tuple[str, ...] = ()
+    """More of them, which need not be."""
 
     on_error: Literal["fail", "skip"] = "fail"
     """Whether bad input and files that cannot be read end the run, with nothing written, or are left out, counted and
@@ -104,7 +107,7 @@ class PrepareConfig:
             "jsonl_key": self.jsonl_key,
             "parquet_column": self.parquet_column,
             "globs": list(self.globs),
-            "excludes": list(self.excludes),
+            "excludes": [*self.usual_excludes, *self.excludes],
             "on_error": self.on_error,
             "shuffle_seed": self.shuffle_seed,
         }
@@ -192,10 +195,11 @@ def prepare(config: PrepareConfig, *, progress_stream: TextIO | None = None) -> 
     inventory = find_sources(
         config.inputs,
         globs=config.globs,
-        excludes=config.excludes,
+        excludes=(*config.usual_excludes, *config.excludes),
         file_format=config.file_format,
         own_outputs=frozenset(path.resolve() for path in own_outputs),
     )
+    _refuse_unused_excludes(config, inventory)
     identity = {
         "inputs_digest": inventory.digest(),
         "tokenizer": {**asdict(config.tokenizer), "fingerprint": config.tokenizer.fingerprint()},
@@ -239,6 +243,18 @@ def _is_up_to_date(prefix: Path, identity: dict[str, Any], config: PrepareConfig
     if difference is not None and not config.overwrite:
         raise UserError(f"output {prefix} cannot be reused: {difference}; add --overwrite to make it again")
     return difference is None
+
+
+def _refuse_unused_excludes(config: PrepareConfig, inventory: Inventory) -> None:
+    """Refuse patterns that leave nothing out: one that is mistyped would let in what is to stay out."""
+    for pattern in config.excludes:
+        if pattern not in inventory.matched:
+            rule = "the path inside an input folder" if "/" in pattern else "a name"
+            raise UserError(
+                f"--exclude {pattern} leaves nothing out: of no file or folder that is looked at does {rule} fit it "
+                "(files given themselves, and what is in folders left out, are not looked at); correct it or leave "
+                "it out"
+            )
 
 
 def _refuse_no_files(config: PrepareConfig, inventory: Inventory) -> None:

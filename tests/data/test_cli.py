@@ -92,6 +92,32 @@ def test_stdlib_needs_nothing_but_a_prefix(tmp_path: Path, capsys: pytest.Captur
     assert "documents are in input order" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("secret", "of no file or folder that is looked at does a name fit it"),
+        ("in/secrets", "of no file or folder that is looked at does the path inside an input folder fit it"),
+        ("*.py", "leaves nothing out"),
+        ("named.txt", "files given themselves, and what is in folders left out, are not looked at"),
+        ("secrets", None),
+        (".git", None),
+    ],
+)
+def test_an_exclude_that_fits_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], pattern: str, said: str | None
+) -> None:
+    (tmp_path / "in/secrets").mkdir(parents=True)
+    (tmp_path / "in/.git").mkdir()
+    for name in ("in/a.txt", "in/secrets/b.txt", "named.txt"):
+        (tmp_path / name).write_text(name)
+    inputs = [str(tmp_path / "in"), str(tmp_path / "named.txt")]
+    command = ["data", "prepare", *inputs, "--output-prefix", str(tmp_path / "corpus"), "--exclude", pattern]
+    assert main(command) == (0 if said is None else 2)
+    err = capsys.readouterr().err
+    assert said is None or (f"error: --exclude {pattern} leaves nothing out" in err and said in err)
+    assert (tmp_path / "corpus.bin").exists() == (said is None)
+
+
 @pytest.mark.parametrize(("documents", "advice"), [(2, "--split 1,1,0"), (400, "--split 399,1,0"), (600, None)])
 def test_a_split_that_would_make_megatron_hang_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], documents: int, advice: str | None
