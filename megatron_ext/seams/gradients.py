@@ -52,7 +52,7 @@ def patches() -> list[Patch]:
             missing_from="<0.19",
             dispensable=True,
             rebind=False,
-            reason="Megatron asks all ranks, so all workers, which gradients a layer-wise optimizer clips apart",
+            reason="ask the ranks of a worker alone which gradients a layer-wise optimizer clips apart",
         ),
     ]
 

@@ -18,10 +18,18 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.support import megatron_checkout
-from tests.versions.features import FEATURES
+from tests.versions.features import FEATURES, NAMES
 from tests.versions.record import PAGE, ReleaseRecord, page, read_records, write_records
 
 VERSION = "from megatron_ext.patching.gates import installed_version as v; print(v('megatron-core'))"
+
+LACKING = """
+import json, sys
+from megatron_ext.features import all_features
+lacks = lambda feature: any(p.name in sys.argv and not p.dispensable for p in feature.required_patches())
+print(json.dumps([feature.name for feature in all_features() if lacks(feature)]))
+"""
+"""Prints which features need a patch, of those it is given the names of."""
 
 
 def main() -> int:
@@ -33,8 +41,11 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="write nothing down")
     options = parser.parse_args()
     use = megatron_checkout.use(options.megatron) if options.megatron else contextlib.nullcontext()
-    with use:
-        record = _try(options.megatron, _commit(options), options.feature or list(FEATURES))
+    try:
+        with use:
+            record = _try(options.megatron, _commit(options), options.feature or list(FEATURES))
+    except pytest.UsageError as error:
+        sys.exit(str(error))
     if not options.dry_run:
         _write(record, keep_tests=options.feature is not None)
     print(page([record]))
@@ -44,16 +55,21 @@ def main() -> int:
 def _try(checkout: Path | None, commit: str, features: list[str]) -> ReleaseRecord:
     release = _output([sys.executable, "-c", VERSION])
     listed = json.loads(_output([sys.executable, "-m", "megatron_ext.cli.main", "patches", "--json"]))
+    unavailable = {entry["name"]: entry["problem"] for entry in listed if entry["status"] == "unavailable"}
+    lacking = json.loads(_output([sys.executable, "-c", LACKING, *unavailable]))
     tests: dict[str, str] = {}
     for feature in features:
-        tests |= _run(FEATURES[feature], checkout)
+        if NAMES.get(feature) in lacking:
+            print(f"{feature}: not available on {release}, so that its tests are not run")
+        else:
+            tests |= _run(FEATURES[feature], checkout)
     return ReleaseRecord(
         release=release,
         commit=commit,
         date=datetime.date.today().isoformat(),
         patches=len(listed),
         misfits=[entry["name"] for entry in listed if entry["status"] == "broken"],
-        unavailable={entry["name"]: entry["problem"] for entry in listed if entry["status"] == "unavailable"},
+        unavailable=unavailable,
         tests=tests,
     )
 

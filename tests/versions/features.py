@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 
-__all__ = ["FEATURES"]
+__all__ = ["FEATURES", "NAMES"]
 
 _RESUME = "tests/local_sgd/test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
 
@@ -27,3 +27,11 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Node ids of tests, each of which trains in Megatron's own loop."""
+
+NAMES: Mapping[str, str] = {
+    "local SGD": "local-sgd",
+    "sync service": "sync-service",
+    "SPES": "spes",
+    "hot switching": "hot-switch",
+}
+"""What features are called in the package."""
