@@ -14,10 +14,13 @@ __all__ = [
     "BARE",
     "BOOKKEEPING",
     "CONTINUES",
+    "CONVERTED",
     "EXPERTS",
     "EXPERTS_ASYNC_SAVE",
     "HOT_ASYNC_SAVE",
     "HOT_BOOKKEEPING",
+    "HOT_BUNDLE",
+    "HOT_CONVERTED",
     "HOT_OTHER_WAYS",
     "HOT_RESUME",
     "HOT_SAME",
@@ -29,6 +32,7 @@ __all__ = [
     "OF_THE_MODEL",
     "ON_GPU_ALONE",
     "ON_GPU_ALONE_HOT",
+    "ON_GPU_ALONE_PEERS",
     "OPEN",
     "OTHER_WAYS",
     "PEERS",
@@ -39,10 +43,6 @@ __all__ = [
     "SAME",
     "STRATEGIES",
     "UNKNOWN_TENSORS",
-    "UNTRIED",
-    "UNTRIED_HOT",
-    "UNTRIED_THERE",
-    "UNTRIED_WITH_GUESTS",
     "WORKERS",
     "WORKERS_BOOKKEEPING",
     "WORKERS_OTHER_WAYS",
@@ -67,6 +67,7 @@ ASYNC_SAVE = tested(
 OTHER_WAYS = tested(
     f"{BACKENDS}test_cpu_resume.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
 )
+CONVERTED = tested(f"{BACKENDS}test_cpu_resume.py::test_a_resume_from_a_converted_checkpoint_keeps_the_bits")
 APART = tested(f"{WORKERS}test_workers_apart.py::test_workers_without_sync_equal_separate_jobs_by_digest")
 CONTINUES = tested(
     f"{WORKERS}test_checkpoint.py::test_a_resume_at_any_iteration_follows_the_uninterrupted_run_bit_for_bit"
@@ -84,6 +85,8 @@ HOT_BOOKKEEPING = tested(f"{STRATEGIES}test_checkpoints.py::test_options_for_kee
 HOT_OTHER_WAYS = tested(
     f"{STRATEGIES}test_checkpoints.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
 )
+HOT_BUNDLE = tested(f"{STRATEGIES}test_option_bundles.py::test_hot_equals_static_and_a_resume_keeps_the_bits")
+HOT_CONVERTED = tested(f"{STRATEGIES}test_checkpoints.py::test_a_resume_from_a_converted_checkpoint_keeps_the_bits")
 HOT_SKIPPED = tested(f"{STRATEGIES}test_checkpoints.py::test_skipped_iterations_read_their_sequences")
 HOT_ASYNC_SAVE = tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_ends_with_the_same_bits")
 
@@ -93,14 +96,11 @@ AS_ANY_JOB = accepted("between two rounds a peer is an ordinary job")
 AS_A_PEER = like("sync-service")
 NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use --use-distributed-optimizer")
 
-UNTRIED_HOT = refused("it has not been tested with several strategies")
 ON_GPU_ALONE = refused("only a GPU can show it, where it has not run with workers that train apart")
 ON_GPU_ALONE_HOT = refused("only a GPU can show it, where it has not run with several strategies")
+ON_GPU_ALONE_PEERS = refused("only a GPU can show it, where it has not run with peers")
 UNKNOWN_TENSORS = refused("the parameter view, by which guests take weights, does not know its tensors")
-UNTRIED = refused("it has not been tested with workers that train apart")
-UNTRIED_THERE = refused("it has not been tested there")
 NEEDS_TE = refused("it needs Transformer Engine")
 NO_TE_ON_CPU = needs_gpu("it needs Transformer Engine, which needs a GPU")
-RESILIENCY = refused("it needs NVIDIA's resiliency extension, which has not been tested")
-UNTRIED_WITH_GUESTS = refused("it has not been tested with guests")
+RESILIENCY = refused("it needs nvidia-resiliency-ext 0.6 or later, with which it has not run")
 OF_THE_MODEL = accepted("it is inside the model, which is taken as it is")

@@ -12,10 +12,9 @@ from megatron_ext.options.common_verdicts import (
     OPEN,
     ROUNDS,
     STRATEGIES,
-    UNTRIED_THERE,
 )
 from megatron_ext.options.row import differs, is_set, row, says
-from megatron_ext.options.verdict import clash, refused, tested
+from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
 
 __all__ = ["DATA_ORDER"]
 
@@ -82,11 +81,14 @@ DATA_ORDER = (
         cpu=OPEN,
         local_sgd=ROUNDS,
         hot_switch=_HOT_SIZES,
-        sync_service=UNTRIED_THERE,
+        sync_service=refused(
+            "a peer's place in the data is counted in steps of --global-batch-size, which it makes smaller",
+            "give the largest multiple of --micro-batch-size times the data-parallel size as --global-batch-size",
+        ),
     ),
     row(
         "--sft",
-        cpu=OPEN,
+        cpu=needs_gpu("Megatron's unfused attention takes no packed samples, which it makes"),
         local_sgd=refused("the lengths of its packed samples are added up over all ranks in every step"),
         hot_switch=_PLAIN_DOCUMENTS,
         sync_service=AS_ANY_JOB,

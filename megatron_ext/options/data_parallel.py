@@ -10,6 +10,7 @@ from megatron_ext.options.common_verdicts import (
     APART,
     AS_ANY_JOB,
     BACKENDS,
+    HOT_BUNDLE,
     HOT_SAME,
     HOT_STATIC,
     NO_PEER_FSDP,
@@ -17,7 +18,6 @@ from megatron_ext.options.common_verdicts import (
     ROUNDS,
     SAME,
     STRATEGIES,
-    UNTRIED_HOT,
     WORKERS,
 )
 from megatron_ext.options.row import Asked, differs, is_set, row, says
@@ -112,7 +112,7 @@ DATA_PARALLEL = (
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         cpu=ROUNDS,
         local_sgd=ROUNDS,
-        hot_switch=UNTRIED_HOT,
+        hot_switch=HOT_BUNDLE,
         sync_service=AS_ANY_JOB,
     ),
     row(

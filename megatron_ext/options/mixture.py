@@ -127,8 +127,8 @@ MIXTURE = (
         spes=AS_A_PEER.but(
             "--spes-using-decayed-aux-loss",
             clash(
-                "--spes-using-decayed-aux-loss weights token counts, which the fused kernel of --moe-router-fusion "
-                "has not been tested with",
+                "--spes-using-decayed-aux-loss weights token counts, and only a GPU can show whether Transformer "
+                "Engine's kernel of --moe-router-fusion takes weighted ones",
                 "drop one of them",
             ),
         ),

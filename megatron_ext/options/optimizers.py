@@ -9,15 +9,15 @@ from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     BACKENDS,
     EXPERTS,
+    HOT_BUNDLE,
     HOT_SKIPPED,
     NEEDS_TE,
+    ON_GPU_ALONE,
     ON_GPU_ALONE_HOT,
+    ON_GPU_ALONE_PEERS,
     OPEN,
     PEERS,
     STRATEGIES,
-    UNTRIED,
-    UNTRIED_HOT,
-    UNTRIED_THERE,
     WORKERS,
 )
 from megatron_ext.options.optimizer_package import FAMILY
@@ -57,6 +57,7 @@ def _layer_wise_without_bf16(args: Any) -> bool:
     is_layer_wise = args.use_distributed_optimizer or args.optimizer == "dist_muon"
     return bool(_family(args) and is_layer_wise and not args.bf16)
 
+_WITH_LEGACY_CHECKPOINTS = refused("Megatron does not combine it with distributed checkpoints", "add the latter")
 
 OPTIMIZERS = (
     row(
@@ -133,10 +134,18 @@ OPTIMIZERS = (
     ),
     row(
         "--overlap-param-gather-with-optimizer-step",
-        cpu=refused("Megatron does not combine it with torch_dist checkpoints"),
+        cpu=HOT_BUNDLE,
         local_sgd=refused("parameters would be gathered before the outer step has changed them"),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=HOT_BUNDLE,
         sync_service=refused("parameters would be gathered before a round has changed them"),
+    ),
+    row(
+        "--overlap-param-gather-with-optimizer-step without --ckpt-format torch",
+        lambda args: args.overlap_param_gather_with_optimizer_step and args.ckpt_format != "torch",
+        cpu=_WITH_LEGACY_CHECKPOINTS,
+        local_sgd=_WITH_LEGACY_CHECKPOINTS,
+        hot_switch=_WITH_LEGACY_CHECKPOINTS,
+        sync_service=_WITH_LEGACY_CHECKPOINTS,
     ),
     row(
         "--reuse-grad-buf-for-mxfp8-param-ag",
@@ -148,22 +157,24 @@ OPTIMIZERS = (
     row(
         "--fp8-param-gather",
         cpu=NEEDS_TE,
-        local_sgd=UNTRIED,
+        local_sgd=ON_GPU_ALONE,
         hot_switch=ON_GPU_ALONE_HOT,
-        sync_service=UNTRIED_THERE,
+        sync_service=ON_GPU_ALONE_PEERS,
     ),
     row(
         "--fp4-param-gather",
         cpu=NEEDS_TE,
-        local_sgd=UNTRIED,
+        local_sgd=ON_GPU_ALONE,
         hot_switch=ON_GPU_ALONE_HOT,
-        sync_service=UNTRIED_THERE,
+        sync_service=ON_GPU_ALONE_PEERS,
     ),
     row(
         "--qk-clip",
         cpu=NEEDS_TE,
         local_sgd=refused("it reduces attention logits over all data-parallel ranks at every step"),
-        hot_switch=UNTRIED_HOT,
+        hot_switch=refused(
+            "Megatron clips by the logits that home's attention has seen, and guests have attention of their own"
+        ),
         sync_service=AS_ANY_JOB,
     ),
     row(
@@ -215,7 +226,10 @@ OPTIMIZERS = (
     ),
     row(
         "--freeze-all-layers",
-        cpu=UNTRIED_THERE,
+        cpu=refused(
+            "Megatron 0.19 trains all weights nevertheless where a script gives it the model's configuration",
+            "freeze the weights in the script",
+        ),
         local_sgd=refused("there would be nothing to train"),
         hot_switch=refused("there would be nothing to train"),
         sync_service=refused("there would be nothing to train"),
@@ -250,8 +264,8 @@ OPTIMIZERS = (
     row(
         "--perform-rl-step",
         cpu=refused("Megatron's inference engine, which makes the samples, runs on GPUs"),
-        local_sgd=UNTRIED,
-        hot_switch=UNTRIED_HOT,
-        sync_service=UNTRIED_THERE,
+        local_sgd=refused("all ranks, so all workers, wait for the samples that the model makes"),
+        hot_switch=refused("hot switching reads documents, and here the model makes the samples"),
+        sync_service=refused("samples that the model makes cannot be cut into the peers' parts"),
     ),
 )

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, STRATEGIES
-from megatron_ext.options.row import differs, given, row, says
-from megatron_ext.options.verdict import refused, tested
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, HOT_BUNDLE, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, STRATEGIES
+from megatron_ext.options.row import given, row, says
+from megatron_ext.options.verdict import clash, refused, tested
 
 __all__ = ["POSITIONS"]
 
-_POSITIONS = ("none", "rope", "yarn", "learned_absolute")
+_OTHER_POSITIONS = "use one of none, rope, yarn, learned_absolute"
 
 POSITIONS = (
     row(
@@ -167,10 +167,15 @@ POSITIONS = (
     row(
         "--window-size",
         given("window_size"),
-        cpu=OPEN,
+        cpu=HOT_BUNDLE,
         local_sgd=OPEN,
         hot_switch=tested(f"{STRATEGIES}test_windows.py::test_strategies_attend_within_windows_of_documents").but(
-            "--hot-switch-attention rows", refused("Megatron's unfused attention forgets the documents' mask with it")
+            "--hot-switch-attention rows",
+            clash(
+                "--hot-switch-attention rows is not combined with --window-size, with which Megatron's unfused "
+                "attention forgets the mask between the documents of a row",
+                "drop the former",
+            ),
         ),
         sync_service=AS_ANY_JOB,
         peers_share="window_size",
@@ -190,7 +195,9 @@ POSITIONS = (
     row(
         "--window-size other than N,0",
         lambda args: args.window_size is not None and not (args.window_size[0] >= 0 == args.window_size[1]),
-        cpu=OPEN,
+        cpu=refused(
+            "Megatron's unfused attention lets positions see what they are to predict", "give --window-size N,0"
+        ),
         local_sgd=OPEN,
         hot_switch=refused(
             "a position attends to itself and to N before it, and to none that follow", "give --window-size N,0"
@@ -201,21 +208,37 @@ POSITIONS = (
     row(
         "--position-embedding-type yarn",
         says("position_embedding_type", "yarn"),
-        cpu=OPEN,
+        cpu=HOT_BUNDLE,
         local_sgd=OPEN,
         hot_switch=tested(f"{STRATEGIES}test_windows.py::test_strategies_keep_yarns_positions"),
         sync_service=AS_ANY_JOB,
+        in_config=("position_embedding_type",),
+    ),
+    row(
+        "--position-embedding-type mrope",
+        says("position_embedding_type", "mrope"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=refused("it takes three positions of each token, and packed rows have one", _OTHER_POSITIONS),
+        sync_service=AS_ANY_JOB,
+        in_config=("position_embedding_type",),
+    ),
+    row(
+        "--position-embedding-type relative",
+        says("position_embedding_type", "relative"),
+        cpu=OPEN,
+        local_sgd=OPEN,
+        hot_switch=refused("Megatron's GPT has none", _OTHER_POSITIONS),
+        sync_service=AS_ANY_JOB,
+        in_config=("position_embedding_type",),
     ),
     row(
         "--position-embedding-type",
-        differs("position_embedding_type", *_POSITIONS),
-        cpu=OPEN,
-        local_sgd=OPEN,
-        hot_switch=refused(
-            "it wants other positions than those of tokens in a row", f"use one of {', '.join(_POSITIONS)}"
-        ),
+        given("position_embedding_type"),
+        cpu=OF_THE_MODEL,
+        local_sgd=OF_THE_MODEL,
+        hot_switch=OF_THE_MODEL,
         sync_service=AS_ANY_JOB,
         peers_share="position_embedding_type",
-        in_config=("position_embedding_type",),
     ),
 )

@@ -118,6 +118,21 @@ def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
 
 
+@pytest.mark.parametrize(("before", "after"), [("torch_dist", "torch"), ("torch", "torch_dist")])
+def test_a_resume_from_a_converted_checkpoint_keeps_the_bits(tmp_path, before, after):
+    run, first, second = toy_gpt(PRECISIONS["bf16-distopt"]), *(os.fspath(tmp_path / name) for name in ("a", "b"))
+    through = stock([*run, *command_line({"ckpt_format": before, "save": first, "save_interval": 2})], 2)
+    (tmp_path / "a/latest_checkpointed_iteration.txt").write_text("2")
+    converting = {"ckpt_format": before, "load": first, "ckpt_convert_format": after, "ckpt_convert_save": second}
+    converted = stock([*run, *command_line(converting)], 2)
+    assert losses(converted) == [] and f"converted checkpoint: {before} -> {after}" in converted[0].stdout
+    # Megatron names the folder after the format.
+    resumed = stock([*run, *command_line({"ckpt_format": after, "load": f"{second}/{after}"})], 2)
+    assert losses(resumed) == losses(through)[2:]
+    assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
+    assert len(set(losses(through))) == 4  # a run that does not move would resume exactly, too
+
+
 def test_an_iteration_that_is_overridden_moves_the_place_in_the_data(tmp_path):
     through = stock(toy_gpt(save=os.fspath(tmp_path), save_interval=2), 2)
     again = stock(toy_gpt(load=os.fspath(tmp_path), ckpt_step=2, override_ckpt_iteration=1), 2)

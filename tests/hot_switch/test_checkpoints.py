@@ -45,6 +45,21 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, hot, options):
     assert all("validation loss at iteration 3" in run[-1].stdout for run in (through, resumed))
 
 
+@pytest.mark.parametrize(("before", "after"), [("torch_dist", "torch"), ("torch", "torch_dist")])
+def test_a_resume_from_a_converted_checkpoint_keeps_the_bits(tmp_path, before, after):
+    options = {"use_distributed_optimizer": True, "bf16": True, "train_iters": 4}
+    first, second = os.fspath(tmp_path / "a"), os.fspath(tmp_path / "b")
+    through = hot_run(*REPLICAS, **options, ckpt_format=before, save=first, save_interval=2)
+    (tmp_path / "a/latest_checkpointed_iteration.txt").write_text("2")
+    converting = {"ckpt_format": before, "load": first, "ckpt_convert_format": after, "ckpt_convert_save": second}
+    converted = run_pretrain(arguments(*REPLICAS, **options, **converting), 2)
+    assert losses(converted) == [] and f"converted checkpoint: {before} -> {after}" in converted[0].stdout
+    # Megatron names the folder after the format.
+    resumed = hot_run(*REPLICAS, **options, ckpt_format=after, load=f"{second}/{after}")
+    assert_resumed(resumed, through, after=2)
+    assert len(set(losses(through))) == 4  # a run that does not move would resume exactly, too
+
+
 def test_a_save_before_the_first_step_that_fp16_does_not_skip_can_be_resumed(tmp_path):
     options = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1, "loss_scale_window": 1000}
     options |= {"train_iters": 14}

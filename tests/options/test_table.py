@@ -228,6 +228,7 @@ DOUBTFUL = [
     "--window-size 8,8",
     "--window-size 8,0 --transformer-impl transformer_engine",
     "--position-embedding-type yarn",
+    "--position-embedding-type mrope",
     "--position-embedding-type relative",
     "--mla-down-proj-fusion",
     "--spec module layers",

@@ -51,6 +51,8 @@ def build_guest(
         reduce_scatter_with_fp32_accumulation=False,
         bucket_size=None,
         num_buckets=None,
+        # All of them are summed in fp32 already, and Megatron refuses to be told so twice.
+        param_name_patterns_for_fp32_local_accumulation=(),
     )
     with keeping_random_state(), state.installed():
         chunks = context.build_again(
