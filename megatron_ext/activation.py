@@ -85,6 +85,7 @@ def _activate(*, on_cpu: bool, as_on_cpu: bool) -> None:
     problem = version_problem("megatron-core", MEGATRON_VERSIONS)
     if problem:
         raise UserError(f"{problem}; install one of these: pip install 'megatron-core{MEGATRON_VERSIONS}'")
+    _refuse_early_resiliency()
     from megatron_ext import async_save
     from megatron_ext.backends import cpu
     from megatron_ext.backends.cpu.feature import CpuFeature
@@ -105,6 +106,25 @@ def _activate(*, on_cpu: bool, as_on_cpu: bool) -> None:
     except BaseException:  # Ctrl-C too: all patches are there, or none
         unpatch_megatron()
         raise
+
+
+def _refuse_early_resiliency() -> None:
+    """Check what Megatron finds beside itself, before it is imported and fails there without naming it.
+
+    Raises:
+        UserError: a release of nvidia-resiliency-ext is installed that Megatron does not take.
+    """
+    from megatron_ext.errors import UserError
+    from megatron_ext.extras import EXTRAS, pip_install_extra
+    from megatron_ext.patching.gates import installed_version, version_problem
+
+    (requirement,) = EXTRAS["async"]
+    package, _, version = requirement.partition(">=")
+    if installed_version(package) is not None and version_problem(package, f">={version}"):
+        raise UserError(
+            f"{package} {installed_version(package)} is installed, beside which Megatron cannot be imported: it takes "
+            f"{version} or later; {pip_install_extra('async')}, or pip uninstall {package}"
+        )
 
 
 def unpatch_megatron() -> None:

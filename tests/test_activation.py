@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Invariants 1 and 2: without our flags the run is stock Megatron, and unpatching restores every attribute."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -253,3 +255,21 @@ def test_only_the_script_is_asked_for(capsys):
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "the following arguments are required: SCRIPT\n" in capsys.readouterr().err
+
+
+def test_an_early_resiliency_extension_is_refused_before_megatron_fails_at_it(tmp_path):
+    package = tmp_path / "nvidia_resiliency_ext-0.4.1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-resiliency-ext\nVersion: 0.4.1\n")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    run = subprocess.run(
+        [sys.executable, "-m", "megatron_ext", str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "nvidia-resiliency-ext 0.4.1 is installed, beside which Megatron cannot be imported" in run.stderr
+    assert "pip uninstall nvidia-resiliency-ext" in run.stderr
