@@ -11,6 +11,10 @@ rounded down, is for the way home, so that with the seconds of each way
 
     waiting = max(0, out - ceil(tau / 2) step) + max(0, home - floor(tau / 2) step),
     utilisation = H step / (H step + waiting).
+
+Of a model in P fragments (Streaming DiLoCo, arXiv 2501.18512) each has a round of its own values, H / P steps after
+the one before; as long as tau is at most H / P these do not share the link, and waiting is the sum over the fragments.
+A token of all workers together takes step / (utilisation W tokens), tokens being those of a worker's step.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from megatron_ext.errors import combine
 from megatron_ext.outer.codecs.all_codecs import build_codec
@@ -26,6 +31,7 @@ from megatron_ext.outer.codecs.codec import Codec
 __all__ = [
     "MeetingCost",
     "WorkerLink",
+    "best",
     "compare",
     "gradient_bytes",
     "message_bytes",
@@ -57,6 +63,9 @@ class WorkerLink:
     latency: float = 0.0
     """Seconds of a message."""
 
+    step_tokens: int | None = None
+    """Of a worker's step; None where times per token are not asked for."""
+
     def check(self) -> None:
         """Refuse what cannot be.
 
@@ -68,10 +77,17 @@ class WorkerLink:
             ("--step-seconds", self.step_seconds, 0 < self.step_seconds < math.inf, "above 0"),
             ("--bandwidth", self.bandwidth / 1e9, 0 < self.bandwidth < math.inf, "above 0"),
             ("--latency", self.latency * 1e3, 0 <= self.latency < math.inf, "0 or more"),
+            ("--step-tokens", self.step_tokens, self.step_tokens is None or self.step_tokens >= 1, "of at least 1"),
         )
         problems = [f"{name} is {value:g}; give a number {rule}" for name, value, fits, rule in wanted if not fits]
         if problems:
             raise combine(problems, "local-sgd suggest")
+
+    def token_seconds(self, utilisation: float) -> float | None:
+        """Return the seconds of a token of all workers together, to `math.inf` where none is trained."""
+        if self.step_tokens is None:
+            return None
+        return self.step_seconds / self.workers / self.step_tokens / utilisation if utilisation > 0 else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,17 +100,26 @@ class MeetingCost:
     codec: str
     """In which the values travel."""
 
+    fragments: int
+    """P, parts of the model, each with a round of its own."""
+
     delay: int
     """Steps during which training continues while a round is made."""
 
     round_bytes: float
-    """That a worker sends in a round."""
+    """That a worker sends in a round of all fragments."""
 
     round_seconds: float
-    """From the round's begin to its end."""
+    """From the round's begin to its end, the sum over all fragments."""
 
     utilisation: float
     """Part of the time in which a worker trains, from 0 to 1."""
+
+    step_seconds: float
+    """Of a step with its part of the round's waiting."""
+
+    token_seconds: float | None
+    """Of a token of all workers together; None where a step's tokens are not known."""
 
 
 def message_bytes(codec: Codec, values: int, workers: int) -> tuple[float, float]:
@@ -138,40 +163,82 @@ def synchronous_step(link: WorkerLink, hidden: float = 0.0) -> float:
     return link.step_seconds + max(0.0, seconds - hidden)
 
 
-def compare(link: WorkerLink, intervals: Sequence[int], codecs: Sequence[str]) -> Iterator[MeetingCost]:
+def compare(
+    link: WorkerLink,
+    intervals: Sequence[int],
+    codecs: Sequence[str],
+    fragments: Sequence[Sequence[int]] = (),
+) -> Iterator[MeetingCost]:
     """Yield what each interval costs with each codec, without a delay and with one that hides as much as it can.
+
+    Without a delay the model is whole: fragments then lower the most that is sent at a time, and no time.
 
     Args:
         link: between the workers.
         intervals: steps between two rounds.
         codecs: names of codecs.
+        fragments: of every way to cut the model, the values of its fragments; it is also looked at whole.
     """
+    whole = [link.parameters]
     for codec in codecs:
         kind = build_codec(codec)
-        ways = message_bytes(kind, link.parameters, link.workers)
-        out, home = (way_seconds(nbytes, link.bandwidth, link.latency, link.workers) for nbytes in ways)
         for interval in intervals:
-            # A round ends before the next one begins.
-            hiding = min(2 * math.ceil(max(out, home) / link.step_seconds), interval - 1)
-            for delay in dict.fromkeys((0, hiding)):
-                waiting = max(0.0, out - (delay - delay // 2) * link.step_seconds)
-                waiting += max(0.0, home - delay // 2 * link.step_seconds)
-                training = interval * link.step_seconds
-                yield MeetingCost(
-                    interval=interval,
-                    codec=codec,
-                    delay=delay,
-                    round_bytes=sum(ways),
-                    round_seconds=out + home,
-                    utilisation=training / (training + waiting),
-                )
+            for values in (whole, *fragments):
+                ways = [_Ways.of(link, kind, part) for part in values]
+                delay = _hiding_delay(ways, interval, link.step_seconds)
+                if values == whole:
+                    yield _cost(link, ways, interval=interval, codec=codec, delay=0)
+                if delay:
+                    yield _cost(link, ways, interval=interval, codec=codec, delay=delay)
+
+
+@dataclass(frozen=True)
+class _Ways:
+    """A round of one fragment."""
+
+    nbytes: float
+    out: float
+    home: float
+
+    @classmethod
+    def of(cls, link: WorkerLink, codec: Codec, values: int) -> Self:
+        ways = message_bytes(codec, values, link.workers)
+        return cls(sum(ways), *(way_seconds(nbytes, link.bandwidth, link.latency, link.workers) for nbytes in ways))
+
+    def waiting(self, delay: int, step: float) -> float:
+        return max(0.0, self.out - (delay - delay // 2) * step) + max(0.0, self.home - delay // 2 * step)
+
+
+def _hiding_delay(ways: Sequence[_Ways], interval: int, step: float) -> int:
+    """Return the shortest delay that hides all that one can: a round ends before the next one begins."""
+    most = interval - 1 if len(ways) == 1 else min(interval // len(ways), interval - 1)
+    steps = max(max(way.out, way.home) for way in ways) / step
+    return most if 2 * steps >= most else 2 * math.ceil(steps)
+
+
+def _cost(link: WorkerLink, ways: Sequence[_Ways], *, interval: int, codec: str, delay: int) -> MeetingCost:
+    training = interval * link.step_seconds
+    total = training + sum(way.waiting(delay, link.step_seconds) for way in ways)
+    utilisation = training / total
+    return MeetingCost(
+        interval=interval,
+        codec=codec,
+        fragments=len(ways),
+        delay=delay,
+        round_bytes=sum(way.nbytes for way in ways),
+        round_seconds=sum(way.out + way.home for way in ways),
+        utilisation=utilisation,
+        step_seconds=total / interval,
+        token_seconds=link.token_seconds(utilisation),
+    )
 
 
 def plainest(settings: Sequence[MeetingCost], target: float) -> MeetingCost | None:
     """Return the setting that changes training least among those that reach a utilisation; None where none does.
 
     First without a delay, then with the codec that was named first, then with the shortest interval: a longer interval
-    and a coarser codec change what is learned, and a delay does it at every round.
+    and a coarser codec change what is learned, and a delay does it at every round. Then with the shortest delay, which
+    more fragments have, and with the fewest fragments that have it.
 
     Args:
         settings: of `compare`, codecs from the finest to the coarsest.
@@ -179,4 +246,13 @@ def plainest(settings: Sequence[MeetingCost], target: float) -> MeetingCost | No
     """
     order = {codec: place for place, codec in enumerate(dict.fromkeys(setting.codec for setting in settings))}
     reaching = [setting for setting in settings if setting.utilisation >= target]
-    return min(reaching, key=lambda found: (found.delay > 0, order[found.codec], found.interval), default=None)
+    return min(
+        reaching,
+        key=lambda found: (found.delay > 0, order[found.codec], found.interval, found.delay, found.fragments),
+        default=None,
+    )
+
+
+def best(settings: Sequence[MeetingCost], target: float) -> MeetingCost:
+    """Return the plainest setting that reaches a utilisation, else the first one of the highest."""
+    return plainest(settings, target) or max(settings, key=lambda setting: setting.utilisation)

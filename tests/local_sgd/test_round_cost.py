@@ -39,6 +39,23 @@ def test_a_delay_hides_whole_steps_and_a_round_ends_before_the_next_begins():
     assert (odd.delay, odd.utilisation) == (3, pytest.approx(8 / (8 + 0.5 + 2.5)))
 
 
+def test_fragments_wait_each_for_their_own_round_and_need_a_shorter_delay():
+    # Halves of 3.75 s a round and way, half of it latency; one of three quarters takes 2.25 + 1.5 s a way.
+    equal = [one for one in compare(LINK, [20], ["fp32"], [[5 * 10**8] * 2]) if one.fragments == 2]
+    assert [(one.delay, one.utilisation, one.round_bytes, one.round_seconds) for one in equal] == [(4, 1.0, 6e9, 12.0)]
+    (short,) = [one for one in compare(LINK, [3], ["fp32"], [[75 * 10**7, 25 * 10**7]]) if one.fragments == 2]
+    # Of 3 steps one is between the fragments' rounds, and hides 2 of the 3.75 and of the 2.25 s outward.
+    assert (short.delay, short.utilisation) == (1, pytest.approx(6 / (6 + (1.75 + 3.75) + (0.25 + 2.25))))
+    assert short.step_seconds == pytest.approx(14 / 3)
+
+
+def test_a_token_takes_its_part_of_a_step_and_of_the_waiting():
+    link = WorkerLink(**{**vars(LINK), "step_tokens": 500})
+    plain = next(one for one in compare(link, [9], ["fp32"]) if not one.delay)
+    assert plain.token_seconds == pytest.approx(27 / 9 / (4 * 500))
+    assert found(9, "fp32").token_seconds is None
+
+
 def test_synchronous_training_reduces_in_every_step():
     assert synchronous_step(LINK) == pytest.approx(2 + 3 + 3)
 
@@ -58,6 +75,7 @@ def test_what_changes_training_least_is_proposed():
         ("step_seconds", 0.0, "--step-seconds is 0"),
         ("bandwidth", -1e9, "--bandwidth is -1"),
         ("latency", float("nan"), "--latency is nan"),
+        ("step_tokens", 0, "--step-tokens is 0; give a number of at least 1"),
     ],
 )
 def test_what_cannot_be_is_named(field: str, value: float, said: str):

@@ -26,6 +26,20 @@ def test_a_round_takes_what_suggest_says_and_a_delay_hides_what_it_says():
             assert run.worker_bytes == pytest.approx(100 * cost.round_bytes, rel=0.12 if cost.delay else 1e-6)
 
 
+def test_fragments_hide_what_suggest_says():
+    link = WorkerLink(workers=4, parameters=10**9, step_seconds=2.0, bandwidth=8e9, latency=0.1)
+    halves, quarters = [5 * 10**8] * 2, [25 * 10**7] * 4
+    for cost in compare(link, [2, 5, 20], ["fp32", "int8"], [halves, quarters]):
+        setup = setup_of(
+            interval=cost.interval,
+            fleet={"latency": 100.0},
+            training={"steps": 4000},
+            codec=None if cost.codec == "fp32" else cost.codec,
+            streaming={"sync_delay": cost.delay, "fragments": cost.fragments},
+        )
+        assert setup.run().utilisation == pytest.approx(cost.utilisation, rel=0.01), cost
+
+
 def test_synchronous_training_waits_for_every_step_and_overlap_hides_part_of_it():
     run = setup_of().baseline()
     # 2 * 3/4 * 2 bytes * 10^9 take 3 s.
