@@ -22,6 +22,7 @@ source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help alone "$@"
 (($# >= 3)) || launch_error "give RUN_DIR STEP SIZE, as in $(basename "$0") outputs/spes/node0 50000 1b"
+refuse_options "${@:1:3}"
 RUN_DIR="$1" STEP="$2" SIZE="$3"
 shift 3
 case $SIZE in

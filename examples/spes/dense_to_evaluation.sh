@@ -18,12 +18,28 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help alone "$@"
+refuse_options "$@"
+(($# <= 1)) || launch_error "takes [OUTPUT], but $# arguments were given"
 OUTPUT="${1:-$ROOT/outputs/spes/dense_to_evaluation}"
+MODEL_PATH="${MODEL_PATH:-}" TASK_FILES="${TASK_FILES:-}"
+make_absolute OUTPUT MODEL_PATH TASK_FILES
 MARKER=.megatron-ext-dense-to-evaluation
 TRAIN_ITERS="${TRAIN_ITERS:-40}"
 check_counts TRAIN_ITERS
 ((TRAIN_ITERS % 10 == 0)) || launch_error "TRAIN_ITERS is '$TRAIN_ITERS'; give a multiple of 10, the steps between two rounds"
-if [[ -d $OUTPUT && ! -e $OUTPUT/$MARKER && -n $(ls -A "$OUTPUT") ]]; then
+if [[ -n $MODEL_PATH && ! -f $MODEL_PATH/config.json ]]; then
+    launch_error "MODEL_PATH '$MODEL_PATH': no config.json; give the folder of a Hugging Face model"
+fi
+if [[ -n $MODEL_PATH && -z $(find -L "$MODEL_PATH" -maxdepth 1 -name 'tokenizer*') ]]; then
+    launch_error "MODEL_PATH '$MODEL_PATH': no tokenizer; give the folder of a model that has one"
+fi
+[[ -z $TASK_FILES || -d $TASK_FILES ]] || launch_error "TASK_FILES '$TASK_FILES': no such folder"
+for name in MODEL_PATH TASK_FILES; do
+    if [[ -n ${!name} && "$(realpath -m "${!name}")/" == "$(realpath -m "$OUTPUT")/"* ]]; then
+        launch_error "$name '${!name}' is in OUTPUT, which is replaced; move it, or choose another OUTPUT"
+    fi
+done
+if [[ -e $OUTPUT && ! -e $OUTPUT/$MARKER ]] && [[ ! -d $OUTPUT || -n $(ls -A "$OUTPUT") ]]; then
     launch_error "OUTPUT '$OUTPUT': there is something of another kind; choose another folder"
 fi
 find_python
@@ -47,7 +63,7 @@ step() {
 }
 ext() { python -m megatron_ext.cli.main "$@"; }
 
-if [[ -z ${MODEL_PATH:-} ]]; then
+if [[ -z $MODEL_PATH ]]; then
     MODEL_PATH="$OUTPUT/dense"
     step dense python "$ROOT/examples/spes/lib/toy_dense.py" "$MODEL_PATH"
 fi

@@ -21,6 +21,7 @@ source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help alone "$@"
 (($# >= 2)) || launch_error "give MODEL_PATH NAME, as in $(basename "$0") outputs/spes/node0/50000-hf spes-1b"
+refuse_options "${@:1:2}"
 MODEL_PATH="$1" NAME="$2"
 shift 2
 [[ -f $MODEL_PATH/config.json ]] || launch_error "MODEL_PATH '$MODEL_PATH': no config.json; convert_model_to_hf_unshard.sh makes one"

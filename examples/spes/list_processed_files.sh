@@ -14,6 +14,7 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 source "$ROOT/examples/local_sgd/lib/launch.sh"
 
 answer_help alone "$@"
+refuse_options "$@"
 (($# == 2)) || launch_error "takes DIR OUTPUT_FILE, but $# arguments were given"
 find_python
 exec python -m megatron_ext.cli.main data list "$1" --output "$2"

@@ -17,21 +17,19 @@
 
 set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
-if [[ ${1:-} == --help || ${1:-} == -h ]]; then
-    sed -n '4,/^$/s/^# \{0,1\}//p' "$0"
-    exit 0
-fi
+# shellcheck source=examples/local_sgd/lib/launch.sh
+source "$ROOT/examples/local_sgd/lib/launch.sh"
+
+answer_help alone "$@"
+(($# == 0)) || launch_error "takes no arguments, but was given: $*; see --help"
 RATE="${RATE:-100mbit}" CODEC="${CODEC:-fp32}" DELAY="${DELAY:-0}" INTERVAL="${INTERVAL:-10}" ROUNDS="${ROUNDS:-4}"
 OUTPUT="${OUTPUT:-$ROOT/outputs/two_sites}"
-fail() {
-    echo "two_sites.sh: error: $*" >&2
-    exit 1
-}
-((EUID == 0)) || fail "namespaces need root"
+make_absolute OUTPUT
+((EUID == 0)) || launch_error "namespaces need root"
 for program in ip tc openssl torchrun megatron-ext; do
-    command -v "$program" >/dev/null || fail "$program is not on the PATH"
+    command -v "$program" >/dev/null || launch_error "$program is not on the PATH"
 done
-[[ ! -e $OUTPUT ]] || fail "$OUTPUT exists; remove it or give another OUTPUT"
+[[ ! -e $OUTPUT ]] || launch_error "$OUTPUT exists; remove it or give another OUTPUT"
 mkdir -p "$OUTPUT"
 cd "$OUTPUT"
 
@@ -79,8 +77,8 @@ peer() {
 }
 peer "$A" near &
 near=$!
-peer "$B" far || fail "the job at site B failed; see $OUTPUT/far.log"
-wait "$near" || fail "the job at site A failed; see $OUTPUT/near.log"
+peer "$B" far || launch_error "the job at site B failed; see $OUTPUT/far.log"
+wait "$near" || launch_error "the job at site A failed; see $OUTPUT/near.log"
 
 echo "link of $RATE, $CODEC, $ROUNDS rounds of $INTERVAL steps, delay $DELAY"
 ip netns exec "$A" megatron-ext server status --server 10.77.0.1:50051 --token-file token --tls-ca ca.pem

@@ -22,10 +22,11 @@ from tests.support.pretrain import run_pretrain
 SCRIPT = str(REPOSITORY / "examples" / "spes" / "dense_to_evaluation.sh")
 
 
-def call(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run the script to its end."""
+def call(*words: object, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the script to its end, in a folder."""
     return subprocess.run(
         [SCRIPT, *map(str, words)],
+        cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -88,9 +89,46 @@ def assert_megatron_computes(model: Any, checkpoint: Path) -> None:
 
 
 def test_bad_arguments_are_named_and_nothing_is_removed(tmp_path: Path):
-    done = call(tmp_path, TRAIN_ITERS="15")
-    assert done.returncode != 0 and "TRAIN_ITERS is '15'; give a multiple of 10" in done.stderr
-    (tmp_path / "file").write_text("mine")
-    done = call(tmp_path)
-    assert done.returncode != 0 and "there is something of another kind" in done.stderr
-    assert (tmp_path / "file").read_text() == "mine"
+    earlier, model, foreign = tmp_path / "an earlier one", tmp_path / "a model", tmp_path / "mine"
+    for folder in (earlier, earlier / "dense", model, foreign):
+        folder.mkdir()
+        (folder / "file").write_text("kept")
+    (earlier / ".megatron-ext-dense-to-evaluation").touch()
+    for folder in (earlier / "dense", model):
+        (folder / "config.json").write_text("{}")
+    (earlier / "dense" / "tokenizer.json").write_text("{}")
+    before = sorted(tmp_path.rglob("*"))
+    for words, environment, said in (
+        (["an earlier one"], {"TRAIN_ITERS": "15"}, "TRAIN_ITERS is '15'; give a multiple of 10"),
+        (["--output", "an earlier one"], {}, "does not know the option --output; see --help"),
+        (["an earlier one", "x"], {}, "takes [OUTPUT], but 2 arguments were given"),
+        (["mine"], {}, "there is something of another kind"),
+        (["mine/file"], {}, "there is something of another kind"),
+        (["an earlier one"], {"MODEL_PATH": "nowhere"}, f"MODEL_PATH '{tmp_path}/nowhere': no config.json"),
+        (["an earlier one"], {"MODEL_PATH": "a model"}, f"MODEL_PATH '{model}': no tokenizer"),
+        (["an earlier one"], {"MODEL_PATH": "an earlier one/dense"}, "/dense' is in OUTPUT, which is replaced"),
+        (["an earlier one"], {"TASK_FILES": "none"}, f"TASK_FILES '{tmp_path}/none': no such folder"),
+    ):
+        done = call(*words, folder=tmp_path, **environment)
+        assert done.returncode == 1 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_relative_paths_are_those_of_the_callers_folder(tmp_path: Path):
+    model = tmp_path / "here" / "a model"
+    model.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    # A stand-in for python that shows how it was called, and ends the script.
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\ncase "$*" in *importlib*) exit 0;; esac\nprintf "%s\\n" "$PWD" "$@" >&2\nexit 9\n')
+    (python.parent / "torchrun").write_text("#!/bin/sh\n")
+    for file in python.parent.iterdir():
+        file.chmod(0o755)
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    done = call("an output", folder=tmp_path / "here", MODEL_PATH="a model", PATH=path)
+    assert done.returncode == 1 and "corpus failed" in done.stderr
+    words = done.stderr.splitlines()
+    assert words[0] == f"{tmp_path}/here/an output" and words[words.index("--tokenizer") + 1] == str(model)
+    assert (tmp_path / "here/an output/logs/corpus.log").exists()

@@ -22,7 +22,7 @@ read_options() {
             --dry-run) DRY_RUN=1 EXPLAIN=1 ;;
             --print) DRY_RUN=1 ;;
             -h | --help) answer_help data --help ;;
-            -*) launch_error "does not know the option $1; see --help" ;;
+            -*) refuse_options "$1" ;;
             *) POSITIONAL+=("$1") ;;
         esac
         shift

@@ -25,6 +25,22 @@ TEXT
     exit 0
 }
 
+# Refuses words that begin with a dash, in place of paths and names: they are options that the script does not have.
+refuse_options() {
+    local word
+    for word in "$@"; do
+        [[ $word != -* ]] || launch_error "does not know the option $word; see --help"
+    done
+}
+
+# Makes the paths in the variables of these names, where they are set, hold in every folder.
+make_absolute() {
+    local name
+    for name in "$@"; do
+        [[ -z ${!name:-} || ${!name} == /* ]] || printf -v "$name" '%s/%s' "$PWD" "${!name}"
+    done
+}
+
 # Takes --dry-run out of a script's arguments: sets DRY_RUN to 1 where it is among them, else 0, and REST to the others.
 read_dry_run() {
     local word
@@ -103,6 +119,7 @@ launch_error() {
 read_paths() {
     local output="$ROOT/outputs/$1"
     shift
+    refuse_options "$@"
     case $# in
         0 | 1 | 2 | 3 | 5) ;;
         *) launch_error "takes [CHECKPOINT_PATH [TENSORBOARD_LOGS_PATH [VOCAB_FILE MERGE_FILE] DATA_PATH]]," \
