@@ -220,8 +220,10 @@ start_llama() {
         ${EXTRA[@]+"${EXTRA[@]}"}
     )
     local log="${OUTPUT:-$ROOT/outputs/hot_switch}/logs/$(basename "$0" .sh)_${MODEL}_$CONTEXT"
-    train_on_hosts "$log" "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}"
     if [[ $EXPLAIN == 1 ]]; then
-        explain_command "$SLOTS" "${#HOSTS[@]}" "${arguments[@]}"
+        local lines
+        lines="$(train_on_hosts "$log" "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}")"
+        show_command "$SLOTS" "${#HOSTS[@]}" "$lines" "${arguments[@]}"
     fi
+    train_on_hosts "$log" "$ROOT/examples/pretrain_gpt.py" "${arguments[@]}"
 }

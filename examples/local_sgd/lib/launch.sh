@@ -51,16 +51,14 @@ read_dry_run() {
 }
 
 # start_job FILE COMMAND...: gives its place to a command: torchrun with its options, a training script, and the script's arguments,
-# and shows it as run_quietly does, unless VERBOSE is 1. In a dry run it prints it, says what it would do, and ends with the
-# status of that.
+# and shows it as run_quietly does, unless VERBOSE is 1. In a dry run it prints it and says what it would do, or refuses it alone.
 start_job() {
     if [[ $DRY_RUN != 1 ]]; then
         [[ ${VERBOSE:-0} != 1 ]] || exec "${@:2}"
         run_quietly "$@"
     fi
     shift
-    printf '%q ' "$@" && echo
-    local processes=1 nodes=1
+    local command=("$@") processes=1 nodes=1
     while [[ $1 != *.py ]]; do
         case $1 in
             --nproc_per_node) processes="$2" ;;
@@ -68,7 +66,17 @@ start_job() {
         esac
         shift
     done
-    explain_command "$processes" "$nodes" "${@:2}"
+    show_command "$processes" "$nodes" "$(printf '%q ' "${command[@]}")" "${@:2}"
+}
+
+# Prints $3, the command lines that start a training script with the arguments after it, and what explain_command says of them,
+# and ends; where that refuses them, its error is all that is shown.
+show_command() {
+    local said status=0
+    said="$(explain_command "$1" "$2" "${@:4}")" || status=$?
+    ((status != 0)) || printf '%s\n' "$3"
+    [[ -z $said ]] || printf '%s\n' "$said"
+    exit "$status"
 }
 
 # Says what a training script would do with the arguments after $1, the processes of a node, and $2, the number of nodes, and
