@@ -252,6 +252,8 @@ def _to_hf(options: argparse.Namespace) -> int:
         print(f"{made.padding} rows that pad the vocabulary were left out")
     if not made.has_tokenizer:
         print("no tokenizer went with it; --tokenizer DIR adds one")
+    if not made.has_former:
+        print("its config.json names no special tokens, as SOURCE knows none; --hf-config MODEL takes those of MODEL")
     _tell_ids(made.folder, made.vocab_size)
     return 0
 

@@ -21,7 +21,7 @@ from megatron_ext.convert.hf_reader import read_json
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
 
-__all__ = ["Description", "described_by_args", "described_by_run", "given_config"]
+__all__ = ["Description", "described_by_args", "described_by_run", "former_config", "given_config"]
 
 _COMPARED = (
     "num_attention_heads",
@@ -54,6 +54,16 @@ def given_config(path: Path) -> dict[str, Any]:
         if (path / name).exists():
             return read_json(path / name)
     raise UserError(f"--hf-config {path}: no config.json and no hf_config.json is there")
+
+
+def former_config(source: Path) -> dict[str, Any]:
+    """Return the configuration of the model that a checkpoint was made of; empty where the checkpoint has none.
+
+    Args:
+        source: the checkpoint's folder, or one iteration in it.
+    """
+    folders = (source, source.parent) if (source / ".metadata").exists() else (source,)
+    return next((read_json(path) for folder in folders if (path := folder / "hf_config.json").exists()), {})
 
 
 def described_by_args(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,15 @@ from typing import Any
 
 import torch
 
-from megatron_ext.convert.description import Description, described_by_args, described_by_run, given_config
+from megatron_ext.convert.description import (
+    Description,
+    described_by_args,
+    described_by_run,
+    former_config,
+    given_config,
+)
 from megatron_ext.convert.dtypes import described_dtype, fitting, trained_dtype
-from megatron_ext.convert.families import Family
+from megatron_ext.convert.families import Family, carried_fields
 from megatron_ext.convert.hf_names import HfTensor, hf_tensors
 from megatron_ext.convert.hf_writer import check_weights, grouped, write_json, write_weights
 from megatron_ext.convert.legacy_reader import LegacyFiles, LegacyReader, is_legacy
@@ -27,7 +34,13 @@ from megatron_ext.convert.model_sources import (
     open_checkpoint,
     prediction_layers,
 )
-from megatron_ext.convert.tokenizer_files import copy_tokenizer, largest_id, tokenizer_files, tokenizer_folder
+from megatron_ext.convert.tokenizer_files import (
+    copy_tokenizer,
+    generation_config,
+    largest_id,
+    tokenizer_files,
+    tokenizer_folder,
+)
 from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.errors import UserError
 from megatron_ext.params import GptShape, gpt_parameters
@@ -115,6 +128,9 @@ class Exported:
     has_tokenizer: bool
     """Whether a tokenizer went with it."""
 
+    has_former: bool
+    """Whether a configuration was known that says what a checkpoint does not, such as the special tokens."""
+
 
 def to_hf(options: ToHf, step: Step | None = None) -> Exported:
     """Write a model as a Hugging Face folder that transformers loads.
@@ -126,7 +142,12 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         UserError: something of the model has no counterpart, the source lacks a tensor, or a file is damaged.
     """
     source, files, (family, settings, config) = _opened(options)
+    former = former_config(options.source) if options.config is None else config
+    if options.config is None:
+        config = {**carried_fields(former, family.model_type), **config}
     tokenizer = _tokenizer(options, settings.vocab_size)
+    beside = [path for path in (tokenizer, options.config, options.source) if path is not None]
+    generation = generation_config(beside)
     if options.vocab_size is not None:
         config["vocab_size"] = options.vocab_size
     dtype = options.dtype or trained_dtype(source.dtype(WORD_EMBEDDING), options.source)
@@ -155,12 +176,15 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         "of": identity(files),
         "files": [[tensor.name for tensor in group] for group in groups],
         "tokenizer": identity(tokenizer_files(tokenizer)) if tokenizer is not None else [],
+        "generation": identity([generation]) if generation is not None else [],
     }
     inputs = {"SOURCE": options.source, "--hf-config": options.config, "--tokenizer": options.tokenizer}
     with resumed_folder(options.target, task, inputs=inputs, overwrite=options.overwrite) as folder:
         write_weights(folder, groups, value, dtype.itemsize)
         check_weights(folder, groups)
         write_json(folder / "config.json", config)
+        if generation is not None:
+            shutil.copyfile(generation, folder / generation.name)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, folder)
     return Exported(
         folder=options.target,
@@ -172,6 +196,7 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
         vocab_size=settings.vocab_size,
         padding=stored - settings.vocab_size,
         has_tokenizer=has_tokenizer,
+        has_former=bool(former),
     )
 
 

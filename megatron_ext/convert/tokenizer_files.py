@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from megatron_ext.convert.hf_reader import read_json
 
-__all__ = ["copy_tokenizer", "largest_id", "tokenizer_files", "tokenizer_folder"]
+__all__ = ["copy_tokenizer", "generation_config", "largest_id", "tokenizer_files", "tokenizer_folder"]
+
+GENERATION = "generation_config.json"
+"""The file that says how text is generated."""
 
 _PATTERNS = (
     "tokenizer*",
@@ -17,23 +21,35 @@ _PATTERNS = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copy what `source` has of a tokenizer (and of how text is generated) into `target`.
+    """Copy what `source` has of a tokenizer, and of how text is generated, into `target`.
 
     Returns:
         Whether there is a tokenizer.
     """
     files = tokenizer_files(source)
-    if not _are_tokenizer(files):
-        return False
-    target.mkdir(parents=True, exist_ok=True)
+    whole = _are_tokenizer(files)
+    if not whole:
+        files = [file for file in files if file.name == GENERATION]
+    if files:
+        target.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copyfile(file, target / file.name)  # with the umask's mode, as all of the folder
-    return True
+    return whole
+
+
+def generation_config(paths: Iterable[Path]) -> Path | None:
+    """Return the first file that says how text is generated; None where there is none.
+
+    Args:
+        paths: of folders as `tokenizer_folder` takes them.
+    """
+    found = (folder / GENERATION for path in paths for folder in (path, path / "tokenizer"))
+    return next(filter(Path.is_file, found), None)
 
 
 def tokenizer_folder(path: Path) -> Path | None:

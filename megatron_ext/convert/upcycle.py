@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_ext.convert.dtypes import fitting, trained_dtype
-from megatron_ext.convert.families import family_for
+from megatron_ext.convert.families import carried_fields, family_for
 from megatron_ext.convert.flags import settings_of
 from megatron_ext.convert.hf_reader import read_json
 from megatron_ext.convert.legacy_reader import is_legacy
@@ -34,10 +34,6 @@ from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.params.parameter_names import split_global_name
 
 __all__ = ["upcycle"]
-
-_OF_THE_TEXT = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Fields of a dense model's ``config.json`` that are the mixture's, too."""
-
 
 def upcycle(
     source: Path,
@@ -140,8 +136,8 @@ def _generator(tensor: GlobalTensor, config: UpcycleConfig) -> torch.Generator:
 def _hf_config(settings: ModelSettings, dense: Path) -> dict[str, Any] | None:
     """The configuration for the way back; None where no family can say the mixture."""
     try:
-        _, written = family_for(settings)
+        family, written = family_for(settings)
     except UserError:
         return None
     former = read_json(dense) if dense.exists() else {}
-    return {**{name: former[name] for name in _OF_THE_TEXT if name in former}, **written}
+    return {**carried_fields(former, family.model_type), **written}

@@ -104,6 +104,18 @@ def test_a_tokenizer_is_found_where_the_model_has_it(given: str, start: Path, tm
     assert largest_id(tmp_path / "out") == (99 if given == "another" else 249)
 
 
+def test_a_job_of_which_no_special_tokens_are_known_is_told(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    said = "its config.json names no special tokens, as SOURCE knows none; --hf-config MODEL takes those of MODEL"
+    run = tmp_path / "run"
+    shutil.copytree(start, run, ignore=shutil.ignore_patterns("hf_config.json"))
+    for source, words, told in ((start, [], False), (run, [], True), (run, ["--hf-config", str(start)], False)):
+        assert main(["convert", "to-hf", str(source), str(tmp_path / "out"), "--overwrite", *words]) == 0
+        assert (said in capsys.readouterr().out) == told
+        assert ("eos_token_id" in json.loads((tmp_path / "out" / "config.json").read_text())) != told
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

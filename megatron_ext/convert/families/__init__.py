@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megatron_ext.convert.families.config_fields import carried_fields
 from megatron_ext.convert.families.deepseek import DeepseekV2, DeepseekV3
 from megatron_ext.convert.families.dense import Llama, Qwen2, Qwen3
 from megatron_ext.convert.families.family import (
@@ -23,6 +24,7 @@ from megatron_ext.errors import UserError
 __all__ = [
     "FAMILIES",
     "Family",
+    "carried_fields",
     "family_for",
     "family_named",
     "fields_left",

@@ -9,30 +9,56 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["ConfigFields"]
+__all__ = ["ConfigFields", "carried_fields"]
 
-_SAYS_NOTHING: Mapping[str, str] = MappingProxyType(
+_OF_THE_FILE: Mapping[str, str] = MappingProxyType(
     {
-        "architectures": "of the file: a class with other tensors is found by its tensors",
-        "auto_map": "of the file: code beside the weights, of which the family is a copy in transformers",
-        "dtype": "of the file: the weights have their types themselves",
-        "model_type": "of the file: it has chosen the family",
-        "torch_dtype": "of the file: the former name of dtype",
-        "transformers_version": "of the file",
-        "_name_or_path": "of the file",
-        "bos_token_id": "of the text: data and tokenizer decide which tokens there are",
-        "eos_token_id": "of the text",
-        "pad_token_id": "of the text: Megatron pads no rows, whose embedding training would have to leave alone",
+        "architectures": "a class with other tensors is found by its tensors",
+        "auto_map": "code beside the weights, of which the family is a copy in transformers",
+        "dtype": "the weights have their types themselves",
+        "model_type": "it has chosen the family",
+        "torch_dtype": "the former name of dtype",
+        "transformers_version": "what wrote it",
+        "_name_or_path": "where it was",
+        "num_nextn_predict_layers": "the weights say whether there are any, and --mtp asks for it",
+    }
+)
+"""Fields that are of a file and its weights, so that another file has its own; and why they are not read."""
+
+_OF_THE_TEXT: Mapping[str, str] = MappingProxyType(
+    {
+        "bos_token_id": "data and tokenizer decide which tokens there are",
+        "eos_token_id": "likewise",
+        "pad_token_id": "Megatron pads no rows, whose embedding training would have to leave alone",
         "use_cache": "of generation",
+        "initializer_range": "of the beginning: every weight is read, and upcycling has --router-std",
+    }
+)
+"""Fields that every family has, with which the function of the weights, and training from them, is the same with any
+value; and why."""
+
+_OF_A_FAMILY: Mapping[str, str] = MappingProxyType(
+    {
         "ep_size": "of how DeepSeek's own code is spread over GPUs",
         "pretraining_tp": "of the order in which transformers adds up a product",
-        "initializer_range": "of the beginning: every weight is read, and upcycling has --router-std",
         "max_window_layers": "counts with use_sliding_window alone, which does not convert",
-        "num_nextn_predict_layers": "the weights say whether there are any, and --mtp asks for it",
         "output_router_logits": "of what transformers returns; the balancing loss has a coefficient, which is carried",
     }
 )
-"""Fields with which the function of the weights, and training from them, is the same with any value; and why."""
+"""The same of fields that some families have."""
+
+_SAYS_NOTHING = {**_OF_THE_FILE, **_OF_THE_TEXT, **_OF_A_FAMILY}
+
+
+def carried_fields(former: Mapping[str, Any], model_type: str) -> dict[str, Any]:
+    """Return the fields of a ``config.json`` that Megatron does not know, and a model made of the first one keeps.
+
+    Args:
+        former: the file's content.
+        model_type: family of the model that they are for; one of another family has other fields.
+    """
+    names = {**_OF_THE_TEXT, **_OF_A_FAMILY} if former.get("model_type") == model_type else _OF_THE_TEXT
+    return {name: former[name] for name in names if name in former}
 
 
 class ConfigFields:
