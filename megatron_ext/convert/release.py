@@ -106,7 +106,9 @@ def write_release(
         )
         flags = [*flags, "--padded-vocab-size", str(shape.padded_vocab_size)]
         if copy_tokenizer(tokenizer, folder / "tokenizer"):
-            flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(target / "tokenizer")]
+            # Absolute: Megatron is started in any folder.
+            path = str(target.absolute() / "tokenizer")
+            flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path]
         (folder / "megatron_flags.txt").write_text("\n".join(flags) + "\n", encoding="utf-8")
         if hf_config is not None:
             write_json(folder / "hf_config.json", hf_config)

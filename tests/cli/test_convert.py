@@ -4,6 +4,7 @@
 import argparse
 import json
 import shutil
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 
@@ -31,6 +32,24 @@ def test_a_model_goes_there_and_back_and_takes_its_tokenizer_along(tmp_path: Pat
     assert f"{back}: a qwen3 model, 25 tensors, 93,824 parameters in bf16" in out
     assert "6 rows that pad the vocabulary were left out" in out and "tokenizer" not in out
     assert (back / "tokenizer.json").exists() and len(list(back.glob("*.safetensors"))) > 2
+
+
+def test_the_flags_mean_the_same_in_every_folder_and_reach_megatron_word_by_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    here, there = tmp_path / "a folder", tmp_path / "0"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    source = models.save("qwen3_moe, dense layer", Path("model"))
+    (source / "tokenizer.json").write_text("{}")
+    assert main(["convert", "from-hf", "model", "start"]) == 0
+    # As docs/convert.md shows it, in a folder with a file that the brackets of --moe-layer-freq would name.
+    script = 'mapfile -t MODEL_ARGS <"$1" && printf "%s\\n" "${MODEL_ARGS[@]}"'
+    command = ["bash", "-c", script, "bash", str(here / "start" / "megatron_flags.txt")]
+    words = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert words[words.index("--moe-layer-freq") + 1] == "[0,1]"
+    assert words[-2:] == ["--tokenizer-model", str(here / "start" / "tokenizer")]
 
 
 @pytest.mark.parametrize(

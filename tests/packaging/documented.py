@@ -16,8 +16,8 @@ PAGES = [
 ]
 
 OTHERS = {
-    *("cd", "curl", "docker", "export", "git", "grpc_health_probe", "ip", "kubectl", "openssl", "pip", "printf"),
-    *("sbatch", "scp", "source", "sphinx-build", "srun", "ssh", "tc"),
+    *("cd", "curl", "docker", "export", "git", "grpc_health_probe", "ip", "kubectl", "mapfile", "openssl", "pip"),
+    *("printf", "sbatch", "scp", "source", "sphinx-build", "srun", "ssh", "tc"),
 }
 """Programs of others, whose options are not looked at; the files of this repository that they are given are."""
 
@@ -83,7 +83,7 @@ def commands_of(page: Path) -> list[Command]:
     found = []
     for block in blocks(page.read_text(encoding="utf-8")):
         for line in lines(block):
-            line = re.sub(r"<[^>]*>|\$\([^)]*\)", "SUBSTITUTED", line.removeprefix("$ "))
+            line = re.sub(r'<[^>]*>|\$\([^)]*\)|"\$\{\w+\[@\]\}"', "SUBSTITUTED", line.removeprefix("$ "))
             for words in _separated(shlex.split(line, comments=True)):
                 assigned = []
                 while words and re.fullmatch(r"\w+=.*", words[0]):

@@ -158,12 +158,15 @@ def test_commands_are_found_in_blocks_over_several_lines_and_behind_assignments(
     page.write_text(
         "Run\n\n    BACKEND=cpu ./examples/a.sh --fast   # soon\n\nor\n\n```bash\n"
         "megatron-ext data check one \\\n    two && torchrun ... -m megatron_ext x.py <your arguments> --save RUN\n"
+        'mapfile -t WORDS <flags.txt && torchrun x.py "${WORDS[@]}"\n'
         "megatron-ext server status [--json] [--tls-ca F [--tls-cert F]] > out.txt\n```\n\n    figures 1 2\n"
     )
     monkeypatch.setattr("tests.packaging.documented.ROOT", tmp_path)
     assert [(command.assigned, command.line) for command in commands_of(page)] == [
         ((), "megatron-ext data check one two"),
         ((), "torchrun ... -m megatron_ext x.py SUBSTITUTED --save RUN"),
+        ((), "mapfile -t WORDS <flags.txt"),
+        ((), "torchrun x.py SUBSTITUTED"),
         ((), "megatron-ext server status --json --tls-ca F --tls-cert F"),
         (("BACKEND",), "examples/a.sh --fast"),
     ]
