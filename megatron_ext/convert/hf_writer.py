@@ -14,6 +14,7 @@ import torch
 
 from megatron_ext.convert.hf_names import HfTensor
 from megatron_ext.convert.packages import safetensors
+from megatron_ext.convert.whole_folder import system_errors
 from megatron_ext.errors import UserError
 
 __all__ = ["check_weights", "file_names", "grouped", "write_json", "write_weights"]
@@ -72,9 +73,9 @@ def write_weights(folder: Path, groups: Sequence[Sequence[HfTensor]], values: Va
         file = unfinished / name
         file.touch()
         mode = file.stat().st_mode  # what the umask leaves; safetensors' own files are their owner's alone
-        safetensors("torch").save_file(
-            {tensor.name: values(tensor).contiguous() for tensor in group}, file, metadata={"format": "pt"}
-        )
+        content = {tensor.name: values(tensor).contiguous() for tensor in group}
+        with system_errors(safetensors().SafetensorError):
+            safetensors("torch").save_file(content, file, metadata={"format": "pt"})
         file.chmod(mode)
         _sync(file)
         file.rename(folder / name)

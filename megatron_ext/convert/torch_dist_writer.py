@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_ext.convert.torch_dist_reader import key_candidates
+from megatron_ext.convert.whole_folder import system_errors
 from megatron_ext.params import GlobalTensor, GptShape, gpt_parameters
 
 __all__ = ["FILE_BYTES", "write_checkpoint"]
@@ -72,7 +73,8 @@ def write_checkpoint(
     }
     entries = list(_entries(shape, homogeneous))
     if common_beside:
-        torch.save(common, folder / "common.pt")
+        with system_errors(RuntimeError):
+            torch.save(common, folder / "common.pt")
     else:
         entries.append(_Entry("common_state/shard_0_1", (), (), None, common))
     plans = _plans(entries)
@@ -83,9 +85,11 @@ def write_checkpoint(
     records = [folder / f"file_{number}.written" for number in range(len(plans))]
     for record, plan in zip(records, writer.prepare_global_plan(plans), strict=True):
         if not record.exists():
-            _note(record, writer.write_data(plan, planner).wait())
-        results: list[WriteResult] = pickle.loads(record.read_bytes())
-        written.append(results)
+            with system_errors(RuntimeError):
+                results = writer.write_data(plan, planner).wait()
+            _note(record, results)
+        read: list[WriteResult] = pickle.loads(record.read_bytes())
+        written.append(read)
     writer.finish(Metadata(_described(entries)), written)
     for record in records:
         record.unlink()

@@ -7,18 +7,21 @@ that were written. What has no record, or more files than its record says, is so
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_ext.data.progress import megabytes
 from megatron_ext.errors import UserError
 
-__all__ = ["RECORD", "identity", "resumed_folder"]
+__all__ = ["RECORD", "identity", "resumed_folder", "system_errors"]
 
 RECORD = "conversion.json"
 """The record's name, in the folder."""
@@ -70,7 +73,54 @@ def resumed_folder(
         partial.rename(place)
         _remove(former)
     except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error})") from error
+        raise UserError(f"{target}: {_reason(error)}{_kept(partial)}") from error
+
+
+@contextmanager
+def system_errors(hiding: type[Exception]) -> Iterator[None]:
+    """Raise the system's error in place of the one that a library's writer hides it in.
+
+    Args:
+        hiding: what the library raises: RuntimeError in torch, SafetensorError in safetensors.
+
+    Raises:
+        OSError: of the system, such as that of a full disk.
+    """
+    try:
+        yield
+    except hiding as error:
+        found = _hidden(error)
+        if found is None:
+            raise
+        raise found from error
+
+
+def _hidden(error: BaseException) -> OSError | None:
+    """The system's error behind another: one that was raised before it, or one of which its text has the number."""
+    before: BaseException | None = error
+    while before is not None:
+        if isinstance(before, OSError):
+            return before
+        before = before.__cause__ or before.__context__
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return None if number is None else OSError(int(number[1]), os.strerror(int(number[1])))
+
+
+def _reason(error: OSError) -> str:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    said = error.strerror or str(error)
+    where = "" if error.filename is None else f": {error.filename}"
+    return f"{'the disk is full' if full else 'cannot be written'} ({said}{where})"
+
+
+def _kept(partial: Path) -> str:
+    """What an error says of the folder that was being written."""
+    if not _record(partial):
+        return ""
+    size = sum((partial / name).lstat().st_size for name in _files(partial))
+    return (
+        f"; {partial} is kept, with {megabytes(size)}: the same command continues after the files in it that are whole"
+    )
 
 
 def identity(files: Iterable[Path]) -> list[list[object]]:
