@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,12 @@ __all__ = ["quietly"]
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Let nothing warn inside."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Let nothing warn inside, neither by Python's warnings nor by a logger; what is printed is printed."""
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
