@@ -86,7 +86,8 @@ def _settings(fields: ConfigFields) -> dict[str, Any]:
     # The norms inside attention have it whatever the file says, and Megatron's norms all have one epsilon.
     fields.must_stay("rms_norm_eps", _EPSILON)
     fields.take("qk_head_dim")  # the sum of two others
-    common = common_settings(fields)
+    # Megatron's latent attention has yarn, and leaves --use-rope-scaling out of account.
+    common = common_settings(fields, ("default", "yarn"))
     # As in DeepSeek's own files; transformers knows neither field.
     balance, by_sequence = fields.take("aux_loss_alpha", 0.0), fields.take("seq_aux", True)
     width = fields.size("moe_intermediate_size")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from megatron_ext.convert.families.config_fields import ConfigFields
@@ -56,12 +56,17 @@ class Family(Protocol):
         """Return the configuration of a model as far as the family can say it."""
 
 
-def common_settings(fields: ConfigFields) -> dict[str, Any]:
-    """Take the fields that all families have, and return the settings they are."""
+def common_settings(fields: ConfigFields, scalings: Sequence[str] = ("default", "llama3")) -> dict[str, Any]:
+    """Take the fields that all families have, and return the settings they are.
+
+    Args:
+        fields: of the file.
+        scalings: the types of ``rope_scaling`` that Megatron has for the family's attention.
+    """
     heads = fields.size("num_attention_heads")
     hidden = fields.size("hidden_size")
     fields.must_be("hidden_act", "silu")
-    base, scaling = _rotary(fields)
+    base, scaling = _rotary(fields, scalings)
     return {
         "num_layers": fields.size("num_hidden_layers"),
         "hidden_size": hidden,
@@ -110,7 +115,7 @@ def common_config(settings: ModelSettings) -> dict[str, Any]:
     return config
 
 
-def _rotary(fields: ConfigFields) -> tuple[int, dict[str, Any]]:
+def _rotary(fields: ConfigFields, scalings: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """The base of the frequencies, and how they are scaled."""
     # transformers 5 writes all of it into one field; earlier releases into two.
     parameters = dict(fields.take("rope_parameters", {}))
@@ -122,8 +127,8 @@ def _rotary(fields: ConfigFields) -> tuple[int, dict[str, Any]]:
     kind = scaling.pop("type", "default")
     kind = scaling.pop("rope_type", kind)
     scaling.pop("rope_theta", None)
-    if kind not in _FIXED:
-        fields.refuse(f"rope_scaling is of type {kind!r}, and only {', '.join(_FIXED)} convert")
+    if kind not in scalings:
+        fields.refuse(f"rope_scaling is of type {kind!r}, and only {' or '.join(scalings)} converts in this family")
         return int(base), {}
     for name, value in _FIXED[kind].items():
         found = scaling.pop(name, value)

@@ -100,7 +100,17 @@ def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rota
         ("llama", {"attention_dropout": "no"}, "attention_dropout is 'no', not a number from 0 to below 1"),
         ("llama", {"attention_bias": True}, "attention_bias and mlp_bias differ"),
         ("llama", {"rope_theta": 10000.5}, "--rotary-base is a whole number"),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "of type 'dynamic'"),
+        *(
+            (family, {"rope_scaling": {"type": kind, "factor": 2.0}}, f"of type {kind!r}, and only {converts} converts")
+            for kind, family, converts in [
+                ("dynamic", "llama", "default or llama3"),
+                ("linear", "qwen3", "default or llama3"),
+                ("yarn", "llama", "default or llama3"),
+                ("yarn", "qwen3_moe", "default or llama3"),
+                ("llama3", "deepseek_v2", "default or yarn"),
+                ("llama3", "deepseek_v3", "default or yarn"),
+            ]
+        ),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 2}}, "low_freq_factor is 2"),
         ("llama", {"rope_scaling": {"type": "llama3", "new": 2}}, "rope_scaling.new (2) has no counterpart"),
         ("llama", {"hidden_size": 0}, "hidden_size is 0, not a whole number"),
