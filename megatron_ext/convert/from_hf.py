@@ -11,10 +11,11 @@ from pathlib import Path
 import torch
 
 from megatron_ext.convert.dtypes import fitting, trained_dtype
-from megatron_ext.convert.families import Family, family_named, fields_left, read_config
+from megatron_ext.convert.families import FAMILIES, Family, family_named, fields_left, read_config
 from megatron_ext.convert.hf_names import Names, hf_tensors, parts_of, prediction_copies
 from megatron_ext.convert.hf_reader import HfModel
 from megatron_ext.convert.release import Converted, Step, write_release
+from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.whole_folder import identity
 from megatron_ext.errors import UserError
 from megatron_ext.params import GlobalTensor, GptShape
@@ -54,16 +55,13 @@ def from_hf(
     ignored = tuple(ignored)
     model = HfModel(source)
     family = family_named(model.config.get("model_type"))
-    settings = read_config(family, model.config, ignored)
-    if mtp:
-        settings = replace(settings, mtp_num_layers=_prediction_layers(model, family))
+    try:
+        settings = _read(model, family, ignored, mtp)
+    except UserError as error:
+        if (other := _another_family(model, family)) is None:
+            raise
+        raise UserError(f"{error}; all of its fields and tensors fit model_type {other.model_type!r}") from error
     plain = settings.shape()
-    hint = "--mtp takes layers of multi-token prediction" if family.predicts and not mtp else None
-    tensors = hf_tensors(plain, family.names)
-    _check_ignored(ignored, model, fields_left(family, model.config), frozenset(tensor.name for tensor in tensors))
-    model.check(tensors, also=frozenset(ignored), hint=hint)
-    for copy, of in prediction_copies(plain).items():
-        model.check_equal(copy, of)
     shape = settings.shape(dtype or trained_dtype(_one_dtype(model, plain, family.names), model.folder), divisor)
 
     return write_release(
@@ -78,6 +76,34 @@ def from_hf(
         overwrite=overwrite,
         step=step,
     )
+
+
+def _read(model: HfModel, family: Family, ignored: tuple[str, ...], mtp: bool) -> ModelSettings:
+    """What the model is, as a model of a family; checks that it has its fields and tensors, and no others."""
+    settings = read_config(family, model.config, ignored)
+    if mtp:
+        settings = replace(settings, mtp_num_layers=_prediction_layers(model, family))
+    plain = settings.shape()
+    hint = "--mtp takes layers of multi-token prediction" if family.predicts and not mtp else None
+    tensors = hf_tensors(plain, family.names)
+    _check_ignored(ignored, model, fields_left(family, model.config), frozenset(tensor.name for tensor in tensors))
+    model.check(tensors, also=frozenset(ignored), hint=hint)
+    for copy, of in prediction_copies(plain).items():
+        model.check_equal(copy, of)
+    return settings
+
+
+def _another_family(model: HfModel, family: Family) -> Family | None:
+    """The family that a model which is not of the one that it names can be of; None where no other fits."""
+    for other in FAMILIES.values():
+        if other is family:
+            continue
+        try:
+            _read(model, other, (), mtp=False)
+        except UserError:
+            continue
+        return other
+    return None
 
 
 def _check_ignored(ignored: Iterable[str], model: HfModel, fields: frozenset[str], needed: frozenset[str]) -> None:
