@@ -33,6 +33,12 @@ ITERATIONS = 768
 
 ROUNDS = (ITERATIONS - ITERATIONS // 4) // INTERVAL
 
+SEQUENCES = 16
+"""Of a step of all workers together."""
+
+INNER_RATE = 4e-3
+"""Of Adam: the best for DiLoCo in MuLoCo's study, whose model this is."""
+
 RATE, MOMENTUM = 0.7, 0.8
 
 
@@ -47,9 +53,15 @@ class Question:
     """The first one is what the others are held against."""
 
 
+def _inner(rate: float) -> Options:
+    """Return the options of a learning rate of the inner optimizer."""
+    return {"lr": rate, "min_lr": rate / 10}
+
+
 def _rounds(workers: int, **options: object) -> Options:
     """Return the options of training in rounds; those that are given come last."""
     found: dict[str, object] = {
+        **_inner(INNER_RATE),
         "use_local_sgd": True,
         "local_sgd_workers": workers,
         "local_sgd_sync_interval": INTERVAL,
@@ -94,7 +106,32 @@ def _schedules(rounds: int) -> tuple[Method, ...]:
     )
 
 
-STUDIES = {"schedules": Question(processes=2, methods=_schedules(ROUNDS))}
+_ONE_WORKER = (
+    Method(name="ordinary", title="ordinary training", options=_inner(INNER_RATE)),
+    *(
+        # An outer step with momentum goes further than the inner ones, as a larger learning rate does.
+        Method(name=f"ordinary_lr{rate:g}", title=f"ordinary, lr {rate:g}", options=_inner(rate))
+        for rate in (6e-3, 8e-3)
+    ),
+    *(
+        Method(
+            name=f"nesterov_h{interval}",
+            title=f"one worker, H = {interval}, Nesterov",
+            options=_rounds(1, local_sgd_sync_interval=interval),
+        )
+        for interval in (INTERVAL, 4 * INTERVAL)
+    ),
+    Method(
+        name="lookahead",
+        title=f"one worker, H = {INTERVAL}, Lookahead (lr 0.5)",
+        options=_rounds(1, outer_optimizer_lr=0.5, outer_optimizer_momentum=0.0),
+    ),
+)
+
+STUDIES = {
+    "schedules": Question(processes=2, methods=_schedules(ROUNDS)),
+    "one-worker": Question(processes=1, methods=_ONE_WORKER),
+}
 """By their names."""
 
 
@@ -110,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         methods=question.methods,
         noise=Noise(methods=()),
         processes=question.processes,
-        overrides={**sizes(), "global_batch_size": 8 * question.processes, "lr": 4e-3, "min_lr": 4e-4},
+        overrides={**sizes(), "global_batch_size": SEQUENCES},
     )
     prepare_corpus(study)
     make_missing_of(study, _runs(study, options.seeds), make)

@@ -254,6 +254,6 @@ class Study:
             "log_interval": self.evaluation,
         }
         rounds: Options = {}
-        if run.method.options:
+        if run.method.options.get("use_local_sgd"):
             rounds = {"local_sgd_round_log": str(self.round_log(run)), "local_sgd_warmup_steps": self.warmup}
         return toy_gpt(MODEL, TRAINING, when, self.data, rounds, run.method.options, self.overrides)

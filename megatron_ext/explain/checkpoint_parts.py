@@ -7,6 +7,7 @@ from megatron_ext.explain import of_local_sgd
 from megatron_ext.explain.lone_rank import LoneRank
 from megatron_ext.explain.memory import state_bytes
 from megatron_ext.explain.rank_figures import RankFigures, SavedPart
+from megatron_ext.local_sgd.one_worker import makes_rounds
 from megatron_ext.params import GptShape, gpt_parameters
 from megatron_ext.spes.arguments import ownership_of
 
@@ -40,6 +41,6 @@ def parts_of(rank: LoneRank, shape: GptShape, figures: RankFigures, workers: int
         optimizer = round(per_element * trained)
         of_one = " of one worker" if workers > 1 else ""
         parts.append(SavedPart(content=f"inner optimizer{of_one}", nbytes=optimizer))
-    if workers > 1:
+    if makes_rounds(asked):
         parts += of_local_sgd.saved_parts(asked, workers=workers, trained=trained, optimizer_bytes=optimizer)
     return parts

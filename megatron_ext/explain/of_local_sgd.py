@@ -87,6 +87,9 @@ def lines_of(facts: dict[str, Any], ranks: list[RankFigures], *, stages: int, st
     cut = "" if facts["fragments"] == 1 else f", {facts['fragments']} fragments"
     warm = f", after {facts['warmup_steps']} synchronous steps" if facts["warmup_steps"] else ""
     how = f"outer optimizer {facts['outer_optimizer']}, values travel as {facts['codec']}{cut}"
+    if facts["workers"] == 1:
+        yield f"one worker makes an outer step every {every}{warm}; outer optimizer {facts['outer_optimizer']}"
+        return
     yield f"{facts['workers']} workers meet every {every}{warm}; {how}"
     if {stage for figures in ranks for stage in figures.stages} != set(range(stages)):
         return  # one rank was asked for, which says nothing about the others of its worker
@@ -111,7 +114,7 @@ def saved_parts(asked: Any, *, workers: int, trained: int, optimizer_bytes: int)
     """
     config = LocalSGDConfig.from_args(asked)
     outer = outer_states_per_anchor(OuterOptimizerConfig.from_args(asked))
-    if optimizer_bytes:
+    if optimizer_bytes and workers > 1:
         yield SavedPart(
             content=f"inner optimizer of the other {workers - 1} workers", nbytes=(workers - 1) * optimizer_bytes
         )

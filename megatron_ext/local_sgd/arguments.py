@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_ext.config_options import FromArgs
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig
+from megatron_ext.local_sgd.one_worker import changed_flags, makes_rounds, one_worker_problems
 from megatron_ext.local_sgd.streaming import StreamingConfig, fragment_problem
 from megatron_ext.options import asks_to_switch, refusals
 from megatron_ext.outer.codecs.all_codecs import build_codec, takes_density
@@ -25,17 +25,6 @@ from megatron_ext.seams.optimizer_format import reshardable_problems
 __all__ = ["argument_problems", "complete_arguments", "ending_notice", "notices"]
 
 _IN_WORDS = {"lr": "learning rate", "momentum": "momentum"}
-
-# The schedule may stay where a run continues with one worker.
-_WITH_ONE_WORKER = {
-    "--use-local-sgd",
-    "--local-sgd-workers",
-    "--local-sgd-sync-interval",
-    "--local-sgd-warmup-steps",
-    "--local-sgd-evaluation",
-    "--local-sgd-round-log",
-}
-
 
 def complete_arguments(args: Any) -> None:
     """Make as many workers as there can be where their number is not given, as atorch does.
@@ -59,7 +48,8 @@ def complete_arguments(args: Any) -> None:
     if args.world_size == smallest:
         raise UserError(
             f"--use-local-sgd: TP, PP, CP and EP take all of the {args.world_size} processes, which are one worker; "
-            "start more, or give --local-sgd-workers 1 to train without outer rounds"
+            "start more, or give --local-sgd-workers 1 to train without outer rounds (with an outer optimizer that is "
+            "given as well, such as --outer-optimizer-lr 0.7, in outer rounds of one worker)"
         )
 
 
@@ -77,7 +67,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if not config.use_local_sgd:
         return problems + [
             f"{flag} has no effect without --use-local-sgd; add it or drop the option"
-            for flag in _changed(streaming, outer, gta, MeetingsConfig.from_args(args))
+            for flag in changed_flags(streaming, outer, gta, MeetingsConfig.from_args(args))
         ]
     problems += method_problems(config, outer, gta, streaming, Where.JOB)
     if config.sync_in_forward:
@@ -86,13 +76,11 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     if config.use_async:
         problems += refusals(args, feature, "--local-sgd-use-async") + _alone_problems(args)
     if config.local_sgd_workers == 1:
-        without_effect = [flag for flag in _changed(streaming, outer, gta, config) if flag not in _WITH_ONE_WORKER]
-        if without_effect:
-            problems.append(
-                f"--local-sgd-workers 1 trains one worker without outer rounds, so {', '.join(without_effect)} "
-                "would have no effect; drop them or use at least 2 workers"
-            )
-        return problems
+        steps = makes_rounds(args)
+        problems += one_worker_problems(outer, streaming, gta, config, steps=steps)
+        if not steps:
+            return problems
+        problems += _lone_problems(args)
     too_many = fragment_problem(streaming.fragments, args.num_layers, "--num-layers") if args.num_layers else None
     if too_many is not None:
         problems.append(too_many)
@@ -113,6 +101,20 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     return problems + refusals(args, feature)
 
 
+def _lone_problems(args: Any) -> list[str]:
+    """Return which other features do not go with outer steps of a single worker."""
+    others = {
+        "--hot-switch-strategies": asks_to_switch(args),
+        "--sync-service": args.sync_service is not None,
+        "--using-spes": args.using_spes,
+    }
+    return [
+        f"--local-sgd-workers 1 with an outer optimizer is not combined with {other} yet; drop one of them"
+        for other, is_given in others.items()
+        if is_given
+    ]
+
+
 def _alone_problems(args: Any) -> list[str]:
     """Return which other features do not go with rounds by time."""
     others = {
@@ -129,16 +131,6 @@ def _alone_problems(args: Any) -> list[str]:
     ]
 
 
-def _changed(*configs: FromArgs) -> list[str]:
-    """Return the flags whose values are not the defaults."""
-    return [
-        flag
-        for config in configs
-        for flag, default in type(config)().by_flag().items()
-        if config.by_flag()[flag] != default
-    ]
-
-
 def notices(args: Any) -> list[str]:
     """Return what was chosen, and what may surprise, one line each; the options are known to be good."""
     config, outer = LocalSGDConfig.from_args(args), OuterOptimizerConfig.from_args(args)
@@ -146,7 +138,7 @@ def notices(args: Any) -> list[str]:
     if config.use_async:
         every = f"{config.local_sgd_sync_time:g} seconds, that is, in every iteration of Megatron's log,"
     lines = [
-        f"local SGD: {config.local_sgd_workers} workers, an outer round every "
+        f"local SGD: {plural(config.local_sgd_workers or 0, 'worker')}, an outer round every "
         f"{every} after {config.local_sgd_warmup_steps} synchronous iterations, "
         f"outer optimizer {_said(outer)}, evaluation on the "
         + ("synced weights" if config.local_sgd_evaluation == "synced" else "workers' own weights")

@@ -28,7 +28,8 @@ class LocalSGDConfig(PenaltyConfig):
     local_sgd_workers: int | None = None
     """Number of workers W; must divide the data-parallel size. Each worker is an ordinary Megatron job of
     data-parallel size DP/W. Unless given, as many as there can be: every data-parallel rank, or expert-parallel group,
-    is one. The global batch size stays the sum over all workers."""
+    is one. The global batch size stays the sum over all workers. With 1 it is an ordinary run, or where an outer
+    optimizer is given, such as by --outer-optimizer-lr 0.7, one that makes outer steps by itself."""
 
     local_sgd_sync_interval: int = 1
     """Interval H: inner steps between two outer rounds. DiLoCo uses some hundred; 1 synchronises at every

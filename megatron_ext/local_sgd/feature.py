@@ -40,6 +40,7 @@ from megatron_ext.local_sgd.legacy_files import assemble_files, request_files
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.meetings.counts import data_places
 from megatron_ext.local_sgd.meetings.loop import MeetingLoop
+from megatron_ext.local_sgd.one_worker import makes_rounds
 from megatron_ext.local_sgd.reporting import log_line
 from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
@@ -108,8 +109,8 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         add_config_group(parser, GTAConfig, "pseudo-gradient reduction")
 
     def enabled(self, args: Any) -> bool:
-        """Return whether there are workers to train apart; one worker is an ordinary Megatron run."""
-        return bool(args.use_local_sgd and args.local_sgd_workers != 1)
+        """Return whether there are outer rounds; one worker without an outer optimizer is an ordinary Megatron run."""
+        return makes_rounds(args)
 
     def complete_arguments(self, args: Any) -> None:
         """Make every data-parallel rank a worker where their number is not given."""

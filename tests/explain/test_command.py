@@ -183,3 +183,11 @@ def test_lines_that_megatron_would_not_get_are_told_how(
     except SystemExit as end:
         code = end.code
     assert code == 2 and said in capsys.readouterr().err
+
+
+def test_outer_steps_of_one_worker_are_told_with_what_a_checkpoint_holds_of_them() -> None:
+    options = toy_gpt(use_local_sgd=True, local_sgd_workers=1, local_sgd_sync_interval=30, outer_optimizer_lr=0.7)
+    ((code, out, _),) = run_all([[*given(1), "--", *options]])
+    assert code == 0
+    assert "one worker makes an outer step every 30 steps; outer optimizer sgd" in out
+    assert "anchor and outer optimizer (fp32)" in out and "of the other" not in out

@@ -19,7 +19,18 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
                 "local_sgd_codec": "int8",
                 "local_sgd_sync_interval": 9,
             },
-            ["so --outer-optimizer-lr, --local-sgd-codec would have no effect"],
+            ["--local-sgd-workers 1 with an outer optimizer steps by itself, and --local-sgd-codec need others"],
+        ),
+        (
+            {"local_sgd_workers": 1, "local_sgd_codec": "int8", "local_sgd_sync_interval": 9},
+            ["so --local-sgd-codec would have no effect", "give the one an outer optimizer"],
+        ),
+        (
+            {"local_sgd_workers": 1, "outer_optimizer": "none", "sync_service": "127.0.0.1:1"},
+            [
+                "--outer-optimizer none averages the weights of one worker with nobody's",
+                "--local-sgd-workers 1 with an outer optimizer is not combined with --sync-service yet",
+            ],
         ),
         (
             {"train_iters": None, "train_samples": 20, "local_sgd_warmup_steps": 5},
@@ -120,7 +131,8 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
         ),
     ],
     ids=[
-        *("workers", "one worker", "samples", "schedule and outer optimizer", "schedules", "penalty", "streaming"),
+        *("workers", "one worker", "one worker without rounds", "one worker that averages", "samples"),
+        *("schedule and outer optimizer", "schedules", "penalty", "streaming"),
         "asynchronous",
     ],
 )

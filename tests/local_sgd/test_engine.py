@@ -23,6 +23,12 @@ def diloco_trace(outer, progress_by_worker, rounds):
     return trace
 
 
+def test_one_worker_steps_by_itself_as_several_step_by_their_mean():
+    nesterov = {"outer_optimizer_momentum": 0.8}
+    ((alone), several) = (run_ranks(diloco_trace, len(each), nesterov, each, 2)[0] for each in ([2.0], [1.0, 3.0]))
+    assert alone == several
+
+
 @pytest.mark.parametrize(
     ("outer", "expected"),
     [

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_ext.local_sgd.agreement import (
 )
 from megatron_ext.local_sgd.combinations import method_problems
 from megatron_ext.local_sgd.config import LocalSGDConfig
+from megatron_ext.local_sgd.one_worker import one_worker_problems
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
@@ -58,6 +59,18 @@ class Settings:
 
     inner_optimizers: str
     """Whether inner optimizers must be the same."""
+
+    has_outer: bool = False
+    """Whether the outer optimizer was given."""
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether there are no outer rounds: one worker has them if it is asked for, with an outer optimizer."""
+        return self.config.local_sgd_workers == 1 and not self._steps_by_itself
+
+    @property
+    def _steps_by_itself(self) -> bool:
+        return self.given.local_sgd_workers == 1 and self.has_outer
 
     @property
     def apart(self) -> bool:
@@ -119,6 +132,10 @@ class Settings:
             problems.append(
                 f"local_sgd_workers is {given}, and process_group has {count} ranks, one per worker; drop it"
             )
+        if count == 1 and self._steps_by_itself:
+            # What is evaluated is the caller's choice.
+            config = replace(self.config, local_sgd_evaluation="synced")
+            problems += one_worker_problems(self.outer, self.streaming, self.gta, config, steps=True)
         if self.total_global_steps is not None and not self.config.use_async:
             problems.append("total_global_steps has no effect without use_async; drop it")
         if self.buffers not in ("average", "own"):

@@ -75,7 +75,7 @@ def attach_to(
         UserError: one is not fp32, there are more fragments than layers, the module is missing or lacks a parameter,
             or the workers' models differ; on all ranks.
     """
-    is_alone = settings.config.local_sgd_workers == 1
+    is_alone = settings.trains_alone
     share = settings.buffers == "average"
     described, problems = ModelDescription(), []
     try:

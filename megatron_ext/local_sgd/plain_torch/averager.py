@@ -61,7 +61,7 @@ class OuterOptimPeriodicModelAverager:
             local_sgd_config: schedule and penalty. `use_local_sgd` and `local_sgd_workers` are set from the group;
                 what is evaluated is the caller's choice, so `local_sgd_evaluation` counts as 'workers'. Rounds are
                 written to `local_sgd_round_log` only where that is given; the first rank writes them. One worker makes
-                no rounds.
+                no rounds, unless `local_sgd_workers` is given as 1 and `outer_optim_config` is given.
             outer_optim_config: the outer optimizer; DiLoCo's when None.
             gta_config: how pseudo-gradients become one; their mean when None.
             streaming_config: fragments, and how rounds overlap with training; the whole model at once when None.
@@ -95,9 +95,10 @@ class OuterOptimPeriodicModelAverager:
             total_global_steps=total_global_steps,
             buffers=buffers,
             inner_optimizers=inner_optimizers,
+            has_outer=outer_optim_config is not None,
         )
         self._round_log, self._logged = self._settings.agree(self._across, self._inside)
-        self._alone = workers == 1
+        self._alone = self._settings.trains_alone
         if self._alone:
             _say("one worker trains alone, without outer rounds and their optimizer")
         self._engine: LocalSGD | None = None

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_ext.local_sgd.reporting.round_log import read_rounds
-from tests.local_sgd.plain_runs import GUARD, batch, ddp, flat, model, train, wrapped
+from tests.local_sgd.plain_runs import GUARD, batch, ddp, flat, model, said_by, train, wrapped
 from tests.support.distributed import run_ranks
 
 AVERAGING = {"outer_optimizer": "none"}
@@ -237,6 +237,52 @@ def test_one_worker_is_an_ordinary_run_and_is_told_so():
     ((plain, ours, said),) = run_ranks(alone, 1)
     assert ours == plain
     assert "one worker trains alone, without outer rounds" in said
+
+
+def alone_in_rounds():
+    """Return the weights of Lookahead by hand, and of one worker that was given an outer optimizer."""
+    dist.init_process_group("gloo")
+    plain, module, said = model(), model(), io.StringIO()
+    slow = [value.detach().clone() for value in plain.parameters()]
+    inner = torch.optim.Adam(plain.parameters(), lr=0.01)
+    for step in range(5):
+        train(plain, inner, step + 1, 0, start=step)
+        if step % 2:
+            with torch.no_grad():
+                for held, value in zip(slow, plain.parameters(), strict=True):
+                    held.lerp_(value, 0.5)
+                    value.copy_(held)
+    outer = {"outer_optimizer_lr": 0.5, "outer_optimizer_momentum": 0.0}
+    with contextlib.redirect_stdout(said):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        train(module, wrapped(optimizer, module, interval=2, outer=outer, local_sgd_workers=1), 5, 0)
+    return flat(plain), flat(module), said.getvalue()
+
+
+def test_one_worker_that_is_asked_for_with_an_outer_optimizer_makes_outer_steps():
+    ((by_hand, ours, said),) = run_ranks(alone_in_rounds, 1)
+    assert ours == pytest.approx(by_hand, rel=1e-5, abs=1e-6)
+    assert "trains alone" not in said
+
+
+def alone_with(fields, outer):
+    """Return what is said of options that one worker cannot use."""
+    dist.init_process_group("gloo")
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    return said_by(lambda: wrapped(optimizer, module, outer=outer, local_sgd_workers=1, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "outer", "said"),
+    [
+        ({"codec": "int8"}, {}, "local_sgd_workers 1 with an outer optimizer steps by itself, and codec need others"),
+        ({}, {"outer_optimizer": "none"}, "outer_optimizer none averages the weights of one worker with nobody's"),
+    ],
+    ids=["codec", "average"],
+)
+def test_what_one_worker_cannot_use_is_refused(fields, outer, said):
+    assert said in run_ranks(alone_with, 1, fields, outer)[0]
 
 
 def test_units_are_layers():
