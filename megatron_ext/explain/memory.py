@@ -10,28 +10,21 @@ import torch
 
 from megatron_ext.explain.lone_rank import LoneRank, without_memory
 from megatron_ext.explain.rank_figures import MemoryUse
+from megatron_ext.params.ddp_traffic import ddp_buffers
 from megatron_ext.params.optimizer_shards import optimizer_members, owned_parts
 
-__all__ = ["buffers_of", "memory_of", "state_bytes", "trained_elements"]
+__all__ = ["memory_of", "state_bytes", "trained_elements"]
 
 
 def memory_of(rank: LoneRank) -> list[MemoryUse]:
     """Return what a rank needs without what features add, activations aside."""
     held = [tensor for chunk in rank.model for tensor in (*chunk.parameters(), *_buffers(chunk))]
-    gradients = [buffer.grad_data for buffer in buffers_of(rank.model)]
+    gradients = [buffer.grad_data for buffer in ddp_buffers(rank.model)]
     return [
         MemoryUse(cause="weights", nbytes=_storage_bytes(held)),
         MemoryUse(cause="gradients", nbytes=_storage_bytes(gradients)),
         *_optimizer(rank),
     ]
-
-
-def buffers_of(model: Iterable[Any]) -> Iterator[Any]:
-    """Yield the buffers in which DDP keeps parameters and gradients."""
-    for chunk in model:
-        # Of a module without DDP it is a method.
-        yield from chunk.buffers if isinstance(chunk.buffers, list) else ()
-        yield from getattr(chunk, "expert_parallel_buffers", ())
 
 
 def trained_elements(optimizer: Any) -> int:

@@ -8,13 +8,12 @@ s x b x h of a micro-batch's positions on a rank, its samples and the hidden siz
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from megatron_ext.explain.lone_rank import LoneRank
-from megatron_ext.explain.memory import buffers_of
 from megatron_ext.explain.rank_figures import TrafficUse
+from megatron_ext.params.ddp_traffic import ddp_bytes
 
 __all__ = ["traffic_of"]
 
@@ -29,28 +28,9 @@ def traffic_of(rank: LoneRank, *, layers: int, moe_layers: int, stage: int, micr
         stage: its pipeline stage.
         micro_batches: of a step.
     """
-    found = [*_gradients(rank.model)]
+    found = [TrafficUse(cause=cause, nbytes=nbytes, per="step") for cause, nbytes in ddp_bytes(rank.model).items()]
     found += _activations(rank.asked, layers, moe_layers, stage, micro_batches)
     return [use for use in found if use.nbytes]
-
-
-def _gradients(model: list[Any]) -> Iterator[TrafficUse]:
-    sums: Counter[str] = Counter()
-    for buffer in buffers_of(model):
-        ranks = buffer.data_parallel_world_size
-        gradients, parameters = buffer.grad_data.nbytes, 0
-        if buffer.ddp_config.use_distributed_optimizer:
-            parameters = buffer.param_data.nbytes
-            sums[f"gradients (reduce-scatter, DP {ranks})"] += gradients * (ranks - 1) // ranks
-            sums[f"parameters (all-gather, DP {ranks})"] += parameters * (ranks - 1) // ranks
-        else:
-            sums[f"gradients (all-reduce, DP {ranks})"] += 2 * gradients * (ranks - 1) // ranks
-        instances = buffer.ddp_config.num_distributed_optimizer_instances
-        if instances > 1:
-            shard = gradients // ranks
-            sums[f"gradients (all-reduce, {instances} optimizer instances)"] += 2 * shard * (instances - 1) // instances
-    for cause, nbytes in sums.items():
-        yield TrafficUse(cause=cause, nbytes=nbytes, per="step")
 
 
 def _activations(asked: Any, layers: int, moe_layers: int, stage: int, micro_batches: int) -> Iterator[TrafficUse]:

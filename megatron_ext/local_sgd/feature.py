@@ -42,6 +42,7 @@ from megatron_ext.local_sgd.meetings.counts import data_places
 from megatron_ext.local_sgd.meetings.loop import MeetingLoop
 from megatron_ext.local_sgd.one_worker import makes_rounds
 from megatron_ext.local_sgd.reporting import log_line
+from megatron_ext.local_sgd.reporting.inside_bytes import InsideBytes
 from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
 from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
 from megatron_ext.local_sgd.same_options import require_same_options
@@ -83,6 +84,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         self._in_warmup = False
         self._last: RoundReport | None = None
         self._unwritten: list[RoundReport] = []
+        self._inside = InsideBytes(())
         self._round_log: RoundWriter | None = None
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
@@ -174,7 +176,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         config = LocalSGDConfig.from_args(context.args)
         engine = self.build_engine(context.args, context.model, context.optimizer)
         self._last_iteration = last_step(context.args.train_iters, context.args.iterations_to_skip)
-        self._model = context.model
+        self._model, self._inside = context.model, InsideBytes(context.model)
         self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
         if dist.get_rank() == 0:
             path = round_log_path(context.args)
@@ -285,6 +287,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         engine = self._require_engine()
         self._conclude()
         self._iteration = step.iteration
+        self._inside.count(step.steps if step.completed else 0)
         if self._meetings is not None and step.completed:
             if self._in_warmup:
                 self._meetings.count_together(step)
@@ -428,7 +431,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             log_line.average_losses(log, groups.across)
             log.fields.extend(log_line.fields(engine.rounds, self._last, groups.num_workers))
         if log.writing and self._unwritten:
-            log.scalars.update(log_line.scalars(self._unwritten))
+            log.scalars.update(log_line.scalars(self._unwritten) | self._inside.scalars())
             self._unwritten.clear()
 
     # Checkpoints.

@@ -82,6 +82,24 @@ def test_tensorboard_has_all_rounds_since_it_was_written_to(tmp_path):
     assert together[0] == (4, apart[0][1] + apart[1][1])
 
 
+def held_bytes(model, optimizer, args):
+    buffers = [buffer for chunk in model for buffer in chunk.buffers]
+    return sum(buffer.grad_data.nbytes for buffer in buffers), sum(buffer.param_data.nbytes for buffer in buffers)
+
+
+def test_what_is_sent_inside_a_worker_is_told_beside_what_crosses_workers(tmp_path):
+    pytest.importorskip("tensorboard", reason="part of the extra 'tests'")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    options = {"train_iters": 5, "local_sgd_sync_interval": 2, "local_sgd_warmup_steps": 1}
+    run = arguments("dp2", "bf16-distopt", workers=2, **options, tensorboard_dir=str(tmp_path))
+    gradients, parameters = run_pretrain(run, 4, probe=held_bytes)[-1].record.probe
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("local-sgd/bytes-inside")
+    # Each of two ranks sends one half of the gradients, and its half of the parameters; the first has warm-up's, too.
+    in_a_step = gradients // 2 + parameters // 2
+    assert [(event.step, event.value) for event in events] == [(3, 3 * in_a_step), (5, 2 * in_a_step)]
+
+
 @pytest.mark.parametrize("option", ["minmax", "max", "all"])
 def test_the_outer_sync_timer_is_listed_with_megatrons(option):
     timing = {"timing_log_level": 2, "timing_log_option": option}
