@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.convergence.runs import VALIDATION, Measured, count_parameters, digest_of, keep
 from benchmarks.convergence.settings import Run
+from benchmarks.server_process import server_of
 from benchmarks.spes_convergence.settings import RANKS, SpesStudy
-from benchmarks.spes_peers import server_of
 from tests.support.pretrain import RankOutcome, run_pretrain
 
 __all__ = ["make"]

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, HOT_BUNDLE, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, STRATEGIES
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, HOT_BUNDLE, OF_THE_MODEL, OPEN, STRATEGIES
 from megatron_ext.options.row import given, row, says
 from megatron_ext.options.verdict import clash, refused, tested
 
@@ -184,7 +184,7 @@ POSITIONS = (
     row(
         "--window-size with --transformer-impl transformer_engine",
         lambda args: args.window_size is not None and args.transformer_impl == "transformer_engine",
-        cpu=NO_TE_ON_CPU,
+        cpu=OPEN,
         local_sgd=OPEN,
         hot_switch=refused(
             "only a GPU can show its attention to windows of documents", "use --transformer-impl local, or drop it"

@@ -49,6 +49,7 @@ REFUSED = [
     "--save-activations-interval 1",
     "--save-dgrads-interval 1",
     "--save-tokens-per-expert-interval 1",
+    "--sft",
 ]
 ALLOWED = [
     "",

@@ -85,10 +85,15 @@ class History:
         return [entry for entry in self.peers.get(peer, []) if entry["event"] in kinds]
 
     def recovered(self, struck: Struck) -> float:
-        """Return when every peer had counted in a round again after a fault; infinite if that never was."""
+        """Return when every peer had counted in a round again after a fault; infinite if that never was.
+
+        A journal that was rebuilt tells of its last round once more, which is none after the fault.
+        """
         lacking = set(self.names)
-        for event in self.events("committed"):
-            if event["seen"] > struck.ended:
+        committed = list(self.events("committed"))
+        before = max((event["round"] for event in committed if event["seen"] <= struck.ended), default=-1)
+        for event in committed:
+            if event["seen"] > struck.ended and event["round"] > before:
                 lacking -= set(event["contributors"])
                 if not lacking:
                     return event["seen"]

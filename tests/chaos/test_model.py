@@ -165,6 +165,17 @@ def test_a_rebuilt_journal_explains_a_peer_that_ends_and_a_restored_file_does_no
     assert list(violations(found)) == ([] if "rebuilt" in outcome else ["processes stay"])
 
 
+def test_the_line_that_a_rebuilt_journal_repeats_ends_no_recovery():
+    found = history()
+    flipped("refused; the journal was rebuilt")(found)
+    (struck,) = (struck for struck in found.struck if struck.outcome)
+    again = [event for event in found.events("committed") if event["seen"] <= struck.ended][-1]
+    recovered = found.recovered(struck)
+    found.journal.append({**again, "contributors": found.names, "seen": struck.ended + 0.01})
+    found.journal.sort(key=lambda event: event["seen"])
+    assert found.recovered(struck) == recovered > struck.ended + 0.01
+
+
 @pytest.mark.parametrize("said", ["dir x: it cannot be used: File too large", "KeyError: 3"])
 def test_a_full_disk_explains_a_server_that_refuses_it_when_it_starts_and_no_other_end(said: str):
     found = history()

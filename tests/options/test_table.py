@@ -226,7 +226,7 @@ DOUBTFUL = [
     "--fim-data",
     "--dataloader-inter-document-masking",
     "--window-size 8,8",
-    "--window-size 8,0 --transformer-impl transformer_engine",
+    "--transformer-impl transformer_engine --window-size 8,0",
     "--position-embedding-type yarn",
     "--position-embedding-type mrope",
     "--position-embedding-type relative",

@@ -139,7 +139,7 @@ def test_without_spes_nothing_is_completed():
         ),
         (
             {"spes_using_decayed_aux_loss": True, "moe_router_fusion": True},
-            "--spes-using-decayed-aux-loss weights token counts, which the fused kernel",
+            "--spes-using-decayed-aux-loss weights token counts, and only a GPU can show",
         ),
         (
             {"spes_using_decayed_aux_loss": True, "cuda_graph_impl": "local"},
