@@ -46,6 +46,7 @@ def load_model(folder: Path, device: str, dtype: str) -> Any:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
+        model = model.to(device)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = next(iter(str(error).strip().splitlines()), repr(error))
         raise UserError(f"{folder}: transformers cannot load it on {device} ({reason})") from error
@@ -63,11 +64,7 @@ def load_model(folder: Path, device: str, dtype: str) -> Any:
             f"{folder}: the weights are not those of its config.json: {'; '.join(problems)}; copy or convert the "
             "model again"
         )
-    try:
-        return model.to(device).eval()
-    except RuntimeError as error:
-        reason = next(iter(str(error).strip().splitlines()), repr(error))
-        raise UserError(f"{folder}: transformers cannot load it on {device} ({reason})") from error
+    return model.eval()
 
 
 def check_data(prefix: str, model: Path) -> str | None:

@@ -3,7 +3,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,7 @@ from megatron_ext.convert.from_hf import from_hf
 from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
 from tests.convert import models
-
-
-class Killed(BaseException):
-    """Ends a conversion at once."""
-
-
-def kill_at(number: int) -> Callable[[str, int], None]:
-    """Return a step that ends a conversion at this tensor."""
-    seen: list[str] = []
-
-    def step(name: str, nbytes: int) -> None:
-        seen.append(name)
-        if len(seen) == number:
-            raise Killed
-
-    return step
+from tests.convert.cut_off import Killed, kill_at
 
 
 @pytest.fixture(scope="module")

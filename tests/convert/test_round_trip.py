@@ -3,7 +3,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from megatron_ext.convert.model_sources import is_checkpoint
 from megatron_ext.convert.to_hf import ToHf, to_hf
 from megatron_ext.errors import UserError
 from tests.convert import models
+from tests.convert.cut_off import Killed, kill_at
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -115,22 +115,6 @@ def test_a_conversion_that_was_cut_off_resumes_after_the_whole_files(
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint of tiny models has several files."""
     monkeypatch.setattr(torch_dist_writer, "FILE_BYTES", 60_000)
-
-
-class Killed(BaseException):
-    """Ends a conversion at once."""
-
-
-def kill_at(number: int) -> Callable[[str, int], None]:
-    """Return a step that ends a conversion at this tensor."""
-    seen: list[str] = []
-
-    def step(name: str, nbytes: int) -> None:
-        seen.append(name)
-        if len(seen) == number:
-            raise Killed
-
-    return step
 
 
 def contents(folder: Path) -> dict[str, bytes]:
