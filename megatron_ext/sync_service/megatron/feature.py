@@ -32,7 +32,7 @@ from megatron_ext.patching import Patch
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import logging, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
-from megatron_ext.sync_service.megatron import checkpoint
+from megatron_ext.sync_service.megatron import checkpoint, index_cache
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, argument_problems, notices
 from megatron_ext.sync_service.megatron.catching_up import claim_of, resume_after
 from megatron_ext.sync_service.megatron.job_agreement import telling_padding
@@ -94,6 +94,7 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
             *training.model_patches(),
             *training.loop_patches(),
             *samples.patches(),
+            *index_cache.patches(),
             *logging.patches(),
             *checkpoint_seam.patches(),
         ]
