@@ -117,7 +117,8 @@ while ((${#PEERS[@]})); do
     for place in "${!PEERS[@]}"; do
         kill -0 "${PEERS[place]}" 2>/dev/null && continue
         wait "${PEERS[place]}" || {
-            grep -a 'error:' "logs/peer$place.log" | head -n 5 >&2
+            # What ended it: a sentence of ours where there is one, else the end of its log.
+            grep -am5 'error:' "logs/peer$place.log" >&2 || tail -n 20 "logs/peer$place.log" >&2
             launch_error "peer $place failed; its log is $OUTPUT/logs/peer$place.log"
         }
         unset "PEERS[place]"
