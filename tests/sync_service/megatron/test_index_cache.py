@@ -2,9 +2,9 @@
 """Peers that begin at one time on one corpus find whole indices."""
 
 import fcntl
-import multiprocessing
 import random
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +18,10 @@ from megatron.core.datasets.utils import Split
 
 from megatron_ext.patching import PatchRegistry
 from megatron_ext.sync_service.megatron import index_cache
+from tests.support.distributed import CONTEXT, warm_up
 from tests.support.waiting import until
 
 SAMPLES, SEQUENCE = 200_000, 16
-FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,10 @@ def build(prefix: str, cache: Path | None) -> GPTDataset:
     return GPTDataset(documents, prefix, indices, SAMPLES, Split.train, config)
 
 
-def peer(prefix: str, cache: Path | None, seconds: float = 0.0) -> None:
+def peer(prefix: str, cache: Path | None, said: Path, seconds: float = 0.0) -> None:
     """Build, and read samples: a process that fails, or is killed, says so by its exit code."""
+    sys.stdout = said.open("a", buffering=1)
+    PatchRegistry().apply(index_cache.patches())
     time.sleep(seconds)
     dataset = build(prefix, cache)
     for number in range(0, SAMPLES, 5000):
@@ -71,9 +73,11 @@ def peer(prefix: str, cache: Path | None, seconds: float = 0.0) -> None:
 
 def test_no_peer_reads_indices_that_another_one_is_writing(corpus: str, tmp_path: Path):
     # Without the lock two in three of such rounds failed.
-    places = random.Random(0)
+    warm_up()
+    places, said = random.Random(0), tmp_path / "said"
     for _ in range(8):
-        peers = [FORK.Process(target=peer, args=(corpus, tmp_path / "cache", places.random() / 25)) for _ in range(6)]
+        delays = [places.random() / 25 for _ in range(6)]
+        peers = [CONTEXT.Process(target=peer, args=(corpus, tmp_path / "cache", said, delay)) for delay in delays]
         for process in peers:
             process.start()
         for process in peers:
@@ -84,24 +88,20 @@ def test_no_peer_reads_indices_that_another_one_is_writing(corpus: str, tmp_path
 
 @pytest.mark.parametrize("beside_corpus", [True, False], ids=["beside the corpus", "in data-cache-path"])
 def test_a_peer_waits_for_another_that_builds_and_says_so(
-    corpus: str, tmp_path: Path, beside_corpus: bool, capfd: pytest.CaptureFixture[str]
+    corpus: str, tmp_path: Path, beside_corpus: bool
 ):
+    warm_up()
+    said = tmp_path / "said"
+    said.touch()
     cache = None if beside_corpus else tmp_path / "cache"
     folder = Path(corpus, "cache", "GPTDataset_indices") if beside_corpus else tmp_path / "cache"
     folder.mkdir(parents=True)
     with (folder / index_cache.LOCK_NAME).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        process = FORK.Process(target=peer, args=(corpus, cache))
+        process = CONTEXT.Process(target=peer, args=(corpus, cache, said))
         process.start()
-        said = ""
-
-        def has_said() -> bool:
-            nonlocal said
-            said += capfd.readouterr().out
-            return "waits until it is done" in said
-
-        until(has_said, "the line")
-        assert f"another job builds or reads indices in {folder}" in said
+        line = f"another job builds or reads indices in {folder}; this one waits until it is done"
+        until(lambda: line in said.read_text(), "the line")
         assert [file.name for file in folder.iterdir()] == [index_cache.LOCK_NAME]
         fcntl.flock(lock, fcntl.LOCK_UN)
     process.join()
