@@ -127,11 +127,11 @@ class AsynchronousState(RunState):
         }
 
     def _weight_of(self, peer: str) -> float:
-        """Return the steps of a peer's last interval in relation to the mean over all peers' last intervals."""
-        known = {name: steps for name, steps in self._steps.items() if name in self.members or name == peer}
-        if not self.policy.step_weights or peer not in known:
+        """Return a peer's work in its last interval in relation to the mean over all peers' last intervals."""
+        if not self.policy.weighs:
             return 1.0
-        return known[peer] * len(known) / sum(known.values())
+        known = {name: work for name in {*self.members, peer} if (work := self.work(name)) is not None}
+        return known[peer] * len(known) / sum(known.values()) if peer in known else 1.0
 
     # What may be.
 

@@ -31,6 +31,7 @@ _PENALTY = (
     "weight_softmax_temperature",
     "weight_scale_free",
     "clip_pseudo_grad",
+    "step_weight_ratio",
 )
 """Fields of a run that are local SGD's."""
 
@@ -75,7 +76,15 @@ class RunConfig:
     once; the momentum is applied with the N-th. The number of peers unless given."""
 
     step_weights: bool = False
-    """Of asynchronous rounds: weight a contribution by its steps in relation to the mean over all peers."""
+    """Weight a contribution by its peer's steps in the interval: among those of a synchronous round, or in relation to
+    the mean over all peers' last ones where rounds are asynchronous."""
+
+    token_weights: bool = False
+    """The same by tokens, which are steps times the samples of a step: `--seq-length` is the same for all peers."""
+
+    step_weight_ratio: float = 0.5
+    """With pseudo_gradnorm_reduce and step_weights or token_weights: their share of the weights; the rest is that of
+    those by norms."""
 
     max_staleness: int | None = None
     """Of asynchronous rounds: a contribution does not count when more rounds have been made since the values that it
@@ -201,7 +210,8 @@ class RunConfig:
             grace_seconds=self.grace_seconds,
             is_asynchronous=self.is_asynchronous,
             max_staleness=self.max_staleness,
-            step_weights=self.step_weights,
+            weighs_steps=self.step_weights,
+            weighs_tokens=self.token_weights,
         )
 
     @property
@@ -239,9 +249,9 @@ class RunConfig:
 
     @property
     def penalty(self) -> PenaltyConfig | None:
-        """The guards, as local SGD calls them; None without any."""
+        """What decides who counts in a round of several, and how much, as local SGD calls it; None for all alike."""
         config = self._guards
-        return config if config.has_penalty else None
+        return config if config.has_penalty or config.use_step_weight else None
 
     @property
     def limits(self) -> Limits:
@@ -250,7 +260,8 @@ class RunConfig:
 
     @property
     def _guards(self) -> PenaltyConfig:
-        return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY})
+        by_interval = not self.is_asynchronous and (self.step_weights or self.token_weights)
+        return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY}, use_step_weight=by_interval)
 
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each."""
@@ -280,6 +291,7 @@ class RunConfig:
         found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
         reducing = self.reducing.type_problems() or self.reducing.problems(self._guards, self.place)
         found += _as_fields(reducing, GTAConfig, _REDUCER)
+        found += self._weight_problems()
         found += self._merge_problems()
         return found + self._asynchronous_problems()
 
@@ -287,7 +299,7 @@ class RunConfig:
         if not self.is_asynchronous:
             return [
                 f"{name} has no effect without rounds: asynchronous; add it or drop {name}"
-                for name in self._given("contributions_per_step", "step_weights", "max_staleness")
+                for name in self._given("contributions_per_step", "max_staleness")
             ]
         found = [
             f"{name} has no meaning with rounds: asynchronous, which wait for nobody; drop it"
@@ -301,6 +313,18 @@ class RunConfig:
             found.append(
                 "rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd (with "
                 "outer_optimizer_momentum 0 for none of it) or none"
+            )
+        return found
+
+    def _weight_problems(self) -> list[str]:
+        found = []
+        weights = self._given("step_weights", "token_weights")
+        if len(weights) == 2:
+            found.append("step_weights and token_weights are two weights of one contribution; drop one of them")
+        if self._given("step_weight_ratio") and not (weights and self.pseudo_gradnorm_reduce):
+            found.append(
+                "step_weight_ratio has no effect without pseudo_gradnorm_reduce and step_weights or token_weights; add "
+                "them or drop it"
             )
         return found
 

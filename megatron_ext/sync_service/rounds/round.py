@@ -51,6 +51,7 @@ class RunState:
         """Whose certificate the name of a peer belongs to."""
         self._reported: dict[str, tuple[int, Progress]] = {}
         self._steps: dict[str, int] = {}
+        self._batches: dict[str, int] = {}
         self.closing: tuple[str, ...] | None = None
         self.results: dict[int, RoundResult] = {}
         self.outer_scalars: dict[str, float] = {}
@@ -105,6 +106,17 @@ class RunState:
             counted=self._counted_in(peer),
             forgotten=self._newest - KEPT_RESULTS,
         )
+
+    def work(self, peer: str) -> int | None:
+        """Return by what a peer's contribution is weighted: the steps of its last interval, or the samples.
+
+        None where it has not said.
+        """
+        steps = self._steps.get(peer)
+        if steps is None or not self.policy.weighs_tokens:
+            return steps
+        batch = self._batches.get(peer)
+        return None if batch is None else steps * batch
 
     def _recorded(self, peer: str) -> Recorded | None:
         """Return a peer's contribution that is not used yet."""
@@ -327,6 +339,7 @@ class RunState:
             "uploaded": dict(self.uploaded),
             "reported": [[peer, index, astuple(progress)] for peer, (index, progress) in self._reported.items()],
             "steps": dict(self._steps),
+            "batches": dict(self._batches),
             "counted": [[index, astuple(progress)] for index, progress in self.counted.items()],
             "closing": self.closing,
             "results": [asdict(result) for result in self.results.values()],
@@ -366,7 +379,7 @@ class RunState:
         self.evicted = {peer: (instance, reason) for peer, instance, reason in found["evicted"]}
         self.uploaded = dict(found["uploaded"])
         self._reported = {peer: (index, Progress(*progress)) for peer, index, progress in found["reported"]}
-        self._steps = dict(found.get("steps", {}))
+        self._steps, self._batches = dict(found.get("steps", {})), dict(found.get("batches", {}))
         self.counted = {index: Progress(*progress) for index, progress in found["counted"]}
         self.closing = None if found["closing"] is None else tuple(found["closing"])
         self.results = {entry["number"]: RoundResult.from_json(entry) for entry in found["results"]}
@@ -415,7 +428,10 @@ class RunState:
         if event.get("steps"):
             self._steps[peer] = event["steps"]
         if "progress" in event:
-            self._reported[peer] = index, Progress(*event["progress"])
+            progress = Progress(*event["progress"])
+            self._reported[peer] = index, progress
+            if progress.batch:
+                self._batches[peer] = progress.batch
 
     def _forgotten(self, event: Event) -> None:
         for peer in (event["peer"], *self.evicted):

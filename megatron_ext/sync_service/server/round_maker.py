@@ -153,6 +153,7 @@ class RoundMaker:
             guards=guards,
             max_norm=self._config.max_norm,
             is_start=job.number == 0,
+            work=self._work_of(job),
         )
         if job.number == 0 and decision.rejected:
             ((peer, problem),) = decision.rejected.items()
@@ -165,6 +166,13 @@ class RoundMaker:
             squares = self._shards.common_squares(job, decision)
             decision.coefficients = {key: guards.coefficient(square) for key, square in squares.items()}
         return decision
+
+    def _work_of(self, job: RoundJob) -> dict[int, int]:
+        """Return by index by what contributions are weighted, where that was said."""
+        state = self._store.state
+        with self._changed:
+            said = {uploader.index: state.work(uploader.peer) for uploader in job.uploaders}
+        return {index: work for index, work in said.items() if work is not None}
 
     def _came(self, number: int) -> dict[str, float]:
         """Return the verdict that a round of this contribution alone gives."""

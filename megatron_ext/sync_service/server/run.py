@@ -172,8 +172,8 @@ class Run:
             return self._commit(peer, instance, number, report)
 
     def _commit(self, peer: str, instance: str, number: int, report: Report) -> bool:
-        if self.config.step_weights and number > 0 and not report.steps:
-            raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
+        if number > 0:
+            self._check_work(report)
         contribution = self._contribution(peer, instance, number)
         if contribution is None:
             with self.changes:
@@ -197,6 +197,22 @@ class Run:
                 self._failpoints.hit("upload_journaled")
                 self.changes.notify_all()
         return False
+
+    def _check_work(self, report: Report) -> None:
+        """Check that a peer says by what its contribution is weighted.
+
+        Raises:
+            Refusal: it does not.
+        """
+        if self.config.step_weights and not report.steps:
+            raise Refusal("invalid", "step_weights of the run needs the steps of the interval; report them")
+        batch = 0 if report.progress is None else report.progress.batch
+        if self.config.token_weights and not (report.steps and batch):
+            raise Refusal(
+                "invalid",
+                "token_weights of the run needs the steps of the interval and the samples of a step (progress.batch); "
+                "report both",
+            )
 
     def look(self, peer: str, instance: str, number: int, *, uploaded: bool) -> Answer:
         """Return what a peer that awaits a round is to do as things are; `changes` may make it another answer.

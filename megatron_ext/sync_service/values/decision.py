@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.outer.penalty import Verdict
@@ -75,6 +75,7 @@ def decide(
     guards: Guards | None,
     max_norm: float | None,
     is_start: bool,
+    work: Mapping[int, int],
 ) -> Decision:
     """Decide who counts.
 
@@ -84,6 +85,7 @@ def decide(
         measured: what is known of their contributions, in the same order.
         guards: decide who counts in which unit; None for everybody whose contribution is sound.
         max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
+        work: by index, by what a contribution is weighted; it counts as any other where nothing is said.
         is_start: whether this is the common start: one peer's values, about which there is nothing else to decide.
     """
     decision = Decision(nbytes=sum(found.nbytes for found in measured))
@@ -99,7 +101,7 @@ def decide(
             continue
         sound[index] = found.squares
     if guards is not None and not is_start:
-        guards.decide(sound)
+        guards.decide(sound, work)
         decision.verdicts, decision.learned = guards.verdicts, guards.state
         lasting = guards.lasting()
         for peer, index in contributors:

@@ -58,17 +58,18 @@ class Guards:
                 )
             self._penalty.load({"detector": learned} if learned else {})
 
-    def decide(self, squares: Mapping[int, Mapping[Judged, float]]) -> None:
+    def decide(self, squares: Mapping[int, Mapping[Judged, float]], work: Mapping[int, int]) -> None:
         """Decide over a round, and learn from it.
 
         Args:
             squares: by index of the peers whose contributions are sound, the squared norms of their pseudo-gradients.
+            work: by index, by what a contribution is weighted where the configuration asks for that; 1 unless given.
         """
         norms = torch.zeros(self._peers, len(self.judged), dtype=torch.float64)
         for index, by_judged in squares.items():
             norms[index] = torch.tensor([by_judged.get(key, 0.0) for key in self.judged], dtype=torch.float64).sqrt()
-        took_part = [int(index in squares) for index in range(self._peers)]
-        decided = self._penalty.decide(norms, took_part)
+        done = [work.get(index, 1) if index in squares else 0 for index in range(self._peers)]
+        decided = self._penalty.decide(norms, done)
         self._verdicts = dict(zip(self.judged, decided, strict=True))
 
     @property

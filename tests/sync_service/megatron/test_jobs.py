@@ -207,7 +207,9 @@ def test_a_single_peer_without_an_outer_optimizer_trains_as_without_the_service(
 
 @pytest.mark.parametrize("by", ["steps", "time"])
 def test_jobs_of_different_pace_do_not_wait_for_each_other(make_service: MakeService, by: str):
-    service = make_service(peers=2, rounds="asynchronous", step_weights=True, outer_optimizer="sgd")
+    # Batches are equal, and so both weights.
+    weights = {"steps": "step_weights", "time": "token_weights"}[by]
+    service = make_service(peers=2, rounds="asynchronous", outer_optimizer="sgd", **{weights: True})
     service.start()
     if by == "steps":
         options = {"slow": {}, "fast": {"sync_service_interval": 2}}

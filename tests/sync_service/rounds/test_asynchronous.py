@@ -96,7 +96,7 @@ class Machine:
 def test_whatever_happens_contributions_count_once_in_their_order_and_a_replay_agrees(
     steps: list[str], limit: int | None
 ):
-    machine = Machine(max_staleness=limit, step_weights=True).started("a", "b", "c")
+    machine = Machine(max_staleness=limit, weighs_steps=True).started("a", "b", "c")
     came, used = [], []
     for step in steps:
         verb, _, name = step.partition(" ")
@@ -135,7 +135,7 @@ def test_whatever_happens_contributions_count_once_in_their_order_and_a_replay_a
 
 
 def test_peers_count_by_their_steps_in_relation_to_all():
-    machine = Machine(step_weights=True).started("a", "b")
+    machine = Machine(weighs_steps=True).started("a", "b")
     weights = []
     for name, steps in (("a", 30), ("b", 10), ("a", 30), ("b", 50)):
         machine.upload(name, steps)

@@ -100,7 +100,14 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
             "run r: contributions_per_step is 0; it must be 1 or more",
         ),
         ("runs: {r: {peers: 2, rounds: now}}", "run r: rounds is now; it must be synchronous or asynchronous"),
-        ("runs: {r: {peers: 2, step_weights: true}}", "run r: step_weights has no effect without rounds: asynchronous"),
+        (
+            "runs: {r: {peers: 2, step_weights: true, token_weights: true}}",
+            "run r: step_weights and token_weights are two weights of one contribution; drop one of them",
+        ),
+        (
+            "runs: {r: {peers: 2, step_weights: true, step_weight_ratio: 0.3}}",
+            "run r: step_weight_ratio has no effect without pseudo_gradnorm_reduce and step_weights or token_weights",
+        ),
         ("runs: {r: {peers: 2, max_staleness: -1, rounds: asynchronous}}", "run r: max_staleness is -1; it must be 0"),
         ("runs: {r: {peers: 2, rounds: asynchronous, quorum: 1}}", "run r: quorum has no meaning with rounds: asynch"),
         (

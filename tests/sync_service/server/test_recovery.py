@@ -265,7 +265,7 @@ def test_nothing_of_a_state_is_missing_in_what_a_snapshot_tells_of_it(kind: type
     joined = {"event": "joined", "peer": "a", "index": 0, "instance": "i", "alive_seconds": 15.0}
     for event in (created, {**joined, "certificate": "site-a"}, {**joined, "peer": "b", "index": 1}):
         told.apply(event)
-    told.apply({"event": "uploaded", "round": 0, "peer": "a", "progress": [1, 8, 2.5, 8]})
+    told.apply({"event": "uploaded", "round": 0, "peer": "a", "steps": 1, "progress": [1, 8, 2.5, 8]})
     told.apply({"event": "evicted", "peer": "b", "reason": "it was in the way"})
     rebuilt.apply(json.loads(json.dumps({"event": "recovered", "round": 0, "state": told.as_json()})))
     assert vars(rebuilt) == vars(told) and rebuilt.certificates == {"a": "site-a"}

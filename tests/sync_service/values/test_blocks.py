@@ -105,7 +105,7 @@ def test_blocks_change_no_bit(
         else:
             measured = made_by.measure(peers)
             members = [(peer.peer, peer.index) for peer in peers]
-            decision = decide(CATALOG, members, measured, guards=None, max_norm=None, is_start=False)
+            decision = decide(CATALOG, members, measured, guards=None, max_norm=None, is_start=False, work={})
             assert decision.is_plain
             made = made_by.write(path, peers, decision)
         writer, facts = made

@@ -87,6 +87,7 @@ class Rounds:
             guards=guards,
             max_norm=self.max_norm,
             is_start=self.before is None,
+            work={},
         )
         if guards is not None and guards.clips and self.before is not None:
             squares = reduction.common_squares(contributors, decision)
