@@ -59,6 +59,9 @@ class Limits:
     max_boxes: int
     """Boxes that a contribution cuts a tensor into."""
 
+    max_journal_bytes: int
+    """Bytes that the journal may grow by between two rounds and still take registrations."""
+
     def check_catalog(self, catalog: Catalog) -> None:
         """Check what a peer announces.
 
@@ -83,6 +86,23 @@ class Limits:
                 "invalid",
                 f"the tensors have {gib(catalog.nbytes)} in fp32, and max_model_bytes of the run is "
                 f"{self.max_model_bytes} ({gib(self.max_model_bytes)}); raise it at the server if they are meant",
+            )
+
+    def check_journal(self, grown: int) -> None:
+        """Check that the journal takes a further registration.
+
+        Args:
+            grown: bytes that it has grown by since the newest round.
+
+        Raises:
+            Refusal: it does not, until there is a round.
+        """
+        if grown >= self.max_journal_bytes:
+            raise Refusal(
+                "later",
+                f"the journal has grown by {grown} bytes since the newest round, and max_journal_bytes of the run is "
+                f"{self.max_journal_bytes}; its lines name who registers again and again, and registrations are taken "
+                "after the next round, or when it is raised at the server",
             )
 
     def frames_of(self, catalog: Catalog) -> int:

@@ -197,6 +197,10 @@ class RunConfig:
     max_boxes: int = 65_536
     """Boxes, slices that its ranks hold, in which one peer may upload one tensor."""
 
+    max_journal_bytes: int = 64 << 20
+    """Bytes that the journal may grow by between two rounds and still take registrations: what peers that register
+    again and again write of the disk."""
+
     check_disk: bool = True
     """When a run begins, refuse tensors of which the server's disk has no room for a round."""
 

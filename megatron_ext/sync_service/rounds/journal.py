@@ -70,6 +70,13 @@ class JournalContent:
         return -1 if rebuilt is None else int(rebuilt["round"])
 
     @property
+    def grown(self) -> int:
+        """How many bytes of the whole lines come after the newest round."""
+        lines = self.whole.splitlines(keepends=True)
+        ends = (at for at, event in enumerate(self.events, 1) if event["event"] in ("committed", "recovered"))
+        return sum(map(len, lines[max(ends, default=0) :]))
+
+    @property
     def counting(self) -> tuple[Event, ...]:
         """The events that lead to the state of the run: of a rebuilt journal those before say nothing about it."""
         begins = [index for index, event in enumerate(self.events) if event["event"] == "recovered"]

@@ -122,6 +122,8 @@ class Admissions:
             until = self._presence.alive_until(peer)
             if event is not None and until is not None and not take_over and peer in self._state.members:
                 raise NameInUse(self._name, peer, until)
+            if event is not None:
+                self._store.check_journal()
             if begins:
                 self._store.create(config, catalog)
             if event is not None:

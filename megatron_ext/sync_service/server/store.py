@@ -137,6 +137,7 @@ class RunStore:
             )
         made = check_start(name, folder, keep_snapshots, content.whole, self.state)
         self._journal = Journal(path, None if remote is None else remote.append, content)
+        self._round_begins = self._journal.position[0] - content.grown
         self._journal.events.clear()
         self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())
         if made is not None:
@@ -205,9 +206,19 @@ class RunStore:
         event = self._journal.append(event)
         self.state.apply(event)
         self.history.apply(event)
+        if event["event"] == "committed":
+            self._round_begins = self._journal.position[0]
         if event["event"] != "created":
             told = {key: value for key, value in event.items() if key not in ("event", "outer_scalars", "time")}
             log.info("run %s: %s %s", self._name, event["event"], told)
+
+    def check_journal(self) -> None:
+        """Check that the journal takes a further registration.
+
+        Raises:
+            Refusal: it has grown too much since the newest round.
+        """
+        self._config.limits.check_journal(self._journal.position[0] - self._round_begins)
 
     def create(self, config: dict[str, str], catalog: Catalog) -> None:
         """Let the run begin with what its first peer says that all peers have in common.
