@@ -134,6 +134,9 @@ RUN_BY = {
         "tests/benchmarks/test_switch.py::test_the_size_from_which_parts_travel_alone_is_measured"
     ),
     "python -m benchmarks.vs_atorch": "tests/benchmarks/test_vs_atorch.py",
+    "scripts/audit_dependencies.sh": (
+        "tests/packaging/test_audit.py::test_the_audit_ends_with_0_only_if_all_were_looked_up"
+    ),
     "sphinx-build": "tests/packaging/test_site.py::test_every_page_is_in_the_site",
 }
 """A test, or a file or folder of tests, that runs the command, at toy size where it trains."""
