@@ -22,13 +22,13 @@ HEADS = 1.5
 """Bytes of a contribution in relation to its values: the frames of this test are small, and each has a head."""
 
 
-def registration(peer: str, instance: str) -> bytes:
+def registration(peer: str, instance: str, **config: str) -> bytes:
     """Return the request of a process to speak for a peer."""
     specs = Catalog.of_tensors(START)
     catalog = [pb2.TensorSpec(name=spec.name, shape=spec.shape, unit=spec.unit) for spec in specs]
     caller = pb2.Caller(run="demo", peer=peer, instance=instance)
     request = pb2.RegisterRequest(
-        caller=caller, protocol=PROTOCOL_VERSION, config={"codec": "fp32"}, catalog=catalog, asynchronous=True
+        caller=caller, protocol=PROTOCOL_VERSION, config={"codec": "fp32", **config}, catalog=catalog, asynchronous=True
     )
     return bytes(request.SerializeToString())
 
@@ -114,6 +114,23 @@ def test_peers_that_register_again_and_again_do_not_fill_the_disk_with_the_journ
             values = client.sync(trained(values, 0, 1), Report(steps=1)).values
             assert caller.send("Register", registration("x", "i"))[0] is Code.OK
     assert service.events("committed")[-1]["contributors"] == ["p0"]
+
+
+def test_peers_that_begin_a_run_again_and_again_do_not_fill_the_disk_either(make_service: MakeService):
+    limit = 20_000
+    service = make_service({"demo": {"peers": 2, "max_journal_bytes": limit}})
+    service.start()
+    path = service.state / "runs" / "demo" / "journal.jsonl"
+    leave = pb2.LeaveRequest(caller=pb2.Caller(run="demo", peer="x", instance="i")).SerializeToString()
+    with calling(service.address) as caller:
+        # Before there is a round, who comes to a deserted run says what it is, tensors and all.
+        for number in range(100):
+            code, said = caller.send("Register", registration("x", "i", said=1000 * str(number)))
+            if code is not Code.OK:
+                break
+            assert caller.send("Leave", leave)[0] is Code.OK
+    assert code is Code.UNAVAILABLE and f"max_journal_bytes of the run is {limit}" in said
+    assert len(service.events("created")) > 1 and limit <= path.stat().st_size < 1.5 * limit
 
 
 def test_a_round_adds_a_few_hundred_bytes_for_every_peer_to_the_journal(make_service: MakeService):
