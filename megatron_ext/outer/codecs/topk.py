@@ -39,9 +39,9 @@ class TopKCodec(Codec):
         return type(self)(min(1.0, self._density * messages))
 
     def nbytes(self, numel: int) -> int:
-        """Return 4 per value that is kept."""
+        """Return the bytes of the whole chunks and of the rest."""
         whole, rest = divmod(numel, CHUNK)
-        return 4 * (whole * self._kept(CHUNK) + (self._kept(rest) if rest else 0))
+        return whole * self._row_bytes(CHUNK) + (self._row_bytes(rest) if rest else 0)
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Return places and values of the whole chunks, then of the rest."""
@@ -52,24 +52,39 @@ class TopKCodec(Codec):
         values = torch.zeros(numel, dtype=torch.float32, device=data.device)
         offset = 0
         for rows in _rows(values):
-            kept = rows.shape[0] * self._kept(rows.shape[1])
-            places = as_numbers(data[offset : offset + 2 * kept], torch.int16).view(rows.shape[0], -1).long()
+            end = offset + rows.shape[0] * self._row_bytes(rows.shape[1])
+            places, numbers = self._decode_rows(data[offset:end], *rows.shape)
             # No -0: with another density it may have been left out, as 0.
-            numbers = self._cast.decode(data[offset + 2 * kept : offset + 4 * kept], kept).add(0.0)
-            rows.scatter_(1, places, numbers.view(rows.shape[0], -1))
-            offset += 4 * kept
+            rows.scatter_(1, places, numbers.add(0.0))
+            offset = end
         return values
 
+    def _row_bytes(self, length: int) -> int:
+        """Return the bytes of a chunk of this many values: 4 per value that is kept."""
+        return 4 * self._kept(length)
+
     def _encode_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of chunks, (chunks, length)."""
+        places = self._places(rows)
+        numbers = self._cast.encode(rows.gather(1, places).view(-1))
+        return torch.cat([as_bytes(places.to(torch.int16).view(-1)), numbers])
+
+    def _decode_rows(self, data: torch.Tensor, chunks: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return places, int64, and values, fp32, both (chunks, kept), of the bytes of chunks."""
+        kept = chunks * self._kept(length)
+        places = as_numbers(data[: 2 * kept], torch.int16).view(chunks, -1).long()
+        return places, self._cast.decode(data[2 * kept :], kept).view(chunks, -1)
+
+    def _places(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the places of each row's largest values, (chunks, kept), in rising order."""
         # What is not a number counts as the largest of all, so that it is sent.
         size = rows.abs().nan_to_num(nan=math.inf, posinf=math.inf)
         # A stable sort, not topk: which of several equal values is chosen must not differ between ranks.
         order = size.sort(dim=1, descending=True, stable=True).indices
-        places = order[:, : self._kept(rows.shape[1])].sort(dim=1).values
-        numbers = self._cast.encode(rows.gather(1, places).view(-1))
-        return torch.cat([as_bytes(places.to(torch.int16).view(-1)), numbers])
+        return order[:, : self._kept(rows.shape[1])].sort(dim=1).values
 
     def _kept(self, numel: int) -> int:
+        """Return how many values of a chunk of this many are kept."""
         return max(1, round(self._density * numel))
 
 
