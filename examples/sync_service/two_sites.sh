@@ -9,7 +9,7 @@
 #
 # Environment:
 #   RATE      of the link, each way, as tc has it (100mbit)
-#   CODEC     how contributions travel: fp32, bf16, fp16, fp8, int8, int4 or topk (fp32)
+#   CODEC     how contributions travel: fp32, bf16, fp16, fp8, int8, int4, topk or topk2 (fp32)
 #   DELAY     steps that a job makes while its round is in flight (0)
 #   INTERVAL  steps between two rounds (10)
 #   ROUNDS    number of rounds (4)

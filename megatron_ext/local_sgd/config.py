@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_ext.config_options import flag, flag_of, one_of
-from megatron_ext.outer.codecs.all_codecs import lossy_codecs, takes_density
+from megatron_ext.outer.codecs.all_codecs import densities, density_fits, lossy_codecs, takes_density
 from megatron_ext.outer.penalty_config import PenaltyConfig
 
 __all__ = ["LocalSGDConfig"]
@@ -73,10 +73,11 @@ class LocalSGDConfig(PenaltyConfig):
 
     codec: str | None = one_of("--local-sgd-codec", None, lossy_codecs)
     """Compress what workers send each other in a round, with error feedback: to 16, 8 or 4 bits per value, or to the
-    largest values only. Takes 8 more bytes of memory per value of a rank."""
+    largest values only (topk2: in 2 bits each). Takes 8 more bytes of memory per value of a rank."""
 
     codec_density: float = flag("--local-sgd-codec-density", 1 / 32)
-    """Fraction of the values that the codec topk sends, or another one that takes a density, in (0, 1]."""
+    """Fraction of the values that the codecs topk and topk2 send, or another one that takes a density, in (0, 1]; topk2
+    takes 1/256 or more."""
 
     def problems(self) -> list[str]:
         """Return the problems of the values by themselves, one sentence each."""
@@ -126,7 +127,7 @@ class LocalSGDConfig(PenaltyConfig):
 
     def _round_problems(self) -> list[str]:
         found = self._not_allowed(
-            ("codec_density", 0 < self.codec_density <= 1, "it must be above 0 and at most 1"),
+            ("codec_density", density_fits(self.codec, self.codec_density), f"it must be {densities(self.codec)}"),
             ("local_sgd_sync_time", 0 < self.local_sgd_sync_time < math.inf, "it must be a finite number above 0"),
             ("min_total_global_steps", self.min_total_global_steps >= 1, "it must be at least 1"),
             ("gradient_accumulation_steps", self.gradient_accumulation_steps >= 1, "it must be at least 1"),

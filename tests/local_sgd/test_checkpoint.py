@@ -58,6 +58,7 @@ STREAMING = {
                 ("dp2", "bf16", 2, APART_AND_SYNCED, {"optimizer": "sgd", "lr": 0.1}, "inner SGD"),
                 ("single", "bf16", 2, APART_AND_SYNCED, {"local_sgd_codec": "int4"}, "codec"),
                 ("tp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk"}, "sharded codec"),
+                ("pp2", "bf16-distopt", 2, APART_AND_SYNCED, {"local_sgd_codec": "topk2"}, "codec in 2 bits"),
                 ("dp2", "bf16-distopt", 2, APART_AND_SYNCED, PAIRS, "pairs"),
                 ("single", "bf16", 2, APART_AND_SYNCED, EAGER, "eager"),
             )

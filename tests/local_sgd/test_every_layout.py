@@ -7,6 +7,7 @@ tests leave out.
 
 import pytest
 
+from megatron_ext.outer.codecs.all_codecs import lossy_codecs
 from tests.local_sgd.runs import local_run, same_state, worker_slices
 
 # Rounds after iterations 4, 6, 8 and 10; the anchor is taken after 2.
@@ -43,7 +44,7 @@ FEATURES = {
     "linear": {"local_sgd_pseudo_grad_reducer": "linear", **GUARDS},
     "sparse": SPARSE,
     "in forward": {"local_sgd_sync_in_forward": True, **GUARDS},
-    **{f"codec {codec}": {"local_sgd_codec": codec} for codec in ("bf16", "fp16", "fp8", "int8", "int4", "topk")},
+    **{f"codec {codec}": {"local_sgd_codec": codec} for codec in lossy_codecs()},
     "streaming": FRAGMENTS,
     "streaming in 4 bits": {**FRAGMENTS, **GUARDS, "local_sgd_codec": "int4"},
     "schedules": {

@@ -12,7 +12,7 @@ from megatron_ext.plugins import Registry
 if TYPE_CHECKING:
     from megatron_ext.outer.codecs.codec import Codec
 
-__all__ = ["CODECS", "EXACT_CODEC", "build_codec", "lossy_codecs", "takes_density"]
+__all__ = ["CODECS", "EXACT_CODEC", "build_codec", "densities", "density_fits", "lossy_codecs", "takes_density"]
 
 EXACT_CODEC = "fp32"
 """The one that loses nothing, in which values travel; in all others pseudo-gradients do."""
@@ -26,6 +26,7 @@ _OWN = {
     "int8": "megatron_ext.outer.codecs.scaled:Int8Codec",
     "int4": "megatron_ext.outer.codecs.scaled:Int4Codec",
     "topk": "megatron_ext.outer.codecs.topk:TopKCodec",
+    "topk2": "megatron_ext.outer.codecs.topk_packed:TopKPackedCodec",
 }
 
 
@@ -49,6 +50,21 @@ def takes_density(name: str | None) -> bool:
     return name is not None and CODECS.find(name).takes_density
 
 
+def density_fits(name: str | None, density: float) -> bool:
+    """Return whether a density may be asked for, of the codec of a name or where there is none."""
+    return 0 < density <= 1 and density >= _smallest_density(name)
+
+
+def densities(name: str | None) -> str:
+    """Return in words which densities may be asked for."""
+    smallest = _smallest_density(name)
+    return f"at least {smallest:g} with {name}, and at most 1" if smallest else "above 0 and at most 1"
+
+
+def _smallest_density(name: str | None) -> float:
+    return CODECS.find(name).smallest_density if name is not None else 0.0
+
+
 def build_codec(name: str, density: float | None = None) -> Codec:
     """Return the codec of a name.
 
@@ -68,8 +84,8 @@ def build_codec(name: str, density: float | None = None) -> Codec:
     if not colon and density is None:
         return kind()
     fraction = _fraction(written) if colon else density
-    if fraction is None or not 0 < fraction <= 1:
-        raise UserError(f"the density of codec {name!r} must be above 0 and at most 1")
+    if fraction is None or not density_fits(kind_name, fraction):
+        raise UserError(f"the density of codec {name!r} must be {densities(kind_name)}")
     return kind(fraction)  # type: ignore[call-arg]  # its class says that it takes one
 
 

@@ -42,6 +42,9 @@ class Codec(ABC):
     takes_density: ClassVar[bool] = False
     """Whether it is made with the fraction of the values that it keeps, in (0, 1], or without for its own default."""
 
+    smallest_density: ClassVar[float] = 0.0
+    """Of a class that takes a density: the smallest one that may be asked for; with 0 any above it."""
+
     refused_in: ClassVar[Mapping[Where, str]] = {}
     """The places where it does not work, each with the reason; without any it works everywhere."""
 

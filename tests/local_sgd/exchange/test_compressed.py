@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_ext.outer.codecs.all_codecs import lossy_codecs
+from megatron_ext.outer.codecs.all_codecs import lossy_codecs, takes_density
 from tests.local_sgd.engines import engine_of, replica_beside_shards, start_groups
 from tests.support.distributed import RankFailure, run_ranks
 
@@ -64,15 +64,16 @@ def distance_to_the_optimum(codec):
     targets = torch.randn(3000, generator=torch.Generator().manual_seed(1))
     own = targets + torch.randn(3000, generator=noise()) / 2
     mean = own.clone()
-    # What topk keeps back acts like momentum.
-    outer = {"outer_optimizer_lr": 0.5, "outer_optimizer_momentum": 0.0 if codec == "topk" else 0.5}
+    # What is kept back of most values acts like momentum.
+    sparse = takes_density(codec)
+    outer = {"outer_optimizer_lr": 0.5, "outer_optimizer_momentum": 0.0 if sparse else 0.5}
     engine = engine_of(values, groups=groups, penalty={"codec": codec}, **outer)
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     engine.take_anchor()
-    for _ in range(600 if codec == "topk" else 40):
+    for _ in range(600 if sparse else 40):
         for _ in range(4):
-            values[0] -= (0.005 if codec == "topk" else 0.05) * (values[0] - own)
+            values[0] -= (0.005 if sparse else 0.05) * (values[0] - own)
         engine.sync()
     return float((values[0] - mean).norm() / mean.norm())
 
@@ -118,7 +119,11 @@ def bytes_of_a_round(codec):
 
 
 @pytest.mark.parametrize(
-    ("codec", "goal"), [(None, 1.0), ("bf16", 0.53), ("fp8", 0.28), ("int8", 0.28), ("int4", 0.15), ("topk", 0.08)]
+    ("codec", "goal"),
+    [
+        *((None, 1.0), ("bf16", 0.53), ("fp8", 0.28), ("int8", 0.28), ("int4", 0.15)),
+        *(("topk", 0.08), ("topk2", 0.035)),
+    ],
 )
 def test_what_travels_is_as_small_as_promised(codec, goal):
     results = run_ranks(bytes_of_a_round, 4, codec)
@@ -152,7 +157,7 @@ def continued(codec):
     return [value.tolist() for value in straight], [value.tolist() for value in values]
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int4", "topk"])
+@pytest.mark.parametrize("codec", ["bf16", "int4", "topk", "topk2"])
 def test_a_saved_state_continues_bit_for_bit_with_its_residuals(codec):
     for straight, other in run_ranks(continued, 2, codec):
         assert straight == other

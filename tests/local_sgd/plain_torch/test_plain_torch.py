@@ -76,7 +76,9 @@ def resumed(folder, fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {**GUARD, "codec": "int8", "ewma_relative": True}], ids=["plain", "guarded int8"]
+    "fields",
+    [{}, {**GUARD, "codec": "int8", "ewma_relative": True}, {"codec": "topk2"}],
+    ids=["plain", "guarded int8", "2 bits"],
 )
 def test_a_resume_in_mid_interval_is_exact_and_schedules_still_reach_the_inner_optimizer(tmp_path, fields):
     # In the official wrapper a learning rate that is set after a load has no effect (W13).

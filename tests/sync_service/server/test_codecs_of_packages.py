@@ -25,7 +25,7 @@ class Own(Bf16Codec):
     name = "their-cast"
 """
 SYNCHRONOUS = CODEC + '    refused_in = {Where.ASYNCHRONOUS: "it has been made for rounds of many"}\n'
-KNOWN = "use one of fp32, bf16, fp16, fp8, int8, int4, topk"
+KNOWN = "use one of fp32, bf16, fp16, fp8, int8, int4, topk, topk2"
 
 
 @pytest.fixture
