@@ -128,9 +128,27 @@ _ONE_WORKER = (
     ),
 )
 
+_SPARSE = (
+    Method(name="momentum", title=f"fp32, lr {RATE}, momentum {MOMENTUM}", options=_rounds(2)),
+    *(
+        # What is kept back acts like momentum, so that there is no other.
+        Method(
+            name=codec,
+            title=f"{codec}, lr 1, no momentum",
+            options=_rounds(2, outer_optimizer_lr=1.0, outer_optimizer_momentum=0.0, **options),
+        )
+        for codec, options in (
+            ("fp32", {}),
+            ("topk", {"local_sgd_codec": "topk"}),
+            ("topk2", {"local_sgd_codec": "topk2"}),
+        )
+    ),
+)
+
 STUDIES = {
     "schedules": Question(processes=2, methods=_schedules(ROUNDS)),
     "one-worker": Question(processes=1, methods=_ONE_WORKER),
+    "sparse": Question(processes=2, methods=_SPARSE),
 }
 """By their names."""
 
