@@ -84,7 +84,7 @@ def _add_start(actions: Any) -> None:
     run.add_argument(
         "--contributions-per-step", type=int, metavar="N", help="asynchronous: that make up an outer step (peers)"
     )
-    run.add_argument("--step-weights", action="store_true", default=None, help="asynchronous: weight by steps")
+    run.add_argument("--step-weights", action="store_true", default=None, help="weight peers by their steps")
     run.add_argument("--max-staleness", type=int, metavar="K", help="asynchronous: rounds since a contribution began")
     run.add_argument("--max-norm", type=float, metavar="X", help="larger pseudo-gradients do not count")
     run.add_argument("--outer-optimizer", metavar="NAME", help="none (default, FedAvg), sgd (DiLoCo), adam, ...")

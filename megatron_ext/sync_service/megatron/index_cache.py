@@ -30,31 +30,25 @@ LOCK_NAME = "megatron_ext.lock"
 _REASON = "peers that share a corpus would read indices that another one is writing, or be killed when it rewrites them"
 
 
+_BUILDERS = {
+    "data/index-cache": "gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+    "data/index-cache-blends": "blended_dataset:BlendedDataset._build_indices",
+    "data/index-cache-masked": "masked_dataset:MaskedWordPieceDataset._build_sample_index",
+}
+"""What builds indices unless they are there, by the patch's name."""
+
+
 def patches() -> list[Patch]:
     """Return the patches of the functions that build indices unless they are there."""
-    datasets = "megatron.core.datasets"
     return [
         Patch(
-            name="data/index-cache",
-            target=f"{datasets}.gpt_dataset:GPTDataset._build_document_sample_shuffle_indices",
+            name=name,
+            target=f"megatron.core.datasets.{builder}",
             wrap=_wrap_build,
             parameters=("self",),
             reason=_REASON,
-        ),
-        Patch(
-            name="data/index-cache-blends",
-            target=f"{datasets}.blended_dataset:BlendedDataset._build_indices",
-            wrap=_wrap_build,
-            parameters=("self",),
-            reason=_REASON,
-        ),
-        Patch(
-            name="data/index-cache-masked",
-            target=f"{datasets}.masked_dataset:MaskedWordPieceDataset._build_sample_index",
-            wrap=_wrap_build,
-            parameters=("self",),
-            reason=_REASON,
-        ),
+        )
+        for name, builder in _BUILDERS.items()
     ]
 
 
@@ -82,25 +76,28 @@ def _cache_of(dataset: Any) -> Path | None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Keep other peers from building in a folder until the end of the block."""
+    """Keep other peers from building in a folder until the end of the block, where that can be."""
+    handle = _opened(folder)
+    is_taken = handle is not None and _take(handle, folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        # Then this job builds nothing here either: it reads what is there, or Megatron says that it cannot write.
         yield
-        return
-    try:
-        is_taken = _take(handle, folder)
-        try:
-            yield
-        finally:
+    finally:
+        if handle is not None:
             if is_taken:
                 fcntl.flock(handle, fcntl.LOCK_UN)  # a process forked meanwhile has the handle too
-    finally:
-        os.close(handle)
+            os.close(handle)
+
+
+def _opened(folder: Path) -> int | None:
+    """Return the handle of a folder's lock, which is made; None where this job may not write."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        # Then it builds nothing here either: it reads what is there, or Megatron says that it cannot write.
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return None
+        raise
 
 
 def _take(handle: int, folder: Path) -> bool:

@@ -85,8 +85,8 @@ def decide(
         measured: what is known of their contributions, in the same order.
         guards: decide who counts in which unit; None for everybody whose contribution is sound.
         max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
-        work: by index, by what a contribution is weighted; it counts as any other where nothing is said.
         is_start: whether this is the common start: one peer's values, about which there is nothing else to decide.
+        work: by index, by what a contribution is weighted; it counts as any other where nothing is said.
     """
     decision = Decision(nbytes=sum(found.nbytes for found in measured))
     sound: dict[int, dict[Judged, float]] = {}

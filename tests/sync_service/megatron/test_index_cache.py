@@ -87,9 +87,7 @@ def test_no_peer_reads_indices_that_another_one_is_writing(corpus: str, tmp_path
 
 
 @pytest.mark.parametrize("beside_corpus", [True, False], ids=["beside the corpus", "in data-cache-path"])
-def test_a_peer_waits_for_another_that_builds_and_says_so(
-    corpus: str, tmp_path: Path, beside_corpus: bool
-):
+def test_a_peer_waits_for_another_that_builds_and_says_so(corpus: str, tmp_path: Path, beside_corpus: bool):
     warm_up()
     said = tmp_path / "said"
     said.touch()
