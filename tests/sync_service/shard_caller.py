@@ -7,12 +7,14 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_ext.sync_service.channel.security import SECRET_KEY, TOKEN_KEY
+from megatron_ext.sync_service.channel.tls import client_credentials
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
 from megatron_ext.sync_service.protocol.wire import METHODS
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.shards.shard_calls import Word
 from megatron_ext.sync_service.shards.shard_messages import word_message
+from tests.sync_service.authority import Authority
 
 
 def word(addresses: Sequence[str], config: RunConfig, catalog: Catalog, /, **changes: Any) -> Any:
@@ -70,3 +72,13 @@ def calling(address: str, shown: Mapping[str, str] | None = None) -> Iterator[Sh
     """Yield who calls a server with a token and a secret, if any."""
     with grpc.insecure_channel(address) as channel:
         yield ShardCaller(channel, **(shown or {}))
+
+
+@contextmanager
+def shown(
+    address: str, authority: Authority, files: dict[str, str], token: str | None = None, secret: str | None = None
+) -> Iterator[ShardCaller]:
+    """Yield who calls with a certificate."""
+    credentials = client_credentials(authority.file, files.get("tls_cert"), files.get("tls_key"))
+    with grpc.secure_channel(address, credentials) as channel:
+        yield ShardCaller(channel, token=token, secret=secret)

@@ -14,7 +14,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.report import Progress, Report
 from tests.sync_service.service import Service
-from tests.sync_service.toy_peer import digest
+from tests.sync_service.toy_peer import digest, start_values
 
 MakeService = Callable[..., Service]
 Values = dict[str, torch.Tensor]
@@ -26,14 +26,10 @@ CATALOG = Catalog(
         TensorSpec(name="one", shape=(50,), owners=(1,)),
     ]
 )
+START = start_values(1, {spec.name: spec.shape for spec in CATALOG})
 STEPS, BATCHES = (30, 10, 20), (4, 8, 2)
 BY = {"step_weights": torch.tensor(STEPS), "token_weights": torch.tensor(STEPS) * torch.tensor(BATCHES)}
 PLAIN_SGD = {"outer_optimizer": "sgd", "outer_optimizer_lr": 1.0, "outer_optimizer_momentum": 0.0}
-
-
-def start_of(seed: int) -> Values:
-    generator = torch.Generator().manual_seed(seed)
-    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in CATALOG}
 
 
 def trained(values: Values, index: int) -> Values:
@@ -55,7 +51,7 @@ def make_rounds(service: Service, rounds: int = 1, *failpoints: str) -> tuple[Va
     server = service.start(*failpoints)
     with ExitStack() as stack, ThreadPoolExecutor(PEERS) as pool:
         clients = [stack.enter_context(service.client(f"p{place}", CATALOG, index=place)) for place in range(PEERS)]
-        begun = list(pool.map(lambda client: client.start(start_of(1)), clients))
+        begun = list(pool.map(lambda client: client.start(START), clients))
         made = begun
         for number in range(rounds):
             tasks = [

@@ -11,11 +11,10 @@ from urllib.request import urlopen
 import pytest
 
 from megatron_ext.cli.main import main
-from tests.sync_service.channel.test_tls import Authority
+from tests.sync_service.authority import Authority
 from tests.sync_service.cluster import Cluster
-from tests.sync_service.security.test_who_may_call import shown
 from tests.sync_service.service import Process, Service
-from tests.sync_service.shard_caller import shard_request
+from tests.sync_service.shard_caller import shard_request, shown
 from tests.sync_service.toy_peer import start_values
 
 MakeService = Callable[..., Service]

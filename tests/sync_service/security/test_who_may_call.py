@@ -2,20 +2,18 @@
 """Who may call which method: one decision for each method of the protocol, held against real servers."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_ext.sync_service.channel.tls import client_credentials
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.frames import Frame, whole_box
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, grpc, pb2
-from tests.sync_service.channel.test_tls import Authority
+from tests.sync_service.authority import Authority
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.service import Service
-from tests.sync_service.shard_caller import ShardCaller, calling, shard_request
+from tests.sync_service.shard_caller import calling, shard_request, shown
 from tests.sync_service.shards import test_shard_calls
 from tests.sync_service.toy_peer import digest, start_values
 
@@ -67,16 +65,6 @@ def request_of(method: str, instance: str, peer: str = "p0") -> bytes:
     if method not in ("Status", "Evict", "Drain"):
         fields["caller"] = pb2.Caller(**caller)
     return bytes(getattr(pb2, f"{method}Request")(**fields).SerializeToString())
-
-
-@contextmanager
-def shown(
-    address: str, authority: Authority, files: dict[str, str], token: str | None = None, secret: str | None = None
-) -> Iterator[ShardCaller]:
-    """Yield who calls with a certificate."""
-    credentials = client_credentials(authority.file, files.get("tls_cert"), files.get("tls_key"))
-    with grpc.secure_channel(address, credentials) as channel:
-        yield ShardCaller(channel, token=token, secret=secret)
 
 
 def test_every_method_of_the_protocol_has_a_decision_and_the_page_has_it():

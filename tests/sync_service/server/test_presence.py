@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.server.config import ServerConfig
 from tests.support.waiting import until
-from tests.sync_service.channel.test_tls import Authority
+from tests.sync_service.authority import Authority
 from tests.sync_service.service import Service
 from tests.sync_service.toy_peer import start_values
 
