@@ -91,6 +91,9 @@ class SyncServiceConfig(FromArgs):
     sync_service_take_over: bool = False
     """Take this peer's place though another job that is alive has it, which ends."""
 
+    sync_service_continue_run: bool = False
+    """Continue the run that the server has though this peer's place has trained on other data; refused otherwise."""
+
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each."""
         if self.sync_service is None:

@@ -20,6 +20,7 @@ from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.arguments import ownership_of
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig, connection_of
 from megatron_ext.sync_service.megatron.catching_up import progress_after_step
+from megatron_ext.sync_service.megatron.data_digest import data_digest
 from megatron_ext.sync_service.megatron.job_agreement import agreed
 from megatron_ext.sync_service.peer.background import ThreadedRound
 from megatron_ext.sync_service.peer.parts import Values
@@ -128,6 +129,7 @@ def join(context: ModelBuilt, index: int | None, groups: WorkerGroups | None) ->
     # Ranks wait here for the one whose values take longest to travel, which no limit but the link's is to end.
     longest = _TRANSFER_SECONDS + config.sync_service_round_seconds + 10 * config.sync_service_patience_seconds
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(longest)))
+    job = Ranks(group)
     client_config = ClientConfig(
         connection=connection_of(config),
         run=config.sync_service_run,
@@ -140,8 +142,9 @@ def join(context: ModelBuilt, index: int | None, groups: WorkerGroups | None) ->
         round_seconds=config.sync_service_round_seconds,
         heartbeat_seconds=config.sync_service_heartbeat_seconds,
         take_over=config.sync_service_take_over,
+        data=job.on_first(partial(data_digest, context.args)),
+        continue_run=config.sync_service_continue_run,
     )
-    job = Ranks(group)
     job.on_all(partial(_refuse_frozen, view, context.args))
     client = SyncClient(client_config, catalog, job=job, parts=slices.parts)
     interval = Interval(job, steps=config.sync_service_interval, seconds=config.sync_service_interval_seconds)

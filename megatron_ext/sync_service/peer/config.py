@@ -42,6 +42,13 @@ class ClientConfig:
     agreed: Mapping[str, str] = field(default_factory=dict)
     """Whatever else must be the same for all peers, by the name of the field."""
 
+    data: str = ""
+    """Which data this peer trains on, in some letters that change with them. The run keeps them with the peer's place,
+    where others are refused, unless `continue_run` says that they are meant."""
+
+    continue_run: bool = False
+    """Continue the run though this peer's place has trained on other `data`."""
+
     streams: int = 2
     """Parallel streams of an upload or download. The server holds some megabytes for each."""
 

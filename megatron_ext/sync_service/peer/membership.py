@@ -125,6 +125,8 @@ class Membership:
             asynchronous=True,
             sharded=True,
             take_over=config.take_over,
+            data=config.data,
+            continue_run=config.continue_run,
             alive_seconds=ALIVE_HEARTBEATS * config.heartbeat_seconds,
         )
 

@@ -117,7 +117,11 @@ def check_against(
             )
     difference = known.difference(catalog)
     if difference is not None:
-        raise Refusal("state", f"the catalog of peer {peer!r} is not the run's: {difference}")
+        raise Refusal(
+            "state",
+            f"the catalog of peer {peer!r} is not the run's: {difference}; give the same model, or begin a run under "
+            "another name",
+        )
 
 
 def _check_fields(config: Mapping[str, str]) -> None:

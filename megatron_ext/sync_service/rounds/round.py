@@ -49,6 +49,8 @@ class RunState:
         """By index, whose part of the samples it counts, whoever has it."""
         self.certificates: dict[str, str] = {}
         """Whose certificate the name of a peer belongs to."""
+        self.data: dict[int, str] = {}
+        """By index, what the samples of that place are drawn from, as its peers have said."""
         self._reported: dict[str, tuple[int, Progress]] = {}
         self._steps: dict[str, int] = {}
         self._batches: dict[str, int] = {}
@@ -335,6 +337,7 @@ class RunState:
             "members": [asdict(member) for member in self.members.values()],
             "publisher": self.publisher,
             "certificates": dict(self.certificates),
+            "data": list(self.data.items()),
             "evicted": [[peer, instance, reason] for peer, (instance, reason) in self.evicted.items()],
             "uploaded": dict(self.uploaded),
             "reported": [[peer, index, astuple(progress)] for peer, (index, progress) in self._reported.items()],
@@ -376,6 +379,7 @@ class RunState:
         self.members = {entry["name"]: Member(**entry) for entry in found["members"]}
         self.publisher = found["publisher"]
         self.certificates = dict(found["certificates"])
+        self.data = dict(found.get("data", ()))
         self.evicted = {peer: (instance, reason) for peer, instance, reason in found["evicted"]}
         self.uploaded = dict(found["uploaded"])
         self._reported = {peer: (index, Progress(*progress)) for peer, index, progress in found["reported"]}
@@ -399,6 +403,8 @@ class RunState:
             instance=event["instance"],
             alive_seconds=event.get("alive_seconds", 0.0),
         )
+        if "data" in event:
+            self.data[event["index"]] = event["data"]
         if "certificate" in event:
             self.certificates.setdefault(name, event["certificate"])
         self.evicted.pop(name, None)

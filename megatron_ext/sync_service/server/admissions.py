@@ -77,6 +77,8 @@ class Admissions:
         certificate: str | None = None,
         take_over: bool = False,
         alive_seconds: float = 0.0,
+        data: str = "",
+        continue_run: bool = False,
     ) -> Admission:
         """Make a peer a member.
 
@@ -92,6 +94,8 @@ class Admissions:
             certificate: whose certificate it has shown, if any.
             take_over: whether it takes the place of a process that is alive.
             alive_seconds: for how long it counts as alive after every word; 0 if it sends no heartbeats.
+            data: which data it trains on; empty where it does not say.
+            continue_run: whether its place may have trained on others before.
 
         Raises:
             NameInUse: another process speaks for the peer, and is alive.
@@ -119,6 +123,8 @@ class Admissions:
                 check_against(self._store.agreed, self._store.catalog, peer, config, catalog, own)
             self._check_certificate(peer, certificate)
             event = self._state.check_joining(peer, instance, index)
+            if event is not None and not continue_run:
+                self._check_data(peer, event["index"], data)
             until = self._presence.alive_until(peer)
             if event is not None and until is not None and not take_over and peer in self._state.members:
                 raise NameInUse(self._name, peer, until)
@@ -130,8 +136,9 @@ class Admissions:
                 if peer not in self._state.uploaded:
                     # Another process may train from other values: what the former one has sent is not finished by it.
                     self._store.shard.spool.discard(peer)
-                whose = {} if certificate is None else {"certificate": certificate}
-                self._store.record({**event, **whose, "alive_seconds": alive_seconds})
+                said = {"certificate": certificate, "data": data or None}
+                known = {field: value for field, value in said.items() if value is not None}
+                self._store.record({**event, **known, "alive_seconds": alive_seconds})
                 self._changes.notify_all()
             self._presence.heard(peer)
             self._presence.begins(peer, alive_seconds)
@@ -199,6 +206,24 @@ class Admissions:
         if not self._state.is_deserted or self._shards.others:
             return False
         return config != self._store.agreed or self._store.catalog.difference(catalog) is not None
+
+    def _check_data(self, peer: str, index: int, data: str) -> None:
+        """Check that a peer trains on what its place in the run has trained on: it may be a new experiment's.
+
+        Before the first round nothing has been trained, and any data will do.
+
+        Raises:
+            Refusal: it trains on other data.
+        """
+        known = self._state.data.get(index, data)
+        if data and data != known and self._state.open_round:
+            raise Refusal(
+                "state",
+                f"the training data of peer {peer!r} are {data!r}, and its place {index} in run {self._name!r} has "
+                f"trained on {known!r}; give the same, or, for a new experiment, a run of another name or another "
+                "folder of the server; to continue this run with other data, say continue_run "
+                "(--sync-service-continue-run)",
+            )
 
     def _check_certificate(self, peer: str, certificate: str | None) -> None:
         """Check that a peer's name belongs to whoever calls: to the certificate that was the first to register it.

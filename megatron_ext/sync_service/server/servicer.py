@@ -54,6 +54,8 @@ class Servicer(ValuesServicer):
             sharded=request.sharded,
             certificate=origin.certificate,
             take_over=request.take_over,
+            data=request.data,
+            continue_run=request.continue_run,
             alive_seconds=request.alive_seconds,
         )
         config = self._run(caller.run).config

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the end of a peer leaves behind: its last checkpoint, whatever the server does."""
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -75,6 +76,21 @@ def test_a_peer_that_has_ended_and_is_started_again_changes_nothing(
     assert service.events("joined") == events
     assert same_bits(model_of(again), model_of(ended))
     assert place(tmp_path / "a") == before
+
+
+@pytest.mark.slow
+def test_a_peer_whose_checkpoint_is_older_than_its_last_round_makes_no_step_and_saves_the_end(
+    make_service: MakeService, tmp_path: Path
+):
+    service = make_service(peers=1)
+    service.start()
+    options = {"train_iters": 8, "save": str(tmp_path / "a"), "save_interval": 6}
+    ended = run_job(service, "a", SINGLE, **options)
+    shutil.rmtree(tmp_path / "a" / "iter_0000008")
+    (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text("6")
+    (again,) = run_job(service, "a", SINGLE, load=str(tmp_path / "a"), **options)
+    assert again.record.steps == [] and (tmp_path / "a" / "iter_0000008").is_dir()
+    assert same_bits(model_of([again]), model_of(ended))
 
 
 @pytest.mark.parametrize("ranks", [SINGLE, ("tp2", "fp32", 2)], ids=["one rank", "two ranks"])

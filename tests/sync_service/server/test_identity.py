@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A place of a run knows which data it has trained on: a new experiment that meets an old run is told."""
+
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from megatron_ext.errors import UserError
+from megatron_ext.sync_service.peer.client import SyncClient
+from megatron_ext.sync_service.rounds.members import Policy
+from megatron_ext.sync_service.rounds.round import RunState
+from tests.sync_service.service import Service
+from tests.sync_service.toy_peer import start_values
+
+MakeService = Callable[..., Service]
+START = start_values(1)
+
+
+def refusal_of(client: SyncClient) -> str:
+    """Return what a peer is told that does not fit."""
+    with client, pytest.raises(UserError) as refused:
+        client.register()
+    return str(refused.value)
+
+
+def begin(service: Service, data: dict[str, str]) -> None:
+    """Let peers with these data begin the run, and end."""
+    with ExitStack() as open_clients:
+        clients = [open_clients.enter_context(service.client(name, START, data=of)) for name, of in data.items()]
+        for client in clients:
+            client.start(START)
+        for client in clients:
+            client.leave()
+
+
+def joins(service: Service, name: str, **options: Any) -> None:
+    """Register a peer that fits, and let it leave."""
+    with service.client(name, START, **options) as client:
+        client.register()
+        client.leave()
+
+
+def restart(service: Service) -> None:
+    """Let another server read what the journal says."""
+    assert service.server is not None
+    service.server.kill(signal.SIGTERM)
+    service.server.wait()
+    service.start()
+
+
+def test_a_peer_with_other_data_than_its_place_is_refused_with_both_ways_out(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    begin(service, {"p0": "old"})
+    for _ in range(2):  # by the state in memory, and by the journal
+        said = refusal_of(service.client("p0", START, data="new"))
+        assert "the training data of peer 'p0' are 'new', and its place 0 in run 'demo' has trained on 'old'" in said
+        assert "for a new experiment, a run of another name or another folder of the server" in said
+        assert "--sync-service-continue-run" in said and said.count("\n") == 0
+        restart(service)
+    joins(service, "p0", data="old")
+    joins(service, "p9", data="old")  # the place counts, not the name
+    assert "peer 'p9'" in refusal_of(service.client("p9", START, data="new"))
+
+
+def test_a_place_that_continues_a_run_with_other_data_has_these_from_then_on(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    begin(service, {"p0": "old"})
+    joins(service, "p0", data="new", continue_run=True)
+    restart(service)
+    assert "has trained on 'new'" in refusal_of(service.client("p0", START, data="old"))
+    joins(service, "p0", data="new")
+    joins(service, "p0")  # who does not say, as one of an earlier release, changes nothing
+    assert "has trained on 'new'" in refusal_of(service.client("p0", START, data="old"))
+
+
+def test_peers_may_have_data_of_their_own_each(make_service: MakeService):
+    service = make_service()
+    service.start()
+    begin(service, {"p0": "here", "p1": "there"})
+    joins(service, "p1", data="there", index=1)
+    assert "its place 1 in run 'demo' has trained on 'there'" in refusal_of(
+        service.client("p1", START, data="here", index=1)
+    )
+
+
+def test_before_the_first_round_any_data_will_do(make_service: MakeService):
+    service = make_service()
+    service.start()
+    joins(service, "p0", data="wrong")
+    begin(service, {"p0": "right", "p1": "right"})
+    joins(service, "p0", data="right", index=0)
+
+
+def test_the_record_of_a_run_has_the_data_of_its_places():
+    state = RunState(Policy(peers=1, quorum=1, grace_seconds=0.0))
+    state.apply({"event": "joined", "peer": "p0", "index": 0, "instance": "a", "time": 1.0, "data": "old"})
+    rebuilt = RunState(Policy(peers=1, quorum=1, grace_seconds=0.0))
+    rebuilt.apply({"event": "recovered", "round": 0, "state": state.as_json()})
+    assert rebuilt.data == {0: "old"} and rebuilt.as_json() == state.as_json()
+    former = state.as_json()
+    del former["data"]  # as an earlier release has written it
+    rebuilt.apply({"event": "recovered", "round": 0, "state": former})
+    assert rebuilt.data == {}
