@@ -15,6 +15,7 @@ import socket
 import threading
 from collections import Counter
 from contextlib import suppress
+from functools import lru_cache
 from typing import NamedTuple
 
 from megatron_ext.sync_service.callers.origin import end_of
@@ -28,6 +29,9 @@ _SECONDS = 1.0
 """Between two looks. One takes about 10 microseconds for each descriptor."""
 
 _SAY_AGAIN_LOOKS = 60
+
+_ADDRESSES = 4096
+"""How many addresses are kept as they are written: a look finds the same ones again, and to read one takes long."""
 
 
 class _End(NamedTuple):
@@ -182,12 +186,14 @@ def _hang_up(descriptor: int, port: int, end: _End) -> None:
             found.detach()
 
 
+@lru_cache(_ADDRESSES)
 def _plain(address: str) -> str:
     """Return an address as gRPC writes it: an IPv4 address that is mapped into IPv6 is one of IPv4."""
     found = ipaddress.ip_address(address.partition("%")[0])
     return str(getattr(found, "ipv4_mapped", None) or found)
 
 
+@lru_cache(_ADDRESSES)
 def _network_of(address: str) -> str:
     """Return what one party has: an address of IPv4, the half of an address of IPv6 that is its network."""
     found = ipaddress.ip_address(address)

@@ -12,13 +12,21 @@ __all__ = ["Changes"]
 
 
 class Changes(threading.Condition):
-    """A condition whose `notify_all` wakes coroutines, too: these hold no thread while they wait."""
+    """A condition whose `notify_all` wakes coroutines, too: these hold no thread while they wait.
+
+    There may be a coroutine for each of a thousand peers, so what concerns no peer but the one that has caused it, such
+    as its own contribution, wakes threads alone: `notify_threads`.
+    """
 
     def __init__(self) -> None:
         """Let nobody wait yet."""
         super().__init__()
         self._guard = threading.Lock()
         self._wakers: set[Callable[[], object]] = set()
+
+    def notify_threads(self) -> None:
+        """Wake those that make rounds or wait for the end; to be called with the lock held."""
+        super().notify_all()
 
     def notify_all(self) -> None:
         """Wake everybody; to be called with the lock held."""

@@ -195,7 +195,7 @@ class Run:
                 size = {"frames": contribution.frames + frames, "bytes": contribution.nbytes + nbytes}
                 self._store.record({"event": "uploaded", "round": number, "peer": peer, **size, **report.as_json()})
                 self._failpoints.hit("upload_journaled")
-                self.changes.notify_all()
+                self.changes.notify_threads()
         return False
 
     def _check_work(self, report: Report) -> None:
@@ -283,7 +283,7 @@ class Run:
                 raise Refusal("not_found", f"the values of round {number} are not here; {held}")
             self._state.adopted(peer, number)
             self._draining.begin_fetching(peer, number)
-            self.changes.notify_all()
+            self.changes.notify_threads()
             reading = ExitStack()
             found = reading.enter_context(self._store.shard.snapshots[number].reading())
             catalog = self._store.shard.catalog
