@@ -19,7 +19,9 @@ __all__ = [
     "model",
     "peer_rounds",
     "process_peak",
+    "processor_seconds",
     "start_bare",
+    "thread_count",
 ]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -164,13 +166,13 @@ def peer_rounds(job: Job) -> Measured:
             dist.barrier()
             if rank == 0:
                 _forget_peak(job.pid)
-            cpu = _cpu_seconds(job.pid)
+            cpu = processor_seconds(job.pid)
             dist.barrier()
             began = time.perf_counter()
             values, memory = client.sync(values, out=memory).values, values
             dist.barrier()
             found.seconds.append(time.perf_counter() - began)
-            found.server_cpu.append(_cpu_seconds(job.pid) - cpu)
+            found.server_cpu.append(processor_seconds(job.pid) - cpu)
             found.server_peak.append(process_peak(job.pid))
             if relay:
                 found.wire_bytes.append(relay.total - before)
@@ -244,6 +246,12 @@ def _forget_peak(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
-def _cpu_seconds(pid: int) -> float:
+def processor_seconds(pid: int) -> float:
+    """Return the seconds of processors that a process has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
+
+
+def thread_count(pid: int) -> int:
+    """Return how many threads a process has."""
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
