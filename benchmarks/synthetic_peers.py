@@ -55,7 +55,7 @@ class SyntheticPeers:
             process.join()
 
     def rounds(self, count: int) -> None:
-        """Let all make so many rounds, one after the other, and return when the last peer has made its last one."""
+        """Let all make that many rounds, one after the other, and return when the last peer has made its last one."""
         if count:
             for _, pipe in self._processes:
                 pipe.send(count)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`megatron-ext server start | status | drain | evict | recover`: the sync service."""
+"""`megatron-ext server start | status | drain | evict | recover | compact`: the sync service."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["add_parser", "run_drain", "run_evict", "run_recover", "run_start", "run_status"]
+__all__ = ["add_parser", "run_compact", "run_drain", "run_evict", "run_recover", "run_start", "run_status"]
 
 _START = """\
 Start a server at which separate jobs (peers) meet in rounds. What it is given by flags replaces what the
@@ -47,6 +47,7 @@ def add_parser(subparsers: Any) -> None:
     for action in (status, drain, evict):
         _add_connection(action)
     _add_recover(actions)
+    _add_compact(actions)
 
 
 def _add_start(actions: Any) -> None:
@@ -112,6 +113,21 @@ def _add_recover(actions: Any) -> None:
     recover.add_argument("--state", metavar="URL", help="the copy of the server's state, to be recovered together")
     recover.add_argument("--dry-run", action="store_true", help="print the planned changes, and change nothing")
     recover.set_defaults(func=run_recover)
+
+
+def _add_compact(actions: Any) -> None:
+    compact = actions.add_parser(
+        "compact",
+        help="shorten a journal that has grown long",
+        description="Drop the lines of a run's journal from before its newest rounds, in whose place comes the state "
+        "of the run from the newest snapshot. The server must not run. The former journal is kept, compressed.",
+    )
+    compact.add_argument("dir", type=Path, metavar="DIR", help="the server's folder, or DIR/runs/RUN")
+    compact.add_argument("--run", metavar="RUN", help="the run (default: all of the folder)")
+    compact.add_argument("--state", metavar="URL", help="the copy of the server's state, to be shortened together")
+    compact.add_argument("--rounds", type=int, default=500, metavar="N", help="newest rounds whose lines stay (500)")
+    compact.add_argument("--dry-run", action="store_true", help="print the planned changes, and change nothing")
+    compact.set_defaults(func=run_compact)
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
@@ -234,6 +250,19 @@ def run_recover(args: argparse.Namespace) -> int:
     from megatron_ext.sync_service.server.recovery import recover
 
     for line in recover(args.dir, run=args.run, url=args.state, dry_run=args.dry_run):
+        print(line, flush=True)
+    return 0
+
+
+def run_compact(args: argparse.Namespace) -> int:
+    """Shorten journals.
+
+    Raises:
+        UserError: one cannot be shortened.
+    """
+    from megatron_ext.sync_service.server.compaction import compact
+
+    for line in compact(args.dir, run=args.run, url=args.state, rounds=args.rounds, dry_run=args.dry_run):
         print(line, flush=True)
     return 0
 

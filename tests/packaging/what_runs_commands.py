@@ -45,6 +45,10 @@ RUN_BY = {
         "tests/sync_service/server/test_recovery.py::"
         "test_recovering_says_what_it_finds_keeps_the_old_journal_and_does_nothing_twice"
     ),
+    "megatron-ext server compact": (
+        "tests/sync_service/server/test_compaction.py::"
+        "test_peers_resume_after_a_compaction_with_the_bits_that_they_would_have_had"
+    ),
     "megatron-ext explain": "tests/explain/test_command.py",
     "megatron-ext spes translate-config": "tests/spes/test_official_config.py",
     "torchrun": "tests/test_activation.py::test_the_module_form_runs_an_unchanged_script",

@@ -43,3 +43,22 @@ def make_round(store: RunStore) -> None:
     made = snapshot(store.shard.snapshot_path(number))
     store.copy_snapshot(number)
     store.commit({"event": "committed", "round": number, "contributors": ["a"], **FIGURES}, made)
+
+
+def make_recorded_round(store: RunStore) -> None:
+    """Make a round as `make_round` does, with a record."""
+    number = store.state.open_round
+    event = make_unwritten_round(store)
+    store.copy_snapshot(number)
+    store.commit(event, Snapshot(store.shard.snapshot_path(number)))
+
+
+def make_unwritten_round(store: RunStore) -> dict[str, Any]:
+    """Make a round except for the line that commits it, and return that."""
+    number = store.state.open_round
+    store.record({"event": "uploaded", "round": number, "peer": "a"})
+    store.record(store.state.closing_event())
+    event: dict[str, Any] = {"event": "committed", "round": number, "contributors": ["a"], "rejected": {}}
+    event |= {"digest": f"{number}", "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
+    snapshot(store.shard.snapshot_path(number), store.run_record(event).to_bytes()).close()
+    return event

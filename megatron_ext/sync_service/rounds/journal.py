@@ -189,9 +189,9 @@ class Journal:
         self._file.close()
 
 
-def line_of(event: Event) -> tuple[Event, bytes]:
-    """Return an event that happens now, with its time, and its line."""
-    event = {**event, "time": round(time.time(), 3)}
+def line_of(event: Event, at: float | None = None) -> tuple[Event, bytes]:
+    """Return an event with its time, in seconds since 1970 and now unless told otherwise, and its line."""
+    event = {**event, "time": round(time.time(), 3) if at is None else at}
     body = json.dumps(event)
     return event, f'{{"crc": "{zlib.crc32(body.encode()):08x}", {body[1:]}\n'.encode()
 

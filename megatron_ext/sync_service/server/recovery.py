@@ -9,7 +9,7 @@ registered since have to be started again, and contributions to the next round a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,9 +37,11 @@ from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.shards.remote import RemoteState
 from megatron_ext.sync_service.shards.remote_shard_copy import IDENTITY
 
-__all__ = ["recover"]
+__all__ = ["JOURNAL", "each_run", "recover", "run_state_after"]
 
-_JOURNAL = "journal.jsonl"
+JOURNAL = "journal.jsonl"
+"""The file in the folder of a run."""
+
 _ALL_NAMED = "the journal names all rounds that there are snapshots of"
 
 
@@ -66,12 +68,35 @@ def recover(folder: Path, *, run: str | None, url: str | None, dry_run: bool) ->
     Raises:
         UserError: a server uses the folder, or there is a run that cannot be recovered; the others were.
     """
+    yield from each_run(folder, run, url, "server recover", lambda path: _recover_run(path, url, dry_run))
+
+
+def each_run(
+    folder: Path, run: str | None, url: str | None, command: str, work: Callable[[Path], Iterator[str]]
+) -> Iterator[str]:
+    """Work on the runs in the folder of a server that does not run; yields what was done, line by line.
+
+    Args:
+        folder: of the server, or of one of its runs.
+        run: the run id, of that one alone; all runs when None.
+        url: of the copy of the server's state; None without one.
+        command: what does it, in messages.
+        work: on the folder of a run.
+
+    Raises:
+        UserError: a server uses the folder, a run is a shard's, or `work` has refused it; the others were worked on.
+    """
     server, runs = _runs_in(folder, run, has_copy=url is not None)
     problems = []
     with locked(server):
         for path in runs:
             try:
-                yield from _recover_run(path, url, dry_run)
+                if (path / IDENTITY).exists():
+                    raise UserError(
+                        f"run {path.name}: {path} has the values of a shard, whose journal is at the first server; "
+                        "give that one's folder"
+                    )
+                yield from work(path)
             except OSError as error:
                 problems.append(f"run {path.name}: {error}")
             except UserError as error:
@@ -79,7 +104,7 @@ def recover(folder: Path, *, run: str | None, url: str | None, dry_run: bool) ->
     if len(problems) == 1:
         raise UserError(problems[0])
     if problems:
-        raise combine(problems, f"server recover {folder}")
+        raise combine(problems, f"{command} {folder}")
 
 
 def _runs_in(folder: Path, run: str | None, *, has_copy: bool) -> tuple[Path, Sequence[Path]]:
@@ -92,7 +117,7 @@ def _runs_in(folder: Path, run: str | None, *, has_copy: bool) -> tuple[Path, Se
         return folder, found
     # One that has nothing yet may have it from the copy.
     is_begun = has_copy and folder.is_dir() and folder.parent.name == "runs"
-    if not (is_begun or (folder / "snapshots").is_dir() or (folder / _JOURNAL).exists()):
+    if not (is_begun or (folder / "snapshots").is_dir() or (folder / JOURNAL).exists()):
         raise UserError(f"{folder}: is not a server's folder, nor that of a run; give DIR, or DIR/runs/RUN")
     if run not in (None, folder.name):
         raise UserError(f"--run is {run}, but {folder} is the folder of run {folder.name}; drop the flag")
@@ -100,12 +125,7 @@ def _runs_in(folder: Path, run: str | None, *, has_copy: bool) -> tuple[Path, Se
 
 
 def _recover_run(folder: Path, url: str | None, dry_run: bool) -> Iterator[str]:
-    run, path = folder.name, folder / _JOURNAL
-    if (folder / IDENTITY).exists():
-        raise UserError(
-            f"run {run}: {folder} has the values of a shard, whose journal is at the first server; recover that one's "
-            "folder"
-        )
+    run, path = folder.name, folder / JOURNAL
     remote = None if url is None else RemoteState(url, run)
     here = path.read_bytes() if path.exists() else b""
     journal = _longest(run, parse_journal(here), remote)
@@ -176,7 +196,7 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
         )
     if newest < 0 and journal.damage:
         raise UserError(
-            f"run {run}: {folder / _JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
+            f"run {run}: {folder / JOURNAL}: {journal.damage}, and no round was committed before it, so that there is "
             "nothing to rebuild it from; restore it from a copy, or move the run's folder away to start it over"
         )
     if newest_spooled(folder) > newest + 1:
@@ -193,7 +213,7 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
         raise UserError(
             f"run {run}: {path} is of a release of megatron_ext whose snapshots say nothing of the run: who its peers "
             "are, up to where their samples count, and the outer optimizer's step are lost with the journal; restore "
-            f"{folder / _JOURNAL} from a copy, or begin a run under another name from a peer's checkpoint"
+            f"{folder / JOURNAL} from a copy, or begin a run under another name from a peer's checkpoint"
         )
     if not journal.damage and newest == journal.newest + 1 and record.follows(journal.whole):
         return f"the journal has all lines from before round {newest} was made; the next start of the server commits it"
@@ -220,7 +240,7 @@ def _explained(
     if record is not None and not has_its_beginning(journal, record):
         return None
     try:
-        return _state_after(run, folder, journal.whole)
+        return run_state_after(run, folder, journal.whole)
     except UserError:
         if record is None:
             raise
@@ -232,14 +252,14 @@ def _after_record(run: str, folder: Path, journal: JournalContent, record: RunRe
     created = record.before["created"]
     if begun and any(begun[-1].get(key) != created[key] for key in ("config", "catalog", "sharding")):
         raise UserError(
-            f"run {run}: {folder / _JOURNAL} is of another run than {snapshot_name(record.number)} next to it; move "
+            f"run {run}: {folder / JOURNAL} is of another run than {snapshot_name(record.number)} next to it; move "
             "the one away that does not belong there"
         )
     content = journal.whole + b"".join(line_of(event)[1] for event in record.events())
-    return _Rebuilt(content=content, state=_state_after(run, folder, content))
+    return _Rebuilt(content=content, state=run_state_after(run, folder, content))
 
 
-def _state_after(run: str, folder: Path, content: bytes) -> RunState:
+def run_state_after(run: str, folder: Path, content: bytes) -> RunState:
     """Return the state of a run after all that a journal says."""
     journal = parse_journal(content)
     created = [event["state"]["created"] if event["event"] == "recovered" else event for event in journal.counting]
@@ -250,7 +270,7 @@ def _state_after(run: str, folder: Path, content: bytes) -> RunState:
 
 def _write(folder: Path, content: bytes, remote: RemoteState | None) -> Iterator[str]:
     """Put a journal in its place; the former one stays next to it."""
-    path = folder / _JOURNAL
+    path = folder / JOURNAL
     if path.exists():
         yield f"  the former journal is kept as {_kept(path)}"
     replace_file(path, content)

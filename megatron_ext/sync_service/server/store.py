@@ -13,6 +13,7 @@ told. Whatever else a killed server has left is finished, repeated or removed by
 from __future__ import annotations
 
 import logging
+import shlex
 import uuid
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,9 @@ from megatron_ext.sync_service.values.guards import Guards
 __all__ = ["RunStore"]
 
 log = logging.getLogger(__name__)
+
+_LONG_JOURNAL = 256 << 20
+"""Bytes of a journal from which on a start, which reads all of it, says how it gets shorter."""
 
 _ROOM_BYTES, _ROOM_BYTES_OF_PEER = 1024, 512
 """Of what is not in the state yet when a round is made, in its snapshot's record."""
@@ -138,6 +142,12 @@ class RunStore:
         made = check_start(name, folder, keep_snapshots, content.whole, self.state)
         self._journal = Journal(path, None if remote is None else remote.append, content)
         self._round_begins = self._journal.position[0] - content.grown
+        if len(content.whole) > _LONG_JOURNAL:
+            log.warning(
+                "run %s: its journal has %d MiB, which every start reads; with the server stopped, shorten it with: "
+                "megatron-ext server compact %s",
+                *(name, len(content.whole) >> 20, shlex.quote(str(folder))),
+            )
         self._journal.events.clear()
         self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())
         if made is not None:

@@ -15,7 +15,6 @@ import pytest
 
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
@@ -30,7 +29,7 @@ from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.server.test_faults import DILOCO, ROUNDS, check_history, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.service import Service, Zygote
-from tests.sync_service.stores import begin, make_round, snapshot
+from tests.sync_service.stores import begin, make_recorded_round, make_round, make_unwritten_round, snapshot
 
 MakeService = Callable[..., Service]
 CONFIG = RunConfig(peers=2, outer_optimizer="sgd", outer_optimizer_lr=0.7)
@@ -660,25 +659,6 @@ def empty_memory() -> None:
 
 def store_at(folder: Path) -> RunStore:
     return RunStore("r", CONFIG, folder, 2, RemoteState("memory://bucket/state", "r"))
-
-
-def make_recorded_round(store: RunStore) -> None:
-    """Make a round as `make_round` does, with a record."""
-    number = store.state.open_round
-    event = make_unwritten_round(store)
-    store.copy_snapshot(number)
-    store.commit(event, Snapshot(store.shard.snapshot_path(number)))
-
-
-def make_unwritten_round(store: RunStore) -> dict[str, Any]:
-    """Make a round except for the line that commits it, and return that."""
-    number = store.state.open_round
-    store.record({"event": "uploaded", "round": number, "peer": "a"})
-    store.record(store.state.closing_event())
-    event: dict[str, Any] = {"event": "committed", "round": number, "contributors": ["a"], "rejected": {}}
-    event |= {"digest": f"{number}", "outer_scalars": {}, "norms": {}, "bytes": 0, "seconds": 0.0}
-    snapshot(store.shard.snapshot_path(number), store.run_record(event).to_bytes()).close()
-    return event
 
 
 def test_a_local_journal_that_is_lost_is_taken_from_the_copy(tmp_path: Path, empty_memory: None):
