@@ -4,7 +4,9 @@ the bytes of compressed rounds against those of a ring all-reduce; a step with r
 
     python benchmarks/outer_sync.py [--json FILE]
 
-Both sides run in the same processes, pair by pair; README.md has figures.
+Both sides run in the same processes, pair by pair; README.md has figures. With each pair goes a copy of the parameters
+at all ranks at once, which says how fast the memory is: what a round could take at least is the all-reduce, and after
+it the bytes that the outer step has to touch at that speed.
 """
 
 from __future__ import annotations
@@ -67,6 +69,9 @@ class Measured:
     rounds: list[Timing]
     """The outer rounds, pair by pair."""
 
+    copies: list[Timing]
+    """The copies of the parameters, pair by pair."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -92,10 +97,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for method in options.methods:
         setting = Setting(shapes=tensors, pairs=options.pairs, warmup=options.warmup, method=method)
         for workers in options.workers:
-            case, row = _measure(workers, setting)
-            cases.append(case)
+            measured, row = _measure(workers, setting)
+            cases += measured
             rows.append(row)
-    head = ("method", "workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range")
+    head = (
+        *("method", "workers", "all-reduce ms (CPU)", "round ms (CPU)", "ratio", "95 % interval", "range"),
+        *("memory GB/s", "bytes/value", "least ms", "over least"),
+    )
     print_table(head, rows)
     print()
     cases += wire_bytes.measure(max(options.workers))
@@ -138,6 +146,20 @@ def numel(tensors: list[tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors)
 
 
+def touched(method: str, workers: int) -> float:
+    """Return the bytes of memory that the outer step touches at a rank for each fp32 value of the model, at least.
+
+    A rank owns one of `workers` parts. For each value of its own it reads all workers' values, reads and writes anchor
+    and momentum, and writes the result. With the penalty the round's decisions are between passes: norms of all
+    workers first, then the mean, whose norm is clipped, then the step.
+    """
+    terms, anchor, momentum, result = 4 * workers, 4, 4, 4
+    step = 2 * anchor + 2 * momentum + result
+    if method == PLAIN:
+        return (terms + step) / workers
+    return ((terms + anchor) + (terms + anchor + result) + (result + step)) / workers
+
+
 def rank_timings(setting: Setting) -> Measured:
     """Run on one rank: measure all pairs."""
     import torch
@@ -169,7 +191,7 @@ def rank_timings(setting: Setting) -> Measured:
         inside=alone,
     )
     engine.take_anchor()
-    flat = torch.empty(numel(setting.shapes))
+    flat, copied = torch.empty(numel(setting.shapes)), torch.empty(numel(setting.shapes))
 
     def all_reduce() -> Timing:
         flat.fill_(1.0)
@@ -181,7 +203,7 @@ def rank_timings(setting: Setting) -> Measured:
             value.mul_(1 + 1e-3 * (rank + 1))
         return _timed(engine.sync)
 
-    reduces, rounds = [], []
+    reduces, rounds, copies = [], [], []
     for pair in range(setting.warmup + setting.pairs):
         # ABBA: what drifts over the pairs touches both sides alike.
         if pair % 2 == 0:
@@ -190,8 +212,10 @@ def rank_timings(setting: Setting) -> Measured:
             synced, reduced = round_(), all_reduce()
         reduces.append(reduced)
         rounds.append(synced)
+        copies.append(_timed(lambda: copied.copy_(flat)))
     require_equal(values)
-    return Measured(reduces=reduces[setting.warmup :], rounds=rounds[setting.warmup :])
+    first = setting.warmup
+    return Measured(reduces=reduces[first:], rounds=rounds[first:], copies=copies[first:])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -211,16 +235,24 @@ def parser() -> argparse.ArgumentParser:
     return found
 
 
-def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
+def _measure(workers: int, setting: Setting) -> tuple[list[Case], tuple[str, ...]]:
     by_rank = run_ranks(rank_timings, workers, setting, timeout=900)
     reduces = _slowest([measured.reduces for measured in by_rank])
     rounds = _slowest([measured.rounds for measured in by_rank])
     ratios = [sync.wall / bare.wall for bare, sync in zip(reduces, rounds, strict=True)]
     ratio = statistics.median(ratios)
     low, high = bootstrap_interval(ratios)
-    name = f"{setting.method}_w{workers}_ratio"
-    case = Case(case=name, value=ratio, unit="ratio", goal=GOALS[setting.method], direction="lower")
-    return case, (
+    copies = _slowest([measured.copies for measured in by_rank])
+    nbytes, copied = touched(setting.method, workers), 4 + 4
+    least = [bare.wall + copy.wall * nbytes / copied for bare, copy in zip(reduces, copies, strict=True)]
+    over = statistics.median(sync.wall / bound for sync, bound in zip(rounds, least, strict=True))
+    speed = copied * numel(setting.shapes) / statistics.median(copy.wall for copy in copies)
+    name, goal = f"{setting.method}_w{workers}", GOALS[setting.method]
+    cases = [
+        Case(case=f"{name}_ratio", value=ratio, unit="ratio", goal=goal, direction="lower"),
+        Case(case=f"{name}_over_least", value=over, unit="ratio", goal=goal, direction="lower"),
+    ]
+    return cases, (
         setting.method,
         str(workers),
         _milliseconds(reduces),
@@ -228,6 +260,10 @@ def _measure(workers: int, setting: Setting) -> tuple[Case, tuple[str, ...]]:
         f"{ratio:.3f}",
         f"{low:.3f} - {high:.3f}",
         f"{min(ratios):.3f} - {max(ratios):.3f}",
+        f"{speed / 1e9:.1f}",
+        f"{nbytes:.1f}",
+        f"{1e3 * statistics.median(least):.1f}",
+        f"{over:.3f}",
     )
 
 

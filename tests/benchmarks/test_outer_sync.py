@@ -26,15 +26,23 @@ def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys, monkey
     assert outer_sync.main([*TINY, "--workers", "2", "3", "--json", str(path)]) == 0
     cases = read_cases(path)
     ratios = {"diloco_w2_ratio": 1.25, "diloco_w3_ratio": 1.25, "penalty_w2_ratio": 1.5, "penalty_w3_ratio": 1.5}
+    least = {name.replace("_ratio", "_over_least"): goal for name, goal in ratios.items()}
     wire = {"wire_bytes_bf16": 0.53, "wire_bytes_int8": 0.28, "wire_bytes_4bit": 0.15}
     step_ratio = {"overlapped_step_ratio": 1.05}
-    assert {name: case["goal"] for name, case in cases.items()} == {**ratios, **wire, **step_ratio}
+    assert {name: case["goal"] for name, case in cases.items()} == {**ratios, **least, **wire, **step_ratio}
     assert asked == [12]
     for name, case in cases.items():
         assert (case["unit"], case["direction"]) == ("ratio", "lower")
         assert case["value"] > 0
-        assert name in ratios or case["value"] <= case["goal"]
+        assert name in {**ratios, **least} or case["value"] <= case["goal"]
     assert "diloco_w3_ratio" in capsys.readouterr().out
+
+
+def test_an_outer_step_touches_each_value_of_the_model_this_often_at_least():
+    # Two workers own a half each: two terms, anchor and momentum both ways, and the result, of 4 bytes.
+    assert outer_sync.touched("diloco", 2) == (2 * 4 + 2 * 4 + 2 * 4 + 4) / 2
+    # The same in three passes: terms and anchor twice, and between them the mean is written and read.
+    assert outer_sync.touched("penalty", 2) == (2 * (2 * 4 + 4) + 2 * 4 + 2 * 4 + 2 * 4 + 4) / 2
 
 
 def test_the_default_is_more_than_fifty_million_parameters_for_two_and_four_workers():
