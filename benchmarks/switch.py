@@ -6,6 +6,7 @@ nothing; and what switches of a training step send beside parameters and gradien
     python benchmarks/switch.py [--json FILE]
 
 The bare exchange has one message per pair of ranks, from one flat buffer into another one, and is prepared beforehand.
+What a switch could take at least is that and a copy of what stays on its rank, in tensors of another shape.
 Checkpoints are saved and loaded by the processes that switch, or loaded by new ones.
 """
 
@@ -108,6 +109,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             cases.append(Case(case=case, value=ratio, unit="ratio", goal=goal, direction="lower"))
             times = (f"{statistics.median(sides[side]) * 1e3:.2f}" for side in ("switch", other))
             rows.append((*switch, *times, other, f"{ratio:.3f}", f"{low:.3f} - {high:.3f}"))
+        least = [sum(pair) for pair in zip(sides["bare"], sides["copies"], strict=True)]
+        over = statistics.median(ours / bound for ours, bound in zip(sides["switch"], least, strict=True))
+        case = f"{name}_over_least"
+        cases.append(Case(case=case, value=over, unit="ratio", goal=GOAL_OVER_BARE, direction="lower"))
+        times = (f"{1e3 * statistics.median(seconds):.2f}" for seconds in (sides["switch"], least))
+        rows.append((*switch, *times, "least", f"{over:.3f}", "-"))
     cases += _over_checkpoint(setting, options, rows)
     cases.append(
         Case(case="optimizer_bytes_moved", value=bytes_beside_the_plans(), unit="bytes", goal=0, direction="lower")
@@ -185,6 +192,7 @@ def rank_seconds(name: str, setting: Setting) -> tuple[dict[str, list[float]], i
     sides: dict[str, Callable[[], object]] = {"switch": lambda: executor.switch(tensors)}
     if name != "no_move":
         sides["bare"] = _bare_exchange(received, sent, group)
+        sides["copies"] = _copies(held(shape, target, rank), tensors, sum(received.values()))
         sides["mcore"], theirs = resharding(shape, source, target, rank, tensors)
     seconds = measure_by_turns(sides, pairs=setting.pairs, warmup=setting.warmup)
     expected = held(shape, target, rank)
@@ -312,6 +320,16 @@ def _bare_exchange(received: dict[int, int], sent: dict[int, int], group: Any) -
             work.wait()
 
     return exchange
+
+
+def _copies(target: dict[str, Any], source: dict[str, Any], received: int) -> Callable[[], object]:
+    """Return what copies as many bytes as stay on a rank in tensors that have another shape then."""
+    import torch
+
+    changed = [tensor for name, tensor in target.items() if name not in source or source[name].shape != tensor.shape]
+    stay = torch.ones(sum(tensor.nbytes for tensor in changed) - received, dtype=torch.uint8)
+    moved = torch.empty_like(stay)
+    return lambda: moved.copy_(stay)
 
 
 def require_equal(ours: dict[str, Any], expected: dict[str, Any]) -> None:

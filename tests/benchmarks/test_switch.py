@@ -10,6 +10,8 @@ from tests.support.distributed import run_ranks
 GOALS = {
     "dp_to_tp_over_bare": 1.2,
     "tp_to_dp_over_bare": 1.2,
+    "dp_to_tp_over_least": 1.2,
+    "tp_to_dp_over_least": 1.2,
     "over_mcore_unbalanced": 0.67,
     "over_mcore_balanced": 1.0,
     "no_move_ms": 1.0,
