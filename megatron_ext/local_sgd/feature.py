@@ -30,34 +30,32 @@ from megatron_ext.hooks import (
     WorldReady,
     on,
 )
-from megatron_ext.local_sgd import checkpoint
 from megatron_ext.local_sgd.arguments import argument_problems, complete_arguments, ending_notice, notices
 from megatron_ext.local_sgd.arrivals import Arrivals
+from megatron_ext.local_sgd.checkpoints import sharded_format
+from megatron_ext.local_sgd.checkpoints.legacy_files import assemble_files, request_files
+from megatron_ext.local_sgd.checkpoints.load_plan import LoadPlan, plan_load, refuse_without_workers
 from megatron_ext.local_sgd.config import LocalSGDConfig
-from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
-from megatron_ext.local_sgd.learning_rate import catch_up, may_skip_steps
-from megatron_ext.local_sgd.legacy_files import assemble_files, request_files
+from megatron_ext.local_sgd.engine import LocalSGD
+from megatron_ext.local_sgd.learning_rate import may_skip_steps
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.meetings.counts import data_places
 from megatron_ext.local_sgd.meetings.loop import MeetingLoop
 from megatron_ext.local_sgd.one_worker import makes_rounds
 from megatron_ext.local_sgd.reporting import log_line
-from megatron_ext.local_sgd.reporting.inside_bytes import InsideBytes
-from megatron_ext.local_sgd.reporting.round_report import RoundReport, WorkerProgress
-from megatron_ext.local_sgd.reporting.round_writer import RoundWriter, round_log_path
+from megatron_ext.local_sgd.reporting.account import RoundAccount
+from megatron_ext.local_sgd.reporting.round_report import WorkerProgress
 from megatron_ext.local_sgd.same_options import require_same_options
 from megatron_ext.local_sgd.schedule import last_step
 from megatron_ext.local_sgd.streaming import StreamingConfig
+from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.params import ParameterView
 from megatron_ext.patching import Patch
 from megatron_ext.phrases import plural
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import forward, gradients, logging, process_groups, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
-from megatron_ext.seams.expert_bias import ExpertBiases
-from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["LocalSGDFeature"]
@@ -77,22 +75,17 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def _reset(self) -> None:
         gradients.forget_synchronous_warmup()
         self._groups: WorkerGroups | None = None
-        self._values: InnerValues | None = None
-        self._engine: LocalSGD | None = None
-        self._biases: ExpertBiases | None = None
+        self._worker: Worker | None = None
+        self._account = RoundAccount()
         self._restored = False
         self._in_warmup = False
-        self._last: RoundReport | None = None
-        self._unwritten: list[RoundReport] = []
-        self._inside = InsideBytes(())
-        self._round_log: RoundWriter | None = None
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
         self._arrivals: Arrivals | None = None
         self._model: Sequence[Any] = ()
         self._will_wait = False
         self._iteration = 0
-        self._plan: checkpoint.LoadPlan | None = None
+        self._plan: LoadPlan | None = None
         self._meetings: MeetingLoop | None = None
         """Where workers meet by time."""
         self._samples = 0
@@ -174,39 +167,34 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def on_train_start(self, context: TrainStart) -> None:
         """Make the workers equal unless they were restored apart, and prepare warm-up."""
         config = LocalSGDConfig.from_args(context.args)
-        engine = self.build_engine(context.args, context.model, context.optimizer)
+        worker = self._worker_of(context.args, context.model, context.optimizer)
+        engine = worker.engine
         self._last_iteration = last_step(context.args.train_iters, context.args.iterations_to_skip)
-        self._model, self._inside = context.model, InsideBytes(context.model)
+        self._model = context.model
+        self._account.begin(context.args, context.model)
         self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
-        if dist.get_rank() == 0:
-            path = round_log_path(context.args)
-            self._round_log = None if path is None else RoundWriter(
-                path, "--save" if context.args.local_sgd_round_log is None else "--local-sgd-round-log"
-            )
         if not self._restored:
-            self._make_equal()
+            worker.make_equal()
         else:
             # NCCL wants the first operation of a group to have all ranks, which pairs of workers are not.
-            dist.all_reduce(torch.zeros((), device=engine.device), group=self._require_groups().across)
+            dist.all_reduce(torch.zeros((), device=engine.device), group=worker.groups.across)
         if config.sync_in_forward:
-            self._arrivals = Arrivals(engine, self._require_values())
+            self._arrivals = Arrivals(engine, worker.values)
             forward.wait_before_use(context.model, self._arrivals.require)
         if config.sync_in_forward or engine.streaming.in_background or engine.streaming.eager:
             # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
             # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
             context.config.batch_p2p_sync = False
         if engine.in_warmup and context.args.iteration < config.local_sgd_warmup_steps:
-            gradients.install_synchronous_warmup(
-                context.config, self._require_groups(), lambda: self._in_warmup
-            )
+            gradients.install_synchronous_warmup(context.config, worker.groups, lambda: self._in_warmup)
         if config.use_async:
             saved = self._plan.summary if self._plan is not None and self._restored else None
             self._meetings = MeetingLoop(
                 context,
                 config,
-                groups=self._require_groups(),
+                groups=worker.groups,
                 engine=engine,
-                values=self._require_values(),
+                values=worker.values,
                 saved=None if saved is None else saved["by_time"],
                 samples=self._samples,
             )
@@ -233,7 +221,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     @on(StepStart)
     def on_step_start(self, step: StepStart) -> None:
         """Decide whether this step is synchronous; take the anchor before the first one that is not."""
-        engine = self._require_engine()
+        engine = self._require_worker().engine
         # Once over it stays so, also where a peer of a sync service has gone back: workers' moments differ by then.
         self._in_warmup = engine.in_warmup and step.iteration < engine.config.local_sgd_warmup_steps
         if not self._in_warmup and engine.in_warmup:
@@ -270,24 +258,25 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         assert self._meetings is not None, "local SGD: training has not started"
         from megatron.training import get_timers
 
-        engine = self._require_engine()
+        worker = self._require_worker()
         timer = get_timers()(_TIMER, log_level=1)
         timer.start()
         meeting = self._meetings.meet(step)
         if meeting.makes_round:
-            progress = engine.sync(meeting.since_round)
-            self._require_values().refresh()
-            self._settle()
-            self._account(progress, step.iteration)
+            progress = worker.engine.sync(meeting.since_round)
+            worker.values.refresh()
+            worker.settle(self._scheduler)
+            self._take(progress, step.iteration)
         timer.stop()
 
     @on(StepEnd)
     def on_step_end(self, step: StepEnd) -> None:
         """Count the step and run what is due of outer rounds; the last step makes workers equal that rounds do not."""
-        engine = self._require_engine()
+        worker = self._require_worker()
+        engine = worker.engine
         self._conclude()
         self._iteration = step.iteration
-        self._inside.count(step.steps if step.completed else 0)
+        self._account.count(step.steps if step.completed else 0)
         if self._meetings is not None and step.completed:
             if self._in_warmup:
                 self._meetings.count_together(step)
@@ -306,85 +295,72 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         timer.start()
         progress = engine.finish() if last else engine.advance()
         if progress.changed:
-            self._require_values().refresh()
+            worker.values.refresh()
         elif self._arrivals is not None:
             self._arrivals.expect()
         if engine.met:
-            self._settle()
+            worker.settle(self._scheduler)
         timer.stop()
-        self._account(progress, step.iteration)
+        self._take(progress, step.iteration)
         if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
             self._conclude()
-
-    def _settle(self) -> None:
-        """Make equal what rounds do not move, where workers have met: routers' biases, and the schedule's place."""
-        assert self._biases is not None, "local SGD: training has not started"
-        across = self._require_groups().across
-        self._biases.take_mean(across)
-        line = None if self._scheduler is None else catch_up(self._scheduler, across, self._require_engine().device)
-        if line is not None:
-            say(line)
 
     def _all_will_wait(self) -> bool:
         """Return whether the next forward pass of every worker can end a round; they get ready once and for all."""
         if not self._will_wait:
-            ready = torch.tensor(float(forward.will_wait(self._model)), device=self._require_engine().device)
-            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=self._require_groups().across)
+            worker = self._require_worker()
+            ready = torch.tensor(float(forward.will_wait(self._model)), device=worker.engine.device)
+            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=worker.groups.across)
             self._will_wait = bool(ready)
         return self._will_wait
 
     def meet_before_sharing(self, iteration: int) -> None:
         """Let workers that differ meet early: after a resume their rounds may have moved."""
-        engine = self._engine
-        if engine is None or engine.synced:  # without an engine nothing was restored that could differ
+        worker = self._worker
+        if worker is None or worker.engine.synced:  # without an engine nothing was restored that could differ
             return
-        into = plural(engine.steps_since_sync, "step")
-        progress = engine.finish()
-        self._require_values().refresh()
-        self._settle()
-        self._account(progress, iteration)
+        into = plural(worker.engine.steps_since_sync, "step")
+        progress = worker.engine.finish()
+        worker.values.refresh()
+        worker.settle(self._scheduler)
+        self._take(progress, iteration)
         say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
 
     def follow_weights(self) -> None:
         """Let rounds start from the new weights."""
-        if self._engine is not None and not self._engine.in_warmup:
-            self._engine.move_anchor()
+        if self._worker is not None and not self._worker.engine.in_warmup:
+            self._worker.engine.move_anchor()
 
     def _conclude(self) -> None:
         """End a round that was to end in the forward pass."""
         if self._arrivals is None or not self._arrivals.open:
             return
         complete = self._arrivals.close()
-        progress = self._require_engine().conclude()
+        worker = self._require_worker()
+        progress = worker.engine.conclude()
         if not complete:
-            self._require_values().refresh(now=True)
-        self._account(progress, self._iteration)
+            worker.values.refresh(now=True)
+        self._take(progress, self._iteration)
 
-    def _account(self, progress: WorkerProgress, iteration: int) -> None:
+    def _take(self, progress: WorkerProgress, iteration: int) -> None:
         """Repair and report what rounds after this iteration did."""
-        engine = self._require_engine()
+        worker = self._require_worker()
         if progress.healed:
             # It continues from the synced weights; its moments would spoil them in the next step.
-            self._require_values().reset_non_finite_moments()
-        for report in progress.reports:
-            self._last = report
-            self._unwritten.append(report)
-            for remark in report.remarks(engine.config.is_debug):
-                say(f"local SGD: {remark}")
-            if self._round_log is not None:
-                self._round_log.write(report, iteration)
+            worker.values.reset_non_finite_moments()
+        self._account.take(progress.reports, iteration, is_debug=worker.engine.config.is_debug)
 
     def may_exit(self, iteration: int) -> bool:
         """Let the run end where the workers meet anyway."""
-        engine = self._require_engine()
+        engine = self._require_worker().engine
         return engine.synced or engine.met
 
     @on(TrainEnd)
     def on_train_end(self, event: TrainEnd) -> None:
         """Log when the weights that training continues with are not the synced ones."""
-        engine = self._require_engine()
+        engine = self._require_worker().engine
         self._conclude()
-        self._account(engine.collect(), self._iteration)
+        self._take(engine.collect(), self._iteration)
         if not engine.synced:
             say(
                 f"local SGD: training ends {plural(engine.steps_since_sync, 'step')} after round {engine.rounds}; "
@@ -396,10 +372,10 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     @on(EvaluationStart)
     def on_evaluation_start(self, event: EvaluationStart) -> None:
         """Put the anchor in place of the current weights when that is what evaluation runs on."""
-        if self._engine is None:  # --skip-train
+        if self._worker is None:  # --skip-train
             say("local SGD: evaluating the weights that were loaded")
             return
-        engine = self._engine
+        engine = self._worker.engine
         self._conclude()
         if engine.synced:
             say("local SGD: evaluating the synced weights")
@@ -408,13 +384,13 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         else:
             say(f"local SGD: evaluating the synced weights of round {engine.rounds}")
             self._own = [value.clone() for value in engine.values]
-            self._put(engine.gather_anchor())
+            self._worker.put(engine.gather_anchor())
 
     @on(EvaluationEnd)
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
         """Put the worker's own weights back."""
         if self._own is not None:
-            self._put(self._own)
+            self._require_worker().put(self._own)
             self._own = None
         forward.gather_afresh(self._model)
 
@@ -423,16 +399,15 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     @on(TrainingLog)
     def on_training_log(self, log: TrainingLog) -> None:
         """Average the printed losses over the workers, and report the last round."""
-        engine, groups = self._require_engine(), self._require_groups()
+        worker = self._require_worker()
         log.timers.append(_TIMER)
         if self._meetings is not None:
             self._meetings.complete_log(log)
         if log.printing:
-            log_line.average_losses(log, groups.across)
-            log.fields.extend(log_line.fields(engine.rounds, self._last, groups.num_workers))
-        if log.writing and self._unwritten:
-            log.scalars.update(log_line.scalars(self._unwritten) | self._inside.scalars())
-            self._unwritten.clear()
+            log_line.average_losses(log, worker.groups.across)
+            log.fields.extend(self._account.fields(worker.engine.rounds, worker.groups.num_workers))
+        if log.writing:
+            log.scalars.update(self._account.scalars())
 
     # Checkpoints.
 
@@ -444,36 +419,37 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def save_state(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""
         if not context.loading:
-            engine = self._require_engine()
+            worker = self._require_worker()
             by_time = None if self._meetings is None else self._meetings.state()
-            groups, values = self._require_groups(), self._require_values()
             if context.files is None:
-                checkpoint.assemble(context, groups, engine, values, by_time)
+                sharded_format.assemble(context, worker.groups, worker.engine, worker.values, by_time)
             else:
-                assemble_files(context, context.files, groups, engine, values, by_time)
+                assemble_files(context, context.files, worker.groups, worker.engine, worker.values, by_time)
             # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
-            self._account(engine.collect(), self._iteration)
+            self._take(worker.engine.collect(), self._iteration)
         elif self._plan is not None:
             if context.optimizer is not None:
-                self.build_engine(context.args, context.model, context.optimizer)
+                self._worker_of(context.args, context.model, context.optimizer)
             groups = self._require_groups()
+            engine, values = (None, None) if self._worker is None else (self._worker.engine, self._worker.values)
             if context.files is None:
-                checkpoint.request(context, self._plan, groups, self._engine, self._values)
+                sharded_format.request(context, self._plan, groups, engine, values)
             else:
-                request_files(context, context.files, self._plan, groups, self._engine, self._values)
+                request_files(context, context.files, self._plan, groups, engine, values)
 
     def check_load(self, context: LoadContext) -> None:
         """Refuse a checkpoint whose workers differ when this run has no workers."""
-        checkpoint.refuse_without_workers(context)
+        refuse_without_workers(context)
 
     def load_state(self, context: LoadContext) -> None:
         """Find out what the checkpoint holds, then take the outer state out of what was read."""
         groups = self._require_groups()
         if context.common_only:
-            self._plan = checkpoint.plan_load(context, groups.num_workers, groups.worker)
+            self._plan = plan_load(context, groups.num_workers, groups.worker)
             say(self._plan.describe())
         elif self._plan is not None:
-            self._restored = checkpoint.restore(context, self._plan, self._engine, self._values)
+            engine, values = (None, None) if self._worker is None else (self._worker.engine, self._worker.values)
+            self._restored = sharded_format.restore(context, self._plan, engine, values)
 
     # Parts.
 
@@ -485,59 +461,17 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             model: the model chunks.
             optimizer: the `MegatronOptimizer`.
         """
-        if self._engine is None:
-            groups = self._require_groups()
-            view = ParameterView.from_model(model)
-            self._values = InnerValues(optimizer, view)
-            self._biases = ExpertBiases(view)
-            self._engine = LocalSGD(
-                [
-                    SyncedTensor(
-                        tensor=value.tensor,
-                        name=value.entry.tensor.name,
-                        unit=value.entry.unit,
-                        counted=value.counts_once,
-                        on_two_stages=value.entry.is_on_two_stages,
-                    )
-                    for value in self._values.values
-                ],
-                units=view.units(),
-                config=LocalSGDConfig.from_args(args),
-                outer=OuterOptimizerConfig.from_args(args),
-                gta=GTAConfig.from_args(args),
-                across=groups.across,
-                inside=groups.inside,
-                streaming=StreamingConfig.from_args(args),
-                observe=self._measures,
-            )
-        return self._engine
+        return self._worker_of(args, model, optimizer).engine
 
-    @torch.no_grad()
-    def _make_equal(self) -> None:
-        """Give every worker the weights of worker 0."""
-        values, groups = self._require_values(), self._require_groups()
-        source = dist.get_process_group_ranks(groups.across)[0]
-        for tensor in values.tensors:
-            dist.broadcast(tensor, src=source, group=groups.across)
-        assert self._biases is not None, "local SGD: training has not started"
-        self._biases.take_from_first(groups.across)
-        values.refresh(now=True)
-
-    @torch.no_grad()
-    def _put(self, tensors: list[torch.Tensor]) -> None:
-        values = self._require_values()
-        for value, tensor in zip(values.tensors, tensors, strict=True):
-            value.copy_(tensor)
-        values.refresh(now=True)
+    def _worker_of(self, args: Any, model: Sequence[Any], optimizer: Any) -> Worker:
+        if self._worker is None:
+            self._worker = Worker(args, model, optimizer, self._require_groups(), observe=self._measures)
+        return self._worker
 
     def _require_groups(self) -> WorkerGroups:
         assert self._groups is not None, "local SGD: groups are not built yet"
         return self._groups
 
-    def _require_engine(self) -> LocalSGD:
-        assert self._engine is not None, "local SGD: training has not started"
-        return self._engine
-
-    def _require_values(self) -> InnerValues:
-        assert self._values is not None, "local SGD: training has not started"
-        return self._values
+    def _require_worker(self) -> Worker:
+        assert self._worker is not None, "local SGD: training has not started"
+        return self._worker

@@ -354,7 +354,7 @@ def norms(model, optimizer, args):
     from megatron_ext.local_sgd.feature import LocalSGDFeature
     from megatron_ext.seams.process_groups import current_groups
 
-    (engine,) = [feature._engine for feature in hooks.active if isinstance(feature, LocalSGDFeature)]
+    (engine,) = [feature._worker.engine for feature in hooks.active if isinstance(feature, LocalSGDFeature)]
     found = {}
     for name, tensors in {"weights": engine.values, **engine.tensor_state()}.items():
         square = sum(
