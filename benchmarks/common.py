@@ -15,7 +15,16 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["Case", "add_model_options", "add_report_option", "at_least", "bootstrap_interval", "print_table", "report"]
+__all__ = [
+    "Case",
+    "add_model_options",
+    "add_report_option",
+    "at_least",
+    "bootstrap_interval",
+    "machine_and_versions",
+    "print_table",
+    "report",
+]
 
 DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
 
@@ -137,7 +146,8 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def report(cases: Sequence[Case], path: Path | None) -> None:
     """Print the cases against their goals and, with a path, write the JSON object."""
-    machine, versions = _machine(), _versions()
+    found = machine_and_versions()
+    machine, versions = found["machine"], found["versions"]
     print()
     print_table(
         ("case", "value", "unit", "goal", "met"),
@@ -151,8 +161,13 @@ def report(cases: Sequence[Case], path: Path | None) -> None:
         f"{machine['load_average']}; " + ", ".join(f"{name} {version}" for name, version in versions.items())
     )
     if path is not None:
-        content = {"machine": machine, "versions": versions, "cases": [case.as_dict() for case in cases]}
+        content = {**found, "cases": [case.as_dict() for case in cases]}
         path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def machine_and_versions() -> dict[str, dict[str, Any]]:
+    """Return what a report says of this machine, and of the packages."""
+    return {"machine": _machine(), "versions": _versions()}
 
 
 def _machine() -> dict[str, Any]:

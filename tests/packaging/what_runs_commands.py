@@ -118,6 +118,7 @@ RUN_BY = {
     ),
     "python -m pip": "tests/packaging/test_wheel.py::test_the_metadata_is_what_the_documentation_says",
     "pip": "tests/packaging/test_wheel.py::test_the_metadata_is_what_the_documentation_says",
+    "python -m benchmarks.all": "tests/benchmarks/test_all.py",
     "python -m benchmarks.convergence": "tests/benchmarks/test_convergence.py",
     "python -m benchmarks.diloco_bandwidth": "tests/benchmarks/test_diloco_bandwidth.py",
     "python -m benchmarks.hot_switch_convergence": "tests/benchmarks/test_hot_switch_convergence.py",
