@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -110,7 +111,7 @@ def make(command: Command, folder: Path) -> Run:
     """
     report, log = folder / f"{command.name}.report.json", folder / f"{command.name}.log"
     report.unlink(missing_ok=True)
-    line = f"{command.line} --json '{report.resolve()}'" if command.writes_json else command.line
+    line = f"{command.line} --json {shlex.quote(str(report.resolve()))}" if command.writes_json else command.line
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with log.open("w", encoding="utf-8") as stream:
         done = subprocess.run(

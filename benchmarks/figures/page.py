@@ -88,8 +88,9 @@ def _section(command: Command, runs: Sequence[Run]) -> str:
             lines.append(_row([f"`{case}`", unit, *cells, _range(values) if len(values) > 1 else "", *_goal(of_runs)]))
     for place, run in enumerate(runs, 1):
         if run.printed:
+            head = "What it printed" if run.taken_from is None else "What was written down besides"
             of = f", {place}" if len(runs) > 1 else ""
-            lines += ["", f"What it printed{of}:", "", "```text", run.printed.rstrip(), "```"]
+            lines += ["", f"{head}{of}:", "", "```text", run.printed.rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
