@@ -1,38 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much faster hot switching should be than the best single strategy in the ten cases of HotSPa's paper: a table
-that is computed, not measured. No GPU is needed, and none was used.
+"""How much faster hot switching should be than single strategies in the ten cases of HotSPa's paper: a table that is
+computed, not measured. No GPU is needed, and none was used.
 
     python -m benchmarks.hot_switch_estimate [--json FILE]
 
-Step times come from the model behind `megatron-ext hot-switch suggest`, bytes from the planner, and what GPUs and links
-do from their published figures. Lengths of documents are log-normal with the mean of the published counts of tokens and
-documents; how wide they spread has not been published with them, so that two spreads are tried.
+Every case is what `megatron-ext simulate hot-switch` makes of it: batches, packing, the times of rows and the memory
+from the functions of a run and of `hot-switch suggest`, bytes from the planner, and what GPUs and links do from their
+published figures. Three baselines have a column each: the list's own home alone, the best single strategy, and the best
+one that may compute layers again; one limit of memory holds for all of them and for the list. Lengths of documents are
+log-normal with the mean of the published counts of tokens and documents; how wide they spread has not been published
+with them, so that two spreads are tried.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import NormalDist
-from typing import Literal, get_args
-
-import numpy as np
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
-from megatron_ext.hot_switch import PRESETS, Links, read_strategies
-from megatron_ext.hot_switch.cost_model.step_time import Machine, ModelledTimes, StepTimes
-from megatron_ext.hot_switch.cost_model.suggest import Suggester, Suggestion
+from megatron_ext.errors import UserError
+from megatron_ext.hot_switch import PRESETS, StrategyList, read_strategies
+from megatron_ext.hot_switch.cost_model.suggest import Suggester
 from megatron_ext.hot_switch.data.lengths import typical_batch
 from megatron_ext.params import GptShape
+from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments, log_normal_lengths
+from megatron_ext.simulate.hot_switching.gpu_cluster import GIB, SimulatedCluster
+from megatron_ext.simulate.hot_switching.switching_setup import (
+    BEST,
+    BEST_RECOMPUTING,
+    HOME,
+    HOT,
+    DoesNotFit,
+    Kernels,
+    SwitchingSetup,
+)
 
-Attention = Literal["rows", "documents"]
 TABLE = Path(__file__).resolve().parents[1] / "configs" / "hot_switch_strategies.txt"
 CONTEXT = 32768
 PAPERS_BEST = 2.99
@@ -41,23 +50,28 @@ PAPERS_BEST = 2.99
 _REACHED = 0.45
 """Part of the peak that training reaches; Megatron-LM's authors report 44 to 52 % on A100, and up to 47 % on H100."""
 
-_USABLE = 0.875
-"""Part of a GPU's memory that training may use: 70 of 80 GiB."""
+USABLE_GIB = 73.3
+"""Of a GPU's 80 GiB, for training: what the planner of HotSPa's successor (Hydraulis) lets an A800 use, 81,252 MiB less
+6 GiB to be safe."""
 
 
-def _machine(tflops: float, gib: float, within: float, between: float) -> Machine:
-    return Machine(
-        operations=_REACHED * tflops * 1e12,
-        memory=_USABLE * gib * 2**30,
-        links=Links(within_node=within * 1e9, between_nodes=between * 1e9),
+def _cluster(tflops: float, within: float, between: float) -> SimulatedCluster:
+    return SimulatedCluster(
+        tflops=_REACHED * tflops,
+        memory_gib=USABLE_GIB,
+        intra_node_bandwidth=within,
+        inter_node_bandwidth=between,
     )
 
 
-MACHINES: Mapping[str, Machine] = {
-    # Dense bf16 peak, memory, NVLink and network, both per GPU and direction: 8 NICs of 200 and 400 Gbit/s a node.
-    "A800": _machine(312, 80, 200, 25),
-    "H100": _machine(989, 80, 450, 50),
+MACHINES: Mapping[str, SimulatedCluster] = {
+    # Dense bf16 peak, NVLink and network, both per GPU and direction: 8 NICs of 200 and 400 Gbit/s a node.
+    "A800": _cluster(312, 200, 25),
+    "H100": _cluster(989, 450, 50),
 }
+
+BASELINES = {"home": HOME, "static": BEST, "static_recomputing": BEST_RECOMPUTING}
+"""By a word for a case's name."""
 
 # Tokens by documents: RefinedWeb's public part has 600 G in 968 M pages, StarCoder's data 250 G in 206.6 M files.
 MEAN_TOKENS = {"commoncrawl": 600 / 0.968, "github": 250 / 0.2066}
@@ -112,69 +126,91 @@ def paper_cases() -> list[PaperCase]:
     ]
 
 
-def batch_of(dataset: str, spread: float, sequences: int) -> Sequence[int]:
-    """Return the lengths of a typical batch.
+def setup_of(
+    case: PaperCase, cluster: SimulatedCluster, kernels: Kernels, spread: float, options: argparse.Namespace
+) -> SwitchingSetup:
+    """Return a case as something to simulate.
 
     Args:
-        dataset: key of `MEAN_TOKENS`.
-        spread: standard deviation of the logarithm of the length.
-        sequences: of the batch.
+        case: with its list.
+        cluster: the GPUs.
+        kernels: of attention.
+        spread: standard deviation of the logarithm of the lengths.
+        options: the batches.
     """
-    median = MEAN_TOKENS[dataset] / math.exp(spread**2 / 2)
-    places = (np.arange(100_000) + 0.5) / 100_000
-    normal = NormalDist()
-    documents = [round(median * math.exp(spread * normal.inv_cdf(place))) for place in places.tolist()]
-    return typical_batch(np.array(documents, dtype=np.int64), sequences=sequences, context=CONTEXT)
+    return SwitchingSetup(
+        shape=case.shape,
+        strategies=read_strategies(case.strategies, case.bounds, world_size=case.gpus, shape=case.shape),
+        cluster=cluster,
+        data=SimulatedDocuments(
+            steps=options.steps,
+            global_batch_size=options.sequences,
+            mean_length=MEAN_TOKENS[case.dataset],
+            length_spread=spread,
+        ),
+        kernels=kernels,
+    )
 
 
-def suggester_of(case: PaperCase, machine: Machine, lengths: Sequence[int], attention: Attention) -> Suggester:
-    """Return what compares strategies for a case."""
-    times = StepTimes(times=ModelledTimes(shape=case.shape, machine=machine), attention=attention)
-    return Suggester(times, gpus=case.gpus, lengths=lengths, context=CONTEXT)
+def suggested(setup: SwitchingSetup) -> StrategyList:
+    """Return the list that `hot-switch suggest` finds for a case.
 
-
-def with_the_papers_list(case: PaperCase, suggester: Suggester) -> Suggestion:
-    """Return what a step with the paper's strategies should take."""
-    listed = read_strategies(case.strategies, case.bounds, world_size=case.gpus, shape=case.shape)
-    strategies = [replace(strategy, sequence_parallel=strategy.tp > 1) for strategy in listed.strategies]
-    return suggester.estimate(strategies, case.bounds)
+    Raises:
+        DoesNotFit: no single strategy fits without computing anything again, where `suggest` ends.
+    """
+    documents = log_normal_lengths(setup.data.mean_length, setup.data.length_spread)
+    lengths = typical_batch(documents, sequences=setup.data.global_batch_size, context=CONTEXT)
+    suggester = Suggester(setup.times(), gpus=setup.strategies.home.world_size, lengths=lengths, context=CONTEXT)
+    try:
+        return suggester.best([CONTEXT >> halved for halved in range(1, 5)]).strategies
+    except UserError as error:
+        raise DoesNotFit(str(error)) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Estimate all cases and report."""
     options = parser().parse_args(arguments)
     print(
-        "COMPUTED from published figures of GPUs and links, not measured: seconds of a step with "
-        f"{options.sequences} sequences of up to {CONTEXT} tokens.\n"
+        "COMPUTED from published figures of GPUs and links, not measured: steps with "
+        f"{options.sequences} sequences of up to {CONTEXT} tokens in {options.memory_gib:g} GiB of every GPU.\n"
     )
-    head = ["case", "GPUs", "attention", "spread", "longest", "best static"]
-    head += ["static s", "hot s", "switching s", "hot GiB", "speed-up"]
+    head = ["case", "GPUs", "attention", "spread", "list", "hot s", "GiB", "switching s"]
+    head += [word for title in BASELINES.values() for word in (title, "speed-up")]
     cases, rows = [], []
     chosen = [case for case in paper_cases() if options.cases is None or case.name in options.cases]
-    for case, name, attention, spread in product(chosen, options.machines, options.attention, options.spreads):
-        lengths = batch_of(case.dataset, spread, options.sequences)
-        suggester = suggester_of(case, MACHINES[name], lengths, attention)
-        static, hot = suggester.static()[0], with_the_papers_list(case, suggester)
-        gain = static.seconds / hot.seconds
-        row = [case.name, name, attention, f"{spread:g}", str(max(lengths)), static.strategies.home.label]
-        row += [f"{seconds:.2f}" for seconds in (static.seconds, hot.seconds, hot.switching)]
-        row += [f"{max(hot.memory) / 2**30:.0f}", f"{gain:.2f}"]
-        key = f"{name.lower()}_{case.name}_{attention}_spread_{spread:g}"
-        cases.append(_case(key, gain))
-        if options.suggest:
-            best = suggester.best([CONTEXT >> halved for halved in range(1, 5)])
-            labels = " ".join(strategy.label for strategy in best.strategies.strategies)
-            row += [f"{static.seconds / best.seconds:.2f}", labels]
-            cases.append(_case(f"{key}_suggested", static.seconds / best.seconds))
+    for case, name, kernels, spread in product(chosen, options.machines, options.attention, options.spreads):
+        cluster = replace(MACHINES[name], memory_gib=options.memory_gib)
+        setup = setup_of(case, cluster, kernels, spread, options)
+        row = [case.name, name, kernels, f"{spread:g}"]
+        try:
+            setup.check()
+            if options.suggest:
+                setup = replace(setup, strategies=suggested(setup))
+            runs = setup.runs()
+        except DoesNotFit as error:
+            print(f"{case.name}: {error}")
+            rows.append([*row, "does not fit", *["-"] * (len(head) - len(row) - 1)])
+            continue
+        except UserError as error:
+            print(f"benchmarks.hot_switch_estimate: error: {error}", file=sys.stderr)
+            return 2
+        hot = runs[HOT]
+        row += [hot.strategies, f"{hot.seconds / options.steps:.2f}", f"{hot.memory / GIB:.0f}"]
+        row += [f"{hot.time['switching'] / options.steps:.2f}"]
+        for word, title in BASELINES.items():
+            if (run := runs.get(title)) is None:
+                row += ["does not fit", "-"]
+                continue
+            gain = run.seconds / hot.seconds
+            row += [run.strategies, f"{gain:.2f}"]
+            key = f"{name.lower()}_{case.name}_{kernels}_spread_{spread:g}_over_{word}"
+            key += "_suggested" * options.suggest
+            cases.append(Case(case=key, value=gain, unit="computed speed-up", goal=None, direction="higher"))
         rows.append(row)
-    print_table(head + (["suggested", "strategies"] if options.suggest else []), rows)
-    print(f"\nSpeed-ups are those over the best static strategy, computed; the paper reports up to {PAPERS_BEST}.")
+    print_table(head, rows)
+    print(f"\nSpeed-ups are computed, over what stands before them; the paper reports up to {PAPERS_BEST}.")
     report(cases, options.json)
     return 0
-
-
-def _case(key: str, gain: float) -> Case:
-    return Case(case=key, value=gain, unit="computed speed-up", goal=None, direction="higher")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -184,13 +220,19 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="e.g. github_7b_8gpus (all ten)")
     result.add_argument("--machines", nargs="+", choices=tuple(MACHINES), default=list(MACHINES), help="both")
     result.add_argument(
-        "--attention", nargs="+", choices=get_args(Attention), default=["rows", "documents"], help="over what (both)"
+        "--attention",
+        nargs="+",
+        choices=get_args(Kernels),
+        default=get_args(Kernels),
+        help="kernels, as of `simulate hot-switch`; fused-rows are the paper's (all three)",
     )
     result.add_argument(
         "--spreads", nargs="+", type=float, default=[1.2, 1.6], metavar="S", help="of the log of the lengths (1.2 1.6)"
     )
-    result.add_argument("--suggest", action="store_true", help="also with the list that `suggest` finds; takes minutes")
+    result.add_argument("--suggest", action="store_true", help="with lists that `suggest` finds; takes minutes")
     result.add_argument("--sequences", type=at_least(1), default=512, help="of a step (512)")
+    result.add_argument("--steps", type=at_least(1), default=10, help="that are simulated (10)")
+    result.add_argument("--memory-gib", type=float, default=USABLE_GIB, help=f"of a GPU ({USABLE_GIB:g})")
     add_report_option(result)
     return result
 

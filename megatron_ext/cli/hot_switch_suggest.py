@@ -15,7 +15,7 @@ from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
     from megatron_ext.hot_switch.cost_model.step_time import Coefficients
-    from megatron_ext.hot_switch.cost_model.suggest import Suggestion
+    from megatron_ext.hot_switch.cost_model.suggestion import Suggestion
 
 __all__ = ["add_suggest", "run_suggest"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_ext.cli.simulation.simulate_hot_switch import add_hot_switch
 from megatron_ext.cli.simulation.simulate_local_sgd import add_local_sgd
 from megatron_ext.cli.simulation.simulate_service import add_sync_service
 
@@ -22,3 +23,4 @@ def add_parser(subparsers: Any) -> None:
     actions = parser.add_subparsers(metavar="KIND", required=True)
     add_local_sgd(actions)
     add_sync_service(actions)
+    add_hot_switch(actions)

@@ -49,6 +49,19 @@ class SimulatedRun:
         """Part of the time in which a worker makes steps that count, in the mean over the workers."""
         return self.time["training"] / self.seconds
 
+    def figures(self) -> dict[str, str]:
+        """Return the figures for people, by name."""
+        tokens = {"tokens/s": f"{self.tokens / self.seconds:,.0f}"} if self.tokens else {}
+        return {
+            "utilisation": f"{self.utilisation:.3f}",
+            "hours": f"{self.seconds / 3600:.4g}",
+            "worker steps/s": f"{self.worker_steps / self.seconds:.4g}",
+            **tokens,
+            "GB sent by a worker": f"{self.worker_bytes / 1e9:.4g}",
+            "outer rounds": str(self.rounds or "-"),
+            "failures": str(self.failures or "-"),
+        }
+
     def as_json(self) -> dict[str, Any]:
         """Return the figures under their names."""
         return {

@@ -4,21 +4,45 @@
 import pytest
 
 from benchmarks import hot_switch_estimate
+from megatron_ext.simulate.hot_switching.document_lengths import log_normal_lengths
 from tests.benchmarks.reports import read_cases
 
+FEW = ["--cases", "github_7b_8gpus", "--machines", "A800", "--spreads", "1.2", "--sequences", "64", "--steps", "2"]
+FEW += ["--attention", "fused-rows", "documents"]
 
-def test_a_case_is_estimated_for_both_kinds_of_attention(tmp_path, capsys):
+
+def test_a_case_has_a_column_for_every_baseline_and_both_kinds_of_attention(tmp_path, capsys):
     path = tmp_path / "report.json"
-    few = ["--cases", "github_7b_8gpus", "--machines", "A800", "--spreads", "1.2", "--sequences", "64"]
-    assert hot_switch_estimate.main([*few, "--json", str(path)]) == 0
+    assert hot_switch_estimate.main([*FEW, "--json", str(path)]) == 0
     cases = read_cases(path)
-    assert set(cases) == {f"a800_github_7b_8gpus_{attention}_spread_1.2" for attention in ("rows", "documents")}
-    rows, documents = (case["value"] for case in cases.values())
-    # Long rows of short documents cost static strategies more when attention looks at whole rows.
-    assert 0.3 < documents < rows < 3
+    assert set(cases) == {
+        f"a800_github_7b_8gpus_{attention}_spread_1.2_over_{baseline}"
+        for attention in ("fused-rows", "documents")
+        for baseline in ("home", "static", "static_recomputing")
+    }
+    gains = {key.removeprefix("a800_github_7b_8gpus_"): case["value"] for key, case in cases.items()}
+    # Long rows of short documents cost single strategies more when attention looks at whole rows.
+    assert 0.3 < gains["documents_spread_1.2_over_home"] < gains["fused-rows_spread_1.2_over_home"] < 3
+    # Home is one of the single strategies, and what may be computed again is a choice more.
+    for attention in ("fused-rows", "documents"):
+        home, static, recomputing = (
+            gains[f"{attention}_spread_1.2_over_{baseline}"] for baseline in ("home", "static", "static_recomputing")
+        )
+        assert home >= static >= recomputing
     assert all(case["unit"] == "computed speed-up" and case["goal"] is None for case in cases.values())
     text = capsys.readouterr().out
     assert text.startswith("COMPUTED") and "not measured" in text and "up to 2.99" in text
+
+
+def test_a_list_that_does_not_fit_is_not_counted(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    assert hot_switch_estimate.main([*FEW, "--memory-gib", "40", "--json", str(path)]) == 0
+    assert read_cases(path) == {}
+    assert "and --memory-gib is 40; use more GPUs, a shorter context" in capsys.readouterr().out
+    assert hot_switch_estimate.main([*FEW, "--memory-gib", "-1"]) == 2
+    assert capsys.readouterr().err == (
+        "benchmarks.hot_switch_estimate: error: simulate: --memory-gib is -1; give a number above 0\n"
+    )
 
 
 def test_the_cases_are_the_papers_with_the_lists_of_its_readme():
@@ -30,6 +54,6 @@ def test_the_cases_are_the_papers_with_the_lists_of_its_readme():
 
 
 @pytest.mark.parametrize("spread", [0.5, 1.2])
-def test_batches_have_the_published_mean(spread):
-    lengths = hot_switch_estimate.batch_of("commoncrawl", spread, 2000)
-    assert sum(lengths) / len(lengths) == pytest.approx(hot_switch_estimate.MEAN_TOKENS["commoncrawl"], rel=0.02)
+def test_assumed_lengths_have_the_published_mean(spread):
+    mean = hot_switch_estimate.MEAN_TOKENS["commoncrawl"]
+    assert log_normal_lengths(mean, spread).mean() == pytest.approx(mean, rel=0.02)

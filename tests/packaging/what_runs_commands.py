@@ -27,6 +27,10 @@ RUN_BY = {
         "tests/cli/test_local_sgd_suggest.py::test_the_plainest_setting_that_is_good_enough_is_proposed"
     ),
     "megatron-ext simulate local-sgd": "tests/cli/test_simulate.py::test_a_run_is_shown_beside_synchronous_training",
+    "megatron-ext simulate hot-switch": (
+        "tests/cli/test_simulate_hot_switch.py::"
+        "test_a_list_is_shown_beside_three_single_strategies_in_the_same_memory"
+    ),
     "megatron-ext simulate sync-service": "tests/cli/test_simulate.py::test_a_run_at_a_sync_service_is_shown",
     "megatron-ext hot-switch plan": (
         "tests/cli/test_hot_switch.py::test_the_table_has_a_row_per_switch_in_the_order_of_a_step"

@@ -8,17 +8,35 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.errors import UserError
 
 if TYPE_CHECKING:
-    from megatron_ext.simulate.job_run import SimulatedRun
     from megatron_ext.simulate.sweep import Sweep
 
-__all__ = ["add_output_options", "show"]
+__all__ = ["ShownRun", "add_output_options", "show"]
 
-Simulate = Callable[[argparse.Namespace], "tuple[str, Mapping[str, SimulatedRun]]"]
+
+class ShownRun(Protocol):
+    """What became of a run, for people and for machines."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the run."""
+
+    @property
+    def time(self) -> Mapping[Any, float]:
+        """The same by cause."""
+
+    def figures(self) -> dict[str, str]:
+        """Return the figures for people, by name."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures under their names."""
+
+
+Simulate = Callable[[argparse.Namespace], tuple[str, Mapping[str, ShownRun]]]
 """Returns what was simulated, in a line, and the runs by the name of the way to train."""
 
 
@@ -96,7 +114,7 @@ def _set(parser: argparse.ArgumentParser, options: argparse.Namespace, sweep: Sw
         UserError: there is no such option with a value, or it cannot have this one.
     """
     action = parser._option_string_actions.get(sweep.flag)
-    without_value = action is None or action.nargs == 0 or action.help == argparse.SUPPRESS
+    without_value = action is None or action.nargs is not None or action.help == argparse.SUPPRESS
     if action is None or without_value or action.dest in ("sweep", "csv", "png"):
         raise UserError(f"--sweep {sweep.flag.removeprefix('--')}: there is no option {sweep.flag} with a value")
     try:
@@ -113,23 +131,12 @@ def _number(value: Any) -> str:
     return value if isinstance(value, str) else f"{value:.4g}"
 
 
-def _table(runs: Mapping[str, SimulatedRun]) -> str:
+def _table(runs: Mapping[str, ShownRun]) -> str:
     """Return runs as text, one column each."""
     every = list(runs.values())
-    rows = [
-        ["", *runs],
-        ["utilisation", *(f"{run.utilisation:.3f}" for run in every)],
-        ["hours", *(f"{run.seconds / 3600:.4g}" for run in every)],
-        ["worker steps/s", *(f"{run.worker_steps / run.seconds:.4g}" for run in every)],
-    ]
-    if any(run.tokens for run in every):
-        rows.append(["tokens/s", *(f"{run.tokens / run.seconds:,.0f}" for run in every)])
-    rows += [
-        ["GB sent by a worker", *(f"{run.worker_bytes / 1e9:.4g}" for run in every)],
-        ["outer rounds", *(str(run.rounds or "-") for run in every)],
-        ["failures", *(str(run.failures or "-") for run in every)],
-        ["time by cause, %", *("" for _ in every)],
-    ]
+    figures = [run.figures() for run in every]
+    rows = [["", *runs], *([name, *(found[name] for found in figures)] for name in figures[0])]
+    rows.append(["time by cause, %", *("" for _ in every)])
     for cause in every[0].time:
         if any(run.time[cause] for run in every):
             rows.append([f"  {cause}", *(f"{100 * run.time[cause] / run.seconds:.2f}" for run in every)])

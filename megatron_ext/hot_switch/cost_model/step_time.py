@@ -23,7 +23,10 @@ from megatron_ext.hot_switch.planning.figures import Links
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.params import GptShape, gpt_parameters
 
-__all__ = ["Coefficients", "Machine", "ModelledTimes", "StepTimes"]
+__all__ = ["Coefficients", "Machine", "ModelledTimes", "Recompute", "StepParts", "StepTimes"]
+
+Recompute = Literal["none", "selective", "full"]
+"""What the backward pass computes again: attention's scores, or whole layers (`--recompute-granularity`)."""
 
 _BACKWARD = 3.0
 """Operations of forward and backward together, by those of forward."""
@@ -116,16 +119,21 @@ class ModelledTimes:
     active_experts: int = 1
     """Routed experts that a position meets in a layer (`--moe-router-topk`)."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    """What the backward pass computes again: attention's scores, or whole layers (`--recompute-granularity`)."""
+    recompute: Recompute = "none"
+    """What strategies compute again that say nothing themselves."""
+
+    def recomputed_by(self, strategy: Strategy) -> Recompute:
+        """Return what a strategy computes again."""
+        return self.recompute if strategy.recompute == "none" else strategy.recompute
 
     def of(self, strategy: Strategy) -> Coefficients:
         """Return the coefficients of a strategy, with what is computed again."""
         once = self.measured.get((strategy.tp, strategy.pp)) or self._modelled(strategy)
+        recompute = self.recomputed_by(strategy)
         return Coefficients(
-            squared=once.squared * (1 if self.recompute == "none" else _AGAIN),
-            linear=once.linear * (_AGAIN if self.recompute == "full" else 1),
-            constant=once.constant * (_AGAIN if self.recompute == "full" else 1),
+            squared=once.squared * (1 if recompute == "none" else _AGAIN),
+            linear=once.linear * (_AGAIN if recompute == "full" else 1),
+            constant=once.constant * (_AGAIN if recompute == "full" else 1),
         )
 
     def _modelled(self, strategy: Strategy) -> Coefficients:
@@ -156,6 +164,25 @@ class ModelledTimes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """Where the seconds of a strategy's part of a step go, in the mean over its GPUs."""
+
+    computing: float = 0.0
+    """Forward and backward passes of rows, padding and what is computed again included."""
+
+    waiting: float = 0.0
+    """For other stages, and for the replica with the slowest rows."""
+
+    reducing: float = 0.0
+    """Gradients over the data-parallel ranks."""
+
+    @property
+    def seconds(self) -> float:
+        """Of all."""
+        return self.computing + self.waiting + self.reducing
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepTimes:
     """Times and memory of strategies."""
 
@@ -166,8 +193,8 @@ class StepTimes:
     """Over what attention is computed: each document of a row, or the whole row, the scores of other documents being
     masked afterwards, as Megatron's local implementation does."""
 
-    def seconds(self, strategy: Strategy, batch: StrategyBatch, lengths: Sequence[int]) -> float:
-        """Return how long a strategy computes, and adds up its gradients over the data-parallel ranks.
+    def parts(self, strategy: Strategy, batch: StrategyBatch, lengths: Sequence[int]) -> StepParts:
+        """Return how long a strategy computes, waits, and adds up its gradients over the data-parallel ranks.
 
         Args:
             strategy: with one row per micro-batch.
@@ -175,7 +202,7 @@ class StepTimes:
             lengths: of the sequences that the rows name.
         """
         coefficients = self.times.of(strategy)
-        slowest = 0.0
+        slowest = computing = 0.0
         for replica in batch.micro_batches:
             rows = [
                 coefficients.seconds(
@@ -187,8 +214,15 @@ class StepTimes:
                 for rows in replica
                 for row in rows
             ]
+            computing += sum(rows) / len(batch.micro_batches)
             slowest = max(slowest, sum(rows) + (strategy.pp - 1) * max(rows))
-        return slowest + self.gradient_seconds(strategy)
+        return StepParts(
+            computing=computing, waiting=slowest - computing, reducing=self.gradient_seconds(strategy)
+        )
+
+    def seconds(self, strategy: Strategy, batch: StrategyBatch, lengths: Sequence[int]) -> float:
+        """Return the time of all of it; see `parts`."""
+        return self.parts(strategy, batch, lengths).seconds
 
     def gradient_seconds(self, strategy: Strategy) -> float:
         """Return how long a ring all-reduce of the fullest stage's fp32 gradients over data parallelism takes."""
@@ -216,12 +250,12 @@ class StepTimes:
             held += of_home.elements * (_HOME_BYTES + _SUM_BYTES * switches)
             if strategy != home:
                 held += own.elements * (_GUEST_BYTES + _SUM_BYTES * receives)
-            fullest = max(fullest, held + self._activations(own, strategy.tp, positions))
+            fullest = max(fullest, held + self._activations(own, strategy, positions))
         return fullest
 
-    def _activations(self, stage: Stage, tp: int, positions: int) -> float:
+    def _activations(self, stage: Stage, strategy: Strategy, positions: int) -> float:
         """Return the bytes that the rows in a stage take until their backward passes, on one of TP ranks."""
-        shape, recompute = self.times.shape, self.times.recompute
+        shape, tp, recompute = self.times.shape, strategy.tp, self.times.recomputed_by(strategy)
         layers = stage.layers * stage.waiting
         # Layers that are computed again keep their inputs, and the one whose turn it is has all of its activations.
         whole = 1 if recompute == "full" else layers

@@ -7,53 +7,28 @@ quickest for it. HotSPa's own lists were chosen by hand.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import combinations, pairwise, product
+from typing import Self
 
 from megatron_ext.errors import UserError
-from megatron_ext.hot_switch.cost_model.step_time import StepTimes
+from megatron_ext.hot_switch.cost_model.step_time import StepParts, StepTimes
+from megatron_ext.hot_switch.cost_model.suggestion import Suggestion
 from megatron_ext.hot_switch.data.packing import plan_batch
 from megatron_ext.hot_switch.planning.figures import SwitchFigures, measure_plan
 from megatron_ext.hot_switch.planning.plan import plan_switch
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.hot_switch.strategies.strategy_list import Bucket, StrategyList, check_strategies
 
-__all__ = ["Suggester", "Suggestion", "candidates"]
+__all__ = ["Suggester", "candidates"]
 
 _PER_BUCKET = 3
 """Strategies that are tried in a bucket: the quickest. A slower one could win by its switches only."""
 
 _GRADIENT_BYTES = 2.0
 """Bytes of an fp32 gradient by those of the bf16 parameters that plans count."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Suggestion:
-    """A list of strategies and what a step with it should take."""
-
-    strategies: StrategyList
-    """With buckets."""
-
-    compute: tuple[float, ...]
-    """Seconds of every strategy, in the order of the list; 0 for a guest without data."""
-
-    switching: float
-    """Seconds of all switches of parameters and gradients of a step, at least."""
-
-    memory: tuple[float, ...]
-    """Bytes of the fullest GPU in every strategy's turn."""
-
-    sequences: tuple[int, ...]
-    """Sequences of the batch in every bucket."""
-
-    positions: tuple[int, ...]
-    """Positions computed for them, padding included."""
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return sum(self.compute) + self.switching
 
 
 def candidates(times: StepTimes, gpus: int) -> list[Strategy]:
@@ -81,7 +56,15 @@ def candidates(times: StepTimes, gpus: int) -> list[Strategy]:
 
 
 class Suggester:
-    """Compares lists of strategies on one global batch."""
+    """Compares lists of strategies on one global batch.
+
+    Attributes:
+        times: of the strategies.
+        gpus: of the job.
+        lengths: positions of every sequence of the batch.
+        context: the longest bucket's rows.
+        homes: the strategies that can train alone.
+    """
 
     def __init__(self, times: StepTimes, *, gpus: int, lengths: Sequence[int], context: int) -> None:
         """Prepare.
@@ -107,8 +90,8 @@ class Suggester:
                 "that are with `megatron-ext hot-switch profile`"
             )
         # Megatron counts home's micro-batches by the batch.
-        self._homes = [strategy for strategy in self._strategies if len(lengths) % strategy.dp == 0]
-        if not self._homes:
+        self.homes = [strategy for strategy in self._strategies if len(lengths) % strategy.dp == 0]
+        if not self.homes:
             least = min(strategy.dp for strategy in self._strategies)
             near = max(len(lengths) // least, 1) * least
             raise UserError(
@@ -116,6 +99,16 @@ class Suggester:
                 f"this model on {gpus} GPUs, and home's has to divide it; give {near} or {near + least}"
             )
         self._switches: dict[tuple[Strategy, Strategy], SwitchFigures] = {}
+
+    def on(self, lengths: Sequence[int]) -> Self:
+        """Return the same for another batch of as many sequences.
+
+        Args:
+            lengths: positions of every one.
+        """
+        other = copy.copy(self)
+        other.lengths = lengths
+        return other
 
     @property
     def unused(self) -> list[tuple[int, int]]:
@@ -129,9 +122,9 @@ class Suggester:
             UserError: none fits.
         """
         bounds = (self.context, 0)
-        found = [self.estimate([strategy], bounds) for strategy in self._homes if self._fits(strategy, strategy)]
+        found = [self.estimate([strategy], bounds) for strategy in self.homes if self._fits(strategy, strategy)]
         if not found:
-            least = min(self.times.memory(strategy, self.context, strategy) for strategy in self._homes)
+            least = min(self.times.memory(strategy, self.context, strategy) for strategy in self.homes)
             available = self.times.times.machine.memory
             if least <= available:
                 raise UserError(
@@ -170,15 +163,19 @@ class Suggester:
         """
         listed = check_strategies(strategies, bounds, world_size=self.gpus, shape=self.times.times.shape)
         batches = plan_batch(self.lengths, listed)
-        compute = [
-            0.0 if batch is None else self.times.seconds(strategy, batch, self.lengths)
+        parts = [
+            StepParts() if batch is None else self.times.parts(strategy, batch, self.lengths)
             for strategy, batch in zip(listed.strategies, batches, strict=True)
         ]
+        # A guest without data is skipped.
+        trained = [strategy for strategy, batch in zip(listed.strategies, batches, strict=True) if batch is not None]
+        switching, moved = self._switching(StrategyList(strategies=tuple(trained)))
         return Suggestion(
             strategies=listed,
-            compute=tuple(compute),
-            switching=self._switching(listed),
-            memory=self._memory(listed),
+            parts=tuple(parts),
+            switching=switching,
+            moved=moved,
+            memory=self.memory(listed),
             sequences=tuple(self._sequences(bucket) for bucket in listed.buckets),
             positions=tuple(0 if batch is None else batch.positions for batch in batches),
         )
@@ -188,7 +185,7 @@ class Suggester:
         by_length = [Bucket(above=lower, up_to=upper) for upper, lower in pairwise(bounds)]
         if not all(self._sequences(bucket) for bucket in by_length[1:]):
             return  # a guest without data
-        homes = [strategy for strategy in self._homes if self._fits(strategy, strategy, switches=True)]
+        homes = [strategy for strategy in self.homes if self._fits(strategy, strategy, switches=True)]
         for home in self._quickest(homes, by_length[0]):
             guests = [
                 self._quickest(
@@ -231,7 +228,7 @@ class Suggester:
             return False  # its rows could not be cut
         return self.times.memory(strategy, longest, home, switches=switches) <= self.times.times.machine.memory
 
-    def _memory(self, listed: StrategyList) -> tuple[float, ...]:
+    def memory(self, listed: StrategyList) -> tuple[float, ...]:
         """Return the bytes of the fullest GPU in every strategy's turn."""
         home, switches = listed.home, len(listed.strategies) > 1
         receives = [False] * len(listed.strategies)
@@ -243,25 +240,27 @@ class Suggester:
             for strategy, bucket, waits in zip(listed.strategies, listed.buckets, receives, strict=True)
         )
 
-    def _switching(self, listed: StrategyList) -> float:
-        """Return the time of a step's switches, each by the way that moves fewer bytes.
+    def _switching(self, listed: StrategyList) -> tuple[float, float]:
+        """Return the time of a step's switches and the bytes they move, each by the way that moves fewer.
 
         Parameters come from home or from the guest before, gradients go home or to the guest after. Home keeps its
         parameters.
         """
-        home, parameters, gradients = listed.home, 0.0, 0.0
-        for before, guest in listed.switches[:-1]:
-            parameters += self._shorter((home, guest), (before, guest))
-        for guest, after in listed.switches[1:]:
-            gradients += self._shorter((guest, home), (guest, after))
-        return parameters + _GRADIENT_BYTES * gradients
-
-    def _shorter(self, direct: tuple[Strategy, Strategy], chained: tuple[Strategy, Strategy]) -> float:
-        return min(self._switch(*direct), self._switch(*chained), key=lambda switch: switch.bytes_total).seconds(
-            self.times.times.machine.links
+        home, links = listed.home, self.times.times.machine.links
+        parameters = [self._shorter((home, guest), (before, guest)) for before, guest in listed.switches[:-1]]
+        gradients = [self._shorter((guest, home), (guest, after)) for guest, after in listed.switches[1:]]
+        weighted = [(1.0, figures) for figures in parameters] + [(_GRADIENT_BYTES, figures) for figures in gradients]
+        return (
+            sum((factor * figures.seconds(links) for factor, figures in weighted), 0.0),
+            sum((factor * figures.bytes_total for factor, figures in weighted), 0.0),
         )
 
+    def _shorter(self, direct: tuple[Strategy, Strategy], chained: tuple[Strategy, Strategy]) -> SwitchFigures:
+        return min(self._switch(*direct), self._switch(*chained), key=lambda switch: switch.bytes_total)
+
     def _switch(self, source: Strategy, target: Strategy) -> SwitchFigures:
+        # What they compute again changes nothing in what they hold.
+        source, target = (replace(strategy, recompute="none") for strategy in (source, target))
         if (source, target) not in self._switches:
             shape, machine = self.times.times.shape, self.times.times.machine
             layouts = source.layout(shape.num_layers), target.layout(shape.num_layers)

@@ -167,3 +167,16 @@ def test_a_stage_holds_what_the_placement_of_its_ranks_says() -> None:
     (one, _) = stages_of(shape, chosen)
     experts = 2 * 2 * 3 * 4096 * 512 // 2
     assert one.optimizer_elements == pytest.approx(experts + (one.elements - experts) / 4)
+
+
+def test_the_time_of_a_step_is_divided_into_computing_waiting_and_reducing() -> None:
+    times, chosen, lengths = StepTimes(times=TIMES), strategy(2, 1, 2), [1000, 1000, 1000]
+    (batch,) = plan_batch(lengths, StrategyList(strategies=(chosen,), buckets=(Bucket(above=0, up_to=1000),)))
+    assert batch is not None
+    row, empty = (TIMES.of(chosen).seconds(squares, 1000) for squares in (1000**2, 0))
+    # Three rows for two replicas: the second one has a row of zero weight, which is computed as well.
+    parts = times.parts(chosen, batch, lengths)
+    assert parts.computing == pytest.approx((3 * row + empty) / 2)
+    assert parts.waiting == pytest.approx(3 * row - parts.computing)
+    assert parts.reducing == times.gradient_seconds(chosen) > 0
+    assert times.seconds(chosen, batch, lengths) == parts.seconds

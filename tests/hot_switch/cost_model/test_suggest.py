@@ -98,3 +98,14 @@ def test_home_divides_the_batch() -> None:
     measured = replace(suggester().times.times, measured={(1, 1): (0.0, 1e-6, 0.0)})
     with pytest.raises(UserError, match=r"--global-batch-size 67 is not a multiple .* give 64 or 72"):
         Suggester(StepTimes(times=measured), gpus=8, lengths=LONG_TAILED[1:], context=8192)
+
+
+def test_a_guest_without_data_is_not_switched_to() -> None:
+    read = read_strategies(["1,8,1", "8,1,1", "2,2,2"]).strategies
+    without_short = suggester([100] * 60).on([5000] * 60)
+    assert without_short.estimate([read[0], read[1]], (8192, 1024, 0)).moved == 0
+    # The other one's switches are those of a list that never had the first.
+    both = without_short.on([1500] * 30 + [5000] * 30).estimate(list(read), (8192, 2048, 1024, 0))
+    alone = without_short.on([1500] * 30 + [5000] * 30).estimate([read[0], read[2]], (8192, 2048, 0))
+    assert 0 < both.switching == alone.switching
+    assert both.moved == alone.moved

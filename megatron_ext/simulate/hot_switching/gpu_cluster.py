@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPUs of a simulated run: what they hold, compute and send."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_ext.hot_switch.cost_model.step_time import Machine
+from megatron_ext.hot_switch.planning.figures import Links
+
+__all__ = ["GIB", "SimulatedCluster"]
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedCluster:
+    """GPUs, all alike."""
+
+    memory_gib: float = 70.0
+    """GiB of a GPU that training may use, with hot switching as without"""
+
+    tflops: float = 140.0
+    """10^12 operations per second that a GPU reaches in training, not those of its data sheet"""
+
+    intra_node_bandwidth: float = 200.0
+    """GB/s of one GPU to all others of its node, each way"""
+
+    inter_node_bandwidth: float = 25.0
+    """GB/s of one GPU to other nodes, each way"""
+
+    def problems(self) -> list[str]:
+        """Return what cannot be, one sentence each."""
+        return [
+            f"--{flag} is {value:g}; give a number above 0"
+            for flag in ("memory-gib", "tflops", "intra-node-bandwidth", "inter-node-bandwidth")
+            if not 0 < (value := getattr(self, flag.replace("-", "_"))) < math.inf
+        ]
+
+    def machine(self, gpus_per_node: int) -> Machine:
+        """Return the cost model's machine.
+
+        Args:
+            gpus_per_node: of a node.
+        """
+        return Machine(
+            operations=self.tflops * 1e12,
+            memory=self.memory_gib * GIB,
+            links=Links(within_node=self.intra_node_bandwidth * 1e9, between_nodes=self.inter_node_bandwidth * 1e9),
+            gpus_per_node=gpus_per_node,
+        )
