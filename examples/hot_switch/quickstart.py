@@ -24,6 +24,11 @@ from stages import StageError, run_stage  # noqa: E402  # likewise
 MARKER = ".megatron-ext-hot-switch-quickstart"
 """In the output folder: says that it is ours, so that old results in it may be removed."""
 
+PURPOSE = """\
+What this shows: hot switching changes no result, and what it moves. What it does not show: speed. Times of processes
+that share a CPU say nothing about GPUs. Where it pays: megatron-ext simulate hot-switch (docs/simulate.md)
+"""
+
 PROCESSES = 4
 CONTEXT = 1024
 LEAST_ITERATIONS = 4
@@ -148,6 +153,7 @@ def compare(output: Path, iterations: int) -> int:
     claim(output, MARKER)
     for file in (*output.glob("*.log"), output / "summary.json", output / "comparison.png"):
         file.unlink(missing_ok=True)
+    print(PURPOSE, flush=True)
     corpus = prepare(output)
     runs = [Run(strategies=HOT, buckets=BUCKETS)]
     runs += [Run(strategies=(strategy,), buckets=(CONTEXT, 0)) for strategy in HOT]
@@ -224,6 +230,15 @@ def report(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+def draw_losses(axes: Any, runs: list[Run]) -> None:
+    """Draw the losses of every run, the hot one's as rings: they are those of its home, whose line they lie on."""
+    hot, *static = runs
+    for run in static:
+        axes.plot(range(1, len(run.losses) + 1), run.losses, label=run.title, alpha=0.7)
+    axes.plot(range(1, len(hot.losses) + 1), hot.losses, "o", color="black", fillstyle="none", label=hot.title)
+    axes.legend()
+
+
 def plot(runs: list[Run], file: Path) -> None:
     """Draw losses and speeds into a PNG."""
     import matplotlib
@@ -232,13 +247,11 @@ def plot(runs: list[Run], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, (losses, speeds) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for run in runs:
-        losses.plot(range(1, len(run.losses) + 1), run.losses, label=run.title, alpha=0.7)
+    draw_losses(losses, runs)
     losses.set(xlabel="iteration", ylabel="loss (nats per byte of text)", title="Training loss, on the same documents")
-    losses.legend()
     speeds.barh([run.title for run in runs], [run.summary()["tokens_per_second"] for run in runs])
     speeds.invert_yaxis()
-    speeds.set(xlabel="tokens per second", title="Speed on this machine")
+    speeds.set(xlabel="tokens per second", title="Speed of 4 processes on the cores of this machine")
     for axes in (losses, speeds):
         axes.grid(alpha=0.3)
     figure.savefig(file, dpi=120)

@@ -11,9 +11,9 @@ usage() {
 Usage: examples/hot_switch/quickstart.sh [OPTIONS]
 
 Trains a small GPT (4 processes) on the functions and classes of Python's standard library, which are short except for a few:
-with hot switching between three strategies, and with each of them alone, on the same documents. Compares losses, tokens
-per second and padding, and prints what switching moves and takes. No GPU and no download of data are needed; the first
-start downloads the Python packages into .venv.
+with hot switching between three strategies, and with each of them alone, on the same documents. It shows that the losses
+are the same, and what switching moves. Speed on a CPU is not what it shows, although it is printed.
+No GPU and no download of data are needed; the first start downloads the Python packages into .venv.
 
 Options:
   --iterations N   length of a run (default 20, at least 4)

@@ -71,3 +71,19 @@ def test_documents_are_functions_and_methods(quickstart: ModuleType) -> None:
     found = list(quickstart.definitions())
     assert len(found) > 1000
     assert all(text.startswith(("def ", "class ", "async def ")) for text in found[:200])
+
+
+def test_the_hot_runs_losses_are_seen_where_they_are_those_of_its_home(quickstart: ModuleType) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axes = pyplot.subplots()
+    runs = [quickstart.Run(strategies=quickstart.HOT[:count], buckets=(), losses=[3.0, 2.0]) for count in (3, 1)]
+    quickstart.draw_losses(axes, runs)
+    home, hot = axes.get_lines()
+    assert (home.get_label(), hot.get_label()) == (runs[1].title, runs[0].title)
+    assert home.get_linestyle() == "-"
+    assert (hot.get_linestyle(), hot.get_marker(), hot.get_fillstyle()) == ("None", "o", "none")
+    pyplot.close(figure)
+
+
+def test_the_first_lines_say_that_speed_is_not_what_it_shows(quickstart: ModuleType) -> None:
+    assert "does not show: speed" in quickstart.PURPOSE.splitlines()[0]
