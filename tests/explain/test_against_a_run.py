@@ -24,7 +24,7 @@ def held(model: Any, optimizer: Any, args: Any) -> dict[str, Any]:
     """Return what this rank holds at the end of a run."""
     from megatron_ext.hooks import hooks
 
-    engine = next(feature for feature in hooks.active if feature.name == "local-sgd")._require_engine()
+    engine = next(feature for feature in hooks.active if feature.name == "local-sgd")._require_worker().engine
     buffers = [buffer for chunk in model for buffer in chunk.buffers]
     states = [value for member in optimizer.chained_optimizers for value in member.optimizer.state.values()]
     shards = [fragment.state.shard for fragment in engine.fragments]
