@@ -109,6 +109,6 @@ def _serve(pipe: Connection, address: str, indices: range, size: int, tensors: i
                 pipe.send("")
         except Exception as error:  # the measuring process says what has ended it
             pipe.send(f"{type(error).__name__}: {error}")
-            raise
+            return
         list(threads.map(SyncClient.leave, clients))
         list(threads.map(SyncClient.close, clients))

@@ -98,6 +98,7 @@ COMMANDS = (
         line="python -m benchmarks.spes_round --parts rounds --peers 4 --codec bf16 --millions 63",
         minutes=2,
     ),
+    Command(name="server_load", line="python -m benchmarks.server_load", minutes=5),
     Command(name="convergence", line="python -m benchmarks.convergence", minutes=100),
     Command(
         name="convergence_2048",
@@ -195,6 +196,13 @@ COMMANDS = (
         "--server-bandwidth 25 --reduction 2000 --step-seconds 2 --step-tokens 500000 --sync-service-interval 500 "
         "--steps 10000 --quorum 60 --grace-seconds 60 --jitter 0.1 --mtbf-hours 5000",
         minutes=0.2,
+    ),
+    Command(
+        name="simulate_hot_switch",
+        line="megatron-ext simulate hot-switch --model llama-7b --hot-switch-strategies 1,4,2 8,1,1 2,2,2 "
+        "--hot-switch-bucket-sizes 32768 16384 4096 0 --mean-length 620 --length-spread 1.2 "
+        "--hot-switch-attention fused-rows --memory-gib 73.3",
+        minutes=0.5,
     ),
     Command(
         name="local_sgd_suggest",

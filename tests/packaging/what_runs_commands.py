@@ -130,6 +130,7 @@ RUN_BY = {
     "python -m benchmarks.messages": "tests/benchmarks/test_messages.py",
     "python -m benchmarks.outer_methods": "tests/benchmarks/test_outer_methods.py",
     "python -m benchmarks.muloco_convergence": "tests/benchmarks/test_muloco_convergence.py",
+    "python -m benchmarks.server_load": "tests/benchmarks/test_server_load.py",
     "python -m benchmarks.outer_sync": "tests/benchmarks/test_outer_sync.py",
     "python -m benchmarks.overlapped_step": "tests/benchmarks/test_overlapped_step.py",
     "python -m benchmarks.simulated": "tests/benchmarks/test_simulated.py",
