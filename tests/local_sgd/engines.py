@@ -15,7 +15,9 @@ def start_groups():
     return dist.group.WORLD, alone[dist.get_rank()]
 
 
-def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=None, streaming=None, **outer):
+def engine_of(
+    values, *, interval=1, units=None, groups=None, penalty=None, gta=None, streaming=None, observe=False, **outer
+):
     """Return an engine whose workers are the ranks.
 
     Args:
@@ -26,6 +28,7 @@ def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=
         penalty: further fields of `LocalSGDConfig`.
         gta: fields of `GTAConfig`.
         streaming: fields of `StreamingConfig`.
+        observe: whether rounds are measured for a log.
         outer: fields of `OuterOptimizerConfig`.
     """
     from megatron_ext.local_sgd.engine import LocalSGD, SyncedTensor
@@ -49,6 +52,7 @@ def engine_of(values, *, interval=1, units=None, groups=None, penalty=None, gta=
         across=across,
         inside=inside,
         streaming=StreamingConfig(**(streaming or {})),
+        observe=observe,
     )
 
 

@@ -315,3 +315,42 @@ def reports_around_a_save():
 
 def test_a_round_that_a_save_turns_is_reported_once():
     assert run_ranks(reports_around_a_save, 2) == [([], [1], [2, 3])] * 2
+
+
+def messages_of_observed_rounds(codec):
+    """Return what workers send in the steps of an interval whose round has a delay of 2, and is measured for a log."""
+    groups, sent = start_groups(), []
+
+    def told(name, function):
+        def call(*given, **named):
+            sent[-1].append(name)
+            return function(*given, **named)
+
+        return call
+
+    value = torch.zeros(6)
+    streaming = {"sync_delay": 2, "update_alpha": 0.5}
+    engine = engine_of(
+        [value], interval=4, groups=groups, penalty={"codec": codec}, streaming=streaming, observe=True
+    )
+    engine.take_anchor()
+    dist.batch_isend_irecv = told("values", dist.batch_isend_irecv)
+    dist.all_reduce, dist.broadcast = told("sum", dist.all_reduce), told("sum", dist.broadcast)
+    cosines = []
+    for _ in range(12):
+        value += 1.0 + dist.get_rank()
+        sent.append([])
+        if engine.count_step():
+            cosines += [report.cosine for report in engine.advance().reports]
+    return sent[-4:], cosines
+
+
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_nothing_that_training_waits_for_is_sent_behind_results_that_travel(codec):
+    for sent, cosines in run_ranks(messages_of_observed_rounds, 2, codec):
+        turn, *others = sent
+        assert turn[-1] == "values"
+        assert turn.count("values") == 1
+        assert [message for step in others for message in step] == ["values"]  # the next round's
+        # Both rounds go the same way, the second one with a momentum to compare with.
+        assert cosines[-1] == pytest.approx(1.0)

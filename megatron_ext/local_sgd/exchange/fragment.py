@@ -175,7 +175,7 @@ class Fragment:
             if not self._owned.apart:
                 self._wait(clock)
             state = self._state(number, flattened(self.values), clock, steps)
-            state.shard.prepare(state.overlap if self._observe else None, state.options)
+            state.shard.prepare(state.overlap if state.observe else None, state.options)
             decisions = self._round.run(state)
             put_back(state.flats, self.values)
         return self._report(state, decisions)
@@ -226,7 +226,7 @@ class Fragment:
         clock = RoundClock()
         with clock.measure("seconds"):
             state = self._state(number, flattened(self.values), clock)
-            state.shard.prepare(state.overlap if self._observe else None, state.options)
+            state.shard.prepare(state.overlap if state.observe else None, state.options)
             decisions = self._in_forward.start(state)
         return None if decisions is None else self._report(state, decisions)
 
@@ -275,7 +275,7 @@ class Fragment:
         flight = self._require_flight()
         state = flight.require_state()
         with state.clock.measure("seconds"):
-            state.shard.prepare(state.overlap if self._observe else None, state.options)
+            state.shard.prepare(state.overlap if state.observe else None, state.options)
             decisions = self._background.turn(state)
         flight.turned = True
         report = self._report(state, decisions)
@@ -346,6 +346,7 @@ class Fragment:
             flats=flats,
             squares=torch.zeros(rows, len(self.units), dtype=torch.float64, device=device),
             overlap=torch.zeros(2, dtype=torch.float64, device=device),
+            observe=self._observe,
             clock=clock,
             steps=steps,
             options=self._outer.options_of_round((number - 1) // self._fragments + 1),
@@ -354,8 +355,6 @@ class Fragment:
     def _report(self, state: RoundState, decisions: Sequence[Decision]) -> RoundReport:
         """Return the report of the round whose outer steps have just been made."""
         state.shard.release()
-        if self._observe:
-            self._judge.add_up(state.overlap)
         return summarize(
             state,
             fragment=self._index,

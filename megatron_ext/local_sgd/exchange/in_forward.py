@@ -14,7 +14,13 @@ import torch
 
 from megatron_ext.local_sgd.exchange.judge import Judge
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
-from megatron_ext.local_sgd.exchange.rounds import Decision, GuardedRound, RoundState, mean_stepping
+from megatron_ext.local_sgd.exchange.rounds import (
+    Decision,
+    GuardedRound,
+    RoundState,
+    add_up_overlap,
+    mean_stepping,
+)
 from megatron_ext.local_sgd.exchange.segment_memory import packed, unpack
 from megatron_ext.transport.collectives import Exchange, ExchangeMemory
 
@@ -98,6 +104,7 @@ class ForwardRound:
         if self._guarded is not None:
             return None
         self._judge.add_up(state.squares)
+        add_up_overlap(self._judge, state)
         self._judge.refuse_non_finite(state.squares[:-1], state.number)
         return state
 

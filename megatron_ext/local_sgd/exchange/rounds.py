@@ -24,6 +24,7 @@ __all__ = [
     "PlainRound",
     "Round",
     "RoundState",
+    "add_up_overlap",
     "decide_and_step",
     "mean_stepping",
 ]
@@ -57,6 +58,9 @@ class RoundState:
 
     overlap: torch.Tensor
     """fp64, (2,), zero: gets what the pseudo-gradient and the momentum have in common, see `OuterShard.prepare`."""
+
+    observe: bool
+    """Whether it does, over the whole model."""
 
     clock: RoundClock
     """Takes the times."""
@@ -116,8 +120,18 @@ class PlainRound:
         for segment, buffer in zip(segments, arriving, strict=True):
             unpack(segment, buffer, state.flats)
         self._judge.add_up(state.squares)
+        add_up_overlap(self._judge, state)
         self._judge.refuse_non_finite(state.squares[:-1], state.number)
         return []
+
+
+def add_up_overlap(judge: Judge, state: RoundState) -> None:
+    """Add up what pseudo-gradient and momentum have in common over the whole model, where that is observed.
+
+    Before results are sent: small messages would wait behind them on the link, and training for both.
+    """
+    if state.observe:
+        judge.add_up(state.overlap)
 
 
 def mean_stepping(owned: OwnedRuns, state: RoundState) -> Combine:
@@ -237,4 +251,5 @@ def decide_and_step(
         for run, own in common.items():
             unit = owned.segments[owned.numbered[run][0]].unit
             shard.step(run, own, coefficients[unit] if verdicts[unit].accepted else None)
+    add_up_overlap(judge, state)
     return list(zip(verdicts, coefficients, strict=True)), common
