@@ -74,7 +74,8 @@ COMMANDS = (
     Command(name="switch_plan", line="python -m benchmarks.switch_plan", minutes=1),
     Command(name="switch", line="python -m benchmarks.switch", minutes=3),
     Command(name="switch_sizes", line="python -m benchmarks.switch_sizes", minutes=1),
-    Command(name="hot_switch_estimate", line="python -m benchmarks.hot_switch_estimate --suggest", minutes=5),
+    Command(name="hot_switch_estimate", line="python -m benchmarks.hot_switch_estimate", minutes=3),
+    Command(name="hot_switch_suggested", line="python -m benchmarks.hot_switch_estimate --suggest", minutes=3),
     Command(name="hot_switch_convergence", line="python -m benchmarks.hot_switch_convergence", minutes=60),
     Command(name="messages", line="python -m benchmarks.messages", minutes=0.5),
     Command(name="spes_round", line="python -m benchmarks.spes_round", minutes=8),
@@ -99,6 +100,7 @@ COMMANDS = (
         minutes=2,
     ),
     Command(name="server_load", line="python -m benchmarks.server_load", minutes=5),
+    Command(name="server_load_two", line="python -m benchmarks.server_load --servers 2 --peers 64 256", minutes=1),
     Command(name="convergence", line="python -m benchmarks.convergence", minutes=100),
     Command(
         name="convergence_2048",
