@@ -135,6 +135,7 @@ RUN_BY = {
     "python -m benchmarks.overlapped_step": "tests/benchmarks/test_overlapped_step.py",
     "python -m benchmarks.simulated": "tests/benchmarks/test_simulated.py",
     "python -m benchmarks.spes_convergence": "tests/benchmarks/test_spes_convergence.py",
+    "python -m benchmarks.spes_method": "tests/benchmarks/test_spes_method.py",
     "python -m benchmarks.spes_round": "tests/benchmarks/test_spes_round.py",
     "python -m benchmarks.step_overhead": "tests/benchmarks/test_step_overhead.py",
     "python -m benchmarks.straggler": "tests/benchmarks/test_straggler.py",

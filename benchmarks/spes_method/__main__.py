@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What SPES costs as a method, and whether this implementation adds to it.
+
+    python -m benchmarks.spes_method peers      # real peers at a real server against replicas in one process
+    python -m benchmarks.spes_method price      # what rounds and owners cost, each at its best learning rate
+    python -m benchmarks.spes_method released   # every peer with the batch of the centralized job, as it was released
+
+The replicas are plain PyTorch: a small GPT with a mixture of experts, masks in place of frozen experts, means in place
+of a server. All studies train on the source code of Python's standard library. A run of `price` and
+`released` that is finished is not made again. docs/spes.md tells what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.common import add_report_option, at_least, report
+from benchmarks.spes_method.peers_study import study_peers
+from benchmarks.spes_method.price_study import RATES, study_price
+from benchmarks.spes_method.released_study import study_released
+from benchmarks.spes_method.runs import prepared_corpus
+from tests.support.distributed import REPOSITORY
+
+__all__ = ["main", "parser"]
+
+_SEEDS = {"peers": [1], "price": [1, 2, 3, 4], "released": [2, 3, 4]}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make a study and report on it."""
+    options = parser().parse_args(arguments)
+    seeds = options.seeds or _SEEDS[options.study]
+    if options.study == "peers" and len(seeds) != 1:
+        parser().error("--seeds: peers trains with one")
+    if options.rates is not None and options.study != "price":
+        parser().error(f"--rates has no effect on {options.study}; drop it")
+    rates = options.rates or RATES
+    if options.study == "price" and len(rates) > 1 and len(seeds) < 2:
+        parser().error("--seeds: price needs two or more, the first of which chooses between learning rates")
+    # The replicas' tensors are small: more threads wait for each other.
+    torch.set_num_threads(1)
+    output = options.output.resolve()
+    corpus = prepared_corpus(output)
+    picture = options.plot or output / f"{options.study}.png"
+    if options.study == "peers":
+        cases = study_peers(corpus, seeds[0], picture)
+    elif options.study == "price":
+        cases = study_price(output, corpus, seeds, picture, rates=rates)
+    else:
+        cases = study_released(output, corpus, seeds, picture)
+    report(cases, options.json)
+    print(f"the picture is {picture}")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    found = argparse.ArgumentParser(
+        prog="python -m benchmarks.spes_method",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    found.add_argument("study", choices=list(_SEEDS), help="which one")
+    found.add_argument(
+        "--seeds", type=at_least(0), nargs="+", help="of the weights and the samples (peers: 1, price: 1 to 4, others)"
+    )
+    found.add_argument(
+        "--rates",
+        type=_rate,
+        nargs="+",
+        help=f"price: learning rates to try ({' '.join(f'{rate:g}' for rate in RATES)}); with one, all seeds measure",
+    )
+    found.add_argument(
+        "--output",
+        type=Path,
+        default=REPOSITORY / "outputs" / "spes" / "method",
+        help="folder for corpus, runs, JSON and pictures (outputs/spes/method)",
+    )
+    found.add_argument("--plot", type=Path, metavar="FILE", help="the picture, a PNG (STUDY.png in that folder)")
+    add_report_option(found)
+    return found
+
+
+def _rate(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a learning rate is between 0 and 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From finished runs to losses against a reference, in percent and in tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.common import Case
+from benchmarks.spes_method.runs import Run, Runs, equivalent
+
+__all__ = ["HEAD", "Outcome", "lengths_of", "outcome_of"]
+
+HEAD = ("method", "lr", "median loss", "range", "against centralized", "range", "tokens worth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one method reached, over paired seeds."""
+
+    name: str
+    """In cases."""
+    title: str
+    rate: float
+    losses: list[float]
+    """At the end, by seed."""
+    percent: list[float]
+    """Above the reference's loss."""
+    worth: list[float]
+    """Share of the reference's tokens with which it would have this loss."""
+    shares: tuple[float, ...]
+    """Between whose ends that is known."""
+
+    def row(self) -> tuple[str, ...]:
+        """Return its row of the table with the head `HEAD`."""
+        worth = statistics.median(self.worth)
+        ends = {min(self.shares): "at most ", max(self.shares): "at least "}
+        return (
+            self.title,
+            f"{self.rate:g}",
+            f"{statistics.median(self.losses):.4f}",
+            f"{min(self.losses):.4f} - {max(self.losses):.4f}",
+            f"{statistics.median(self.percent):+.2f} %",
+            f"{min(self.percent):+.2f} - {max(self.percent):+.2f} %",
+            f"{next((word for end, word in ends.items() if abs(worth - end) < 1e-9), '')}{worth:.2f}",
+        )
+
+    def case(self, goal: float | None = None) -> Case:
+        """Return the quotient of its loss and the reference's, with a goal."""
+        ratio = 1 + statistics.median(self.percent) / 100
+        return Case(case=f"{self.name}_loss_ratio", value=ratio, unit="ratio", goal=goal, direction="lower")
+
+
+def lengths_of(reference: Run, shares: Sequence[float]) -> list[Run]:
+    """Return reference runs of shares of a length, each with a whole schedule."""
+    return [
+        dataclasses.replace(
+            reference, steps=round(reference.steps * share), warmup=round(reference.warmup * share)
+        )
+        for share in shares
+    ]
+
+
+def outcome_of(
+    runs: Runs,
+    name: str,
+    title: str,
+    of_seeds: Sequence[Run],
+    references: Sequence[Run],
+    shares: tuple[float, ...],
+) -> Outcome | None:
+    """Return what a method reached; None where a run is missing.
+
+    Args:
+        runs: where they are.
+        name: of the method in cases.
+        title: for people.
+        of_seeds: its runs.
+        references: the reference's runs of the same seeds.
+        shares: lengths of the reference runs, of that of the others, 1 among them.
+    """
+    losses, percent, worth = [], [], []
+    for run, reference in zip(of_seeds, references, strict=True):
+        loss, other = runs.final(run), runs.final(reference)
+        curve = [(length.steps / reference.steps, runs.final(length)) for length in lengths_of(reference, shares)]
+        known = [(share, reached) for share, reached in curve if reached is not None]
+        if loss is None or other is None or len(known) < len(curve):
+            return None
+        losses.append(loss)
+        percent.append(100 * (loss / other - 1))
+        worth.append(equivalent(loss, known))
+    return Outcome(
+        name=name,
+        title=title,
+        rate=of_seeds[0].rate,
+        losses=losses,
+        percent=percent,
+        worth=worth,
+        shares=shares,
+    )
