@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         default=REPOSITORY / "outputs" / "spes" / "method",
-        help="folder for corpus, runs, JSON and pictures (outputs/spes/method)",
+        help="folder for corpus, runs, tables and pictures (outputs/spes/method)",
     )
     found.add_argument("--plot", type=Path, metavar="FILE", help="the picture, a PNG (STUDY.png in that folder)")
     add_report_option(found)

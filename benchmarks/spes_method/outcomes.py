@@ -4,14 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.common import Case
+from benchmarks.common import Case, print_table
 from benchmarks.spes_method.runs import Run, Runs, equivalent
 
-__all__ = ["HEAD", "Outcome", "lengths_of", "outcome_of"]
+__all__ = ["Outcome", "lengths_of", "outcome_of", "write_outcomes"]
 
 HEAD = ("method", "lr", "median loss", "range", "against centralized", "range", "tokens worth")
 
@@ -51,6 +53,20 @@ class Outcome:
         """Return the quotient of its loss and the reference's, with a goal."""
         ratio = 1 + statistics.median(self.percent) / 100
         return Case(case=f"{self.name}_loss_ratio", value=ratio, unit="ratio", goal=goal, direction="lower")
+
+
+def write_outcomes(found: Sequence[Outcome], file: Path) -> None:
+    """Print the table, and write it as Markdown, and everything that is known as JSON.
+
+    Args:
+        found: a row each.
+        file: of the JSON; that of the table ends with .md.
+    """
+    rows = [outcome.row() for outcome in found]
+    print_table(HEAD, rows)
+    lines = ["| " + " | ".join(row) + " |" for row in [HEAD, ("---",) * len(HEAD), *rows]]
+    file.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    file.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n", encoding="utf-8")
 
 
 def lengths_of(reference: Run, shares: Sequence[float]) -> list[Run]:

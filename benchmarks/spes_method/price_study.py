@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.common import Case, print_table
+from benchmarks.common import Case
 from benchmarks.spes_method.model import Sizes
-from benchmarks.spes_method.outcomes import HEAD, Outcome, lengths_of, outcome_of
+from benchmarks.spes_method.outcomes import Outcome, lengths_of, outcome_of, write_outcomes
 from benchmarks.spes_method.pictures import figure_of
 from benchmarks.spes_method.runs import Methods, Run, Runs
 
@@ -21,7 +20,7 @@ __all__ = ["METHODS", "study_price"]
 SIZES = Sizes(hidden=32, width=16, context=32)
 """Of the model: there are many runs."""
 
-SHARES = (0.35, 0.5, 0.7, 1.0)
+SHARES = (0.35, 0.5, 0.7, 1.0, 1.4)
 """Lengths of the centralized runs that say what a loss is worth in tokens."""
 
 RATES = (3e-3, 6e-3, 1.2e-2)
@@ -35,8 +34,8 @@ _BASE = Run(
     replicas=PEERS,
     sequences=4,
     rate=0.0,
-    steps=200,
-    warmup=20,
+    steps=600,
+    warmup=60,
     seed=0,
     owners=PEERS,
     common_gradients=True,
@@ -48,9 +47,8 @@ _BASE = Run(
 def _methods() -> Methods:
     found = {"centralized": ("centralized", _BASE)}
     for owners in OWNERS[1:]:
-        whose = f"{owners} owner{'s' if owners > 1 else ''}"
         run = dataclasses.replace(_BASE, owners=owners)
-        found[f"centralized_{owners}_owners"] = (f"centralized, experts learn from {whose}' tokens alone", run)
+        found[f"centralized_{owners}_owners"] = (f"centralized, owners' tokens alone, owners: {owners}", run)
     for owners in OWNERS:
         for interval in INTERVALS:
             run = dataclasses.replace(_BASE, owners=owners, interval=interval, common_gradients=False)
@@ -100,8 +98,7 @@ def study_price(
         for name, run in chosen.items()
     ]
     known = [outcome for outcome in found if outcome is not None]
-    print_table(HEAD, [outcome.row() for outcome in known])
-    (output / "price.json").write_text(json.dumps([dataclasses.asdict(one) for one in known], indent=1) + "\n")
+    write_outcomes(known, output / "price.json")
     _draw({outcome.name: outcome for outcome in known}, picture)
     return [one.case() for one in known if one.name != "centralized"]
 

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import Case, print_table
-from benchmarks.spes_method.outcomes import HEAD, Outcome, lengths_of, outcome_of
+from benchmarks.common import Case
+from benchmarks.spes_method.outcomes import Outcome, lengths_of, outcome_of, write_outcomes
 from benchmarks.spes_method.pictures import figure_of
 from benchmarks.spes_method.runs import Methods, Run, Runs
 
@@ -67,9 +66,8 @@ def study_released(
         of_seed = {name: dataclasses.replace(run, seed=seed) for name, (_, run) in methods.items()}
         runs.make_missing([*of_seed.values(), *lengths_of(of_seed["centralized"], SHARES)])
     found = _outcomes(runs, seeds, methods)
-    print_table(HEAD, [outcome.row() for outcome in found])
+    write_outcomes(found, output / "released.json")
     print("tokens worth: of those of the centralized job, as many as one peer has; four peers have four times as many")
-    (output / "released.json").write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
     _draw(runs, seeds, found, picture, methods)
     return [one.case(GOAL if one.name == "spes" else None) for one in found if one.name != "centralized"]
 

@@ -158,6 +158,7 @@ def test_a_study_reports_on_every_method_and_makes_no_finished_run_again(
     assert all(0.5 < case.value < 2 for case in cases)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert [one["name"] for one in json.loads((tmp_path / f"{study}.json").read_text())] == list(toy)
+    assert (tmp_path / f"{study}.md").read_text().count("\n") == 2 + len(toy)
     capsys.readouterr()
     make_study(tmp_path, corpus, [1, 2], tmp_path / "picture.png", toy)
     assert all(" 0 of them still to make" in line for line in capsys.readouterr().out.splitlines() if "runs," in line)
