@@ -13,6 +13,7 @@ import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +46,59 @@ def main() -> None:
 
 def probe(order: dict[str, Any], rank: int, addresses: list[str]) -> dict[str, Any]:
     """Measure the links: one stream's bytes per second and a message's time, and what a worker sends when all do."""
-    return {**_stream(order, rank, addresses), "exchange": _exchange(order["sent"] // 4, rank, len(addresses))}
+    measured = _ring if order["is_ring"] else _exchange
+    seconds, nbytes = measured(order["sent"] // 4, order["buffers"], rank, len(addresses))
+    return {**_stream(order, rank, addresses), "exchange": nbytes / seconds}
 
 
-def _exchange(values: int, rank: int, workers: int) -> float:
-    parts = [torch.zeros(values // workers) for _ in range(2 * workers)]
-    seconds = []
+def _exchange(values: int, buffers: int, rank: int, workers: int) -> tuple[float, int]:
+    """Return seconds and bytes of one way of a round that does nothing with what it moves.
+
+    Args:
+        values: fp32, of the message.
+        buffers: in which it travels, side by side: a round has one for a layer.
+        rank: of this worker.
+        workers: how many.
+    """
+    from megatron_ext.transport.collectives import Exchange, ExchangeMemory
+
+    tensors, memory = [torch.zeros(values // buffers) for _ in range(buffers)], ExchangeMemory()
+
+    def both_ways() -> None:
+        group = dist.group.WORLD
+        exchanges = [Exchange(index, (one,), group, memory).start() for index, one in enumerate(tensors)]
+        for exchange in exchanges:
+            exchange.arrived()
+        for exchange in exchanges:
+            exchange.return_own()
+        for exchange in exchanges:
+            exchange.finish()
+
+    return _seconds(both_ways) / 2, 4 * values * (workers - 1) // workers
+
+
+def _ring(values: int, buffers: int, rank: int, workers: int) -> tuple[float, int]:
+    """Return seconds and bytes of a message that every worker sends to the next one, as in a ring's all-reduce."""
+    count = 2 * values * (workers - 1) // workers
+    received, sent = torch.zeros(count), torch.zeros(count)
+    left, right = (rank - 1) % workers, (rank + 1) % workers
+
+    def around() -> None:
+        operations = [dist.P2POp(dist.irecv, received, left), dist.P2POp(dist.isend, sent, right)]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+
+    return _seconds(around), 4 * count
+
+
+def _seconds(exchange: Callable[[], None]) -> float:
+    measured = []
     for _ in range(_EXCHANGES + 1):
         dist.barrier()
         begun = time.perf_counter()
-        others = [other for other in range(workers) if other != rank]
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(dist.irecv, parts[workers + other], other) for other in others]
-            + [dist.P2POp(dist.isend, parts[other], other) for other in others]
-        )
-        for work in works:
-            work.wait()
-        dist.barrier()
-        seconds.append(time.perf_counter() - begun)
-    return 4 * (values // workers) * (workers - 1) / statistics.median(seconds[1:])
+        exchange()
+        measured.append(time.perf_counter() - begun)
+    return statistics.median(measured[1:])
 
 
 def _stream(order: dict[str, Any], rank: int, addresses: list[str]) -> dict[str, Any]:

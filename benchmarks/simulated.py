@@ -5,9 +5,10 @@ carry 100 Mbit/s or 1 Gbit/s, train with several settings, and each is simulated
     python -m benchmarks.simulated [--png FILE] [--json FILE]
 
 Needs root and iproute2. Steps are pauses, so that workers need the processor for messages and rounds alone. The
-simulator is given what the run itself shows of its parts: bytes per second of a bare exchange among the workers, or of
-a stream for peers, a message's time, the mean and the spread of steps, a worker's own work in a round, the server's
-seconds for a round. What is compared is what it makes of them: the part of the time in which workers train.
+simulator is given what the run itself shows of its parts: bytes per second of a bare exchange among the workers, in the
+pieces of a round or around a ring, or of a stream for peers, a message's time, the mean and the spread of steps, a
+worker's own work in a round, the server's seconds for a round. What is compared is what it makes of them: the part of
+the time in which workers train.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class Link:
     """Of one stream."""
 
     exchange: float
-    """Bytes per second of a worker when all send to all at once, as many bytes as in a way of a round."""
+    """Bytes per second of a worker when all send what a way of a round does, to all and in as many pieces; or what a
+    synchronous step does, to the next one."""
 
     latency: float
     """Seconds of a message."""
@@ -284,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(
             f"links of {mbits} Mbit/s carry {min(stream):.0f} to {max(stream):.0f} as one stream, and "
-            f"{min(exchange):.0f} to {max(exchange):.0f} from each worker when all send to all"
+            f"{min(exchange):.0f} to {max(exchange):.0f} from each worker when all send"
         )
     print(f"{options.workers} workers, {options.repeats} repeats; a step is a pause of {options.step_ms:g} ms\n")
     print_table(["setting", "Mbit/s", "measured", "of repeats", "simulated", "apart, %"], rows)
@@ -324,8 +326,15 @@ def _all(
                     # A machine's load changes from one to the next, and with it what a link carries; and a short
                     # message has less of a link than a long one.
                     sent = int(setting.sent(values))
-                    seen = workers.do(kind="probe", nbytes=mbits * 30_000, sent=sent, messages=_PROBE_MESSAGES)[0]
-                    link = Link(**seen)
+                    seen = workers.do(
+                        kind="probe",
+                        nbytes=mbits * 30_000,
+                        sent=sent,
+                        buffers=LAYERS // setting.fragments,
+                        is_ring=setting.kind == "synchronous",
+                        messages=_PROBE_MESSAGES,
+                    )
+                    link = Link(**{**seen[0], "exchange": statistics.fmean(one["exchange"] for one in seen)})
                     links.setdefault(mbits, []).append(link)
                     name = names[mbits, setting.name, repeat]
                     told = workers.do(

@@ -3,12 +3,15 @@
 
 import os
 import shutil
+from collections import Counter
 
 import pytest
+import torch.distributed as dist
 
-from benchmarks import simulated
+from benchmarks import emulated_worker, simulated
 from benchmarks.simulated import SETTINGS, Link, Setting
 from tests.benchmarks.reports import read_cases
+from tests.support.distributed import run_ranks
 
 LINK = Link(bytes_per_second=1e6, exchange=0.5e6, latency=0.0)
 
@@ -30,6 +33,33 @@ def test_intervals_in_the_middle_of_a_run_are_simulated_with_the_runs_own_figure
     # Two peers share a stream's rate: 0.8 s up, 0.8 s down; 0.8 MB reduced at 8 MB/s.
     service = Setting(name="p", kind="service", interval=4, intervals=2, codec="fp32")
     assert simulated.simulated(service, LINK, told(service), 100_000, 8.0) == pytest.approx(4 / (4 + 1.6 + 0.1))
+
+
+def probed(measure):
+    """Return, by receiver, the bytes that a worker sends in a probe, and those that the probe counts."""
+    dist.init_process_group("gloo")
+    sent, send = Counter(), dist.batch_isend_irecv
+
+    def told(operations):
+        for operation in operations:
+            if operation.op is dist.isend:
+                sent[operation.group_peer if operation.peer is None else operation.peer] += operation.tensor.nbytes
+        return send(operations)
+
+    dist.batch_isend_irecv = told
+    seconds, nbytes = getattr(emulated_worker, measure)(1200, 4, dist.get_rank(), 3)
+    assert seconds > 0
+    return sent, nbytes
+
+
+def test_probes_send_what_they_stand_for():
+    for rank, (sent, nbytes) in enumerate(run_ranks(probed, 3, "_exchange")):
+        # Two thirds of 1200 values, to both others, there and back, four times.
+        assert nbytes == 3200
+        assert sent == {other: 4 * 3200 for other in range(3) if other != rank}
+    for rank, (sent, nbytes) in enumerate(run_ranks(probed, 3, "_ring")):
+        assert nbytes == 6400
+        assert sent == {(rank + 1) % 3: 4 * 6400}
 
 
 def test_the_settings_are_those_that_the_documentation_shows():
