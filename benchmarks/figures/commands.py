@@ -69,7 +69,7 @@ COMMANDS = (
         line="python -m benchmarks.straggler_in_megatron --step-seconds 1 --interval 8",
         minutes=12,
     ),
-    Command(name="simulated", line="python -m benchmarks.simulated", minutes=10, needs=("root", "iproute2")),
+    Command(name="simulated", line="python -m benchmarks.simulated --repeats 3", minutes=12, needs=("root", "iproute2")),
     Command(name="diloco_bandwidth", line="python -m benchmarks.diloco_bandwidth", minutes=2),
     Command(name="switch_plan", line="python -m benchmarks.switch_plan", minutes=1),
     Command(name="switch", line="python -m benchmarks.switch", minutes=3),
@@ -119,6 +119,7 @@ COMMANDS = (
     Command(name="one_worker", line="python -m benchmarks.outer_methods one-worker", minutes=14),
     Command(name="sparse_messages", line="python -m benchmarks.outer_methods sparse", minutes=6),
     Command(name="spes_method_peers", line="python -m benchmarks.spes_method peers", minutes=4),
+    Command(name="spes_method_price", line="python -m benchmarks.spes_method price", minutes=12),
     Command(name="spes_method_released", line="python -m benchmarks.spes_method released --seeds 2", minutes=12),
     Command(
         name="spes_convergence",
