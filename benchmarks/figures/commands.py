@@ -69,7 +69,12 @@ COMMANDS = (
         line="python -m benchmarks.straggler_in_megatron --step-seconds 1 --interval 8",
         minutes=12,
     ),
-    Command(name="simulated", line="python -m benchmarks.simulated --repeats 3", minutes=12, needs=("root", "iproute2")),
+    Command(
+        name="simulated",
+        line="python -m benchmarks.simulated --repeats 3",
+        minutes=12,
+        needs=("root", "iproute2"),
+    ),
     Command(name="diloco_bandwidth", line="python -m benchmarks.diloco_bandwidth", minutes=2),
     Command(name="switch_plan", line="python -m benchmarks.switch_plan", minutes=1),
     Command(name="switch", line="python -m benchmarks.switch", minutes=3),
