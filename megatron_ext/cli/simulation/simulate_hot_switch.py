@@ -33,9 +33,9 @@ _SIMULATED = ("strategies", "bucket_sizes", "strategy_file", "gpus_per_node", "a
 def add_hot_switch(actions: Any) -> None:
     """Add the kind to the simulate subcommand."""
     from megatron_ext.hot_switch.config import HotSwitchConfig
+    from megatron_ext.simulate.hot_switching.choices import Kernels, Recomputing
     from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments
     from megatron_ext.simulate.hot_switching.gpu_cluster import SimulatedCluster
-    from megatron_ext.simulate.hot_switching.switching_setup import Kernels, Recomputing
 
     parser = actions.add_parser(
         "hot-switch",

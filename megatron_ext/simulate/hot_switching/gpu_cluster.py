@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_ext.hot_switch.cost_model.step_time import Machine
-from megatron_ext.hot_switch.planning.figures import Links
+if TYPE_CHECKING:
+    from megatron_ext.hot_switch.cost_model.step_time import Machine
 
 __all__ = ["GIB", "SimulatedCluster"]
 
@@ -44,6 +45,10 @@ class SimulatedCluster:
         Args:
             gpus_per_node: of a node.
         """
+        # Not for the help, which needs no torch.
+        from megatron_ext.hot_switch.cost_model.step_time import Machine
+        from megatron_ext.hot_switch.planning.figures import Links
+
         return Machine(
             operations=self.tflops * 1e12,
             memory=self.memory_gib * GIB,

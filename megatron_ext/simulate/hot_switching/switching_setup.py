@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -23,18 +23,12 @@ from megatron_ext.hot_switch.planning.plan import check_nodes
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 from megatron_ext.params import GptShape
+from megatron_ext.simulate.hot_switching.choices import Kernels, Recomputing
 from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments, log_normal_lengths
 from megatron_ext.simulate.hot_switching.gpu_cluster import GIB, SimulatedCluster
 from megatron_ext.simulate.hot_switching.switching_run import SwitchingRun
 
-__all__ = ["BEST", "BEST_RECOMPUTING", "HOME", "HOT", "DoesNotFit", "Kernels", "Recomputing", "SwitchingSetup"]
-
-Kernels = Literal["documents", "rows", "fused-rows"]
-"""Of attention: one fused call for a document; Megatron's unfused one over a row; one fused call for a row, in which
-documents see each other, as in HotSPa's artifact (in no run of ours)."""
-
-Recomputing = Literal["needed", "none", "selective", "full"]
-"""What is computed again: no more than a strategy needs to fit, or the same in all."""
+__all__ = ["BEST", "BEST_RECOMPUTING", "HOME", "HOT", "DoesNotFit", "SwitchingSetup"]
 
 HOT, HOME = "hot switching", "home"
 BEST, BEST_RECOMPUTING = "best static", "best static, recomputing"
