@@ -11,7 +11,7 @@ from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
 from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
-from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE
+from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE, LONGEST_DATA
 
 __all__ = ["ClientConfig"]
 
@@ -98,6 +98,10 @@ class ClientConfig:
                 f"heartbeat_seconds is {self.heartbeat_seconds}; it must be 0 to {LONGEST_HEARTBEAT_SECONDS:g}"
             )
         CODECS.find(self.codec)
+        if len(self.data) > LONGEST_DATA or not self.data.isprintable():
+            raise UserError(
+                f"data has {len(self.data)} characters; give at most {LONGEST_DATA} printable ones, such as a digest"
+            )
         for name in sorted({"codec", CODEC_PACKAGE} & self.agreed.keys()):
             raise UserError(f"agreed has a field {name!r}, which is sent anyway; drop it")
         if not 4096 <= self.frame_bytes <= 4 << 20:

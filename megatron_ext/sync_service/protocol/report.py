@@ -11,13 +11,16 @@ from megatron_ext.sync_service.protocol.field_checks import LARGEST_COUNT
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 
-__all__ = ["CODEC_PACKAGE", "INTERVAL", "Progress", "Report", "progress_message"]
+__all__ = ["CODEC_PACKAGE", "INTERVAL", "LONGEST_DATA", "Progress", "Report", "progress_message"]
 
 CODEC_PACKAGE = "codec_package"
 """Field of what peers have in common: the other package, with its version, that has the codec; absent for ours."""
 
 INTERVAL = "--sync-service-interval"
 """The field by which a peer says how many steps it makes between two rounds, or for how long it makes them."""
+
+LONGEST_DATA = 256
+"""Characters in which a peer says which data it trains on, which are kept with the run."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The journal of a run: one line of JSON per event, each with a checksum, only ever appended to.
+"""The journal of a run: one line of JSON per event, each with a checksum. A server only appends to it.
 
 It is both what a restarted server resumes from and the history for people. An event has happened once its line is on
 the disk.

@@ -7,7 +7,7 @@ import time
 
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.refusal import NameInUse, Refusal
-from megatron_ext.sync_service.protocol.report import INTERVAL
+from megatron_ext.sync_service.protocol.report import INTERVAL, LONGEST_DATA
 from megatron_ext.sync_service.rounds.changes import Changes
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.draining import Draining
@@ -102,6 +102,8 @@ class Admissions:
             Refusal: it does not fit the run.
             OSError: the disk refuses.
         """
+        if len(data) > LONGEST_DATA or not data.isprintable():
+            raise Refusal("invalid", f"data has {len(data)} characters; {LONGEST_DATA} printable ones are enough")
         check_alone(self._config, config, catalog)  # may take long, for which nobody else waits
         with self._changes:
             self._draining.check(self._state.open_round)
@@ -210,18 +212,20 @@ class Admissions:
     def _check_data(self, peer: str, index: int, data: str) -> None:
         """Check that a peer trains on what its place in the run has trained on: it may be a new experiment's.
 
-        Before the first round nothing has been trained, and any data will do.
+        Before the common start nothing has been trained, and any data will do.
 
         Raises:
             Refusal: it trains on other data.
         """
         known = self._state.data.get(index, data)
         if data and data != known and self._state.open_round:
+            places = [str(place) for place, others in self._state.data.items() if others == data]
+            elsewhere = f", which place {' and '.join(places)} has (--sync-service-index)," if places else ","
             raise Refusal(
                 "state",
-                f"the training data of peer {peer!r} are {data!r}, and its place {index} in run {self._name!r} has "
-                f"trained on {known!r}; give the same, or, for a new experiment, a run of another name or another "
-                "folder of the server; to continue this run with other data, say continue_run "
+                f"the training data of peer {peer!r} are {data!r}{elsewhere} and its place {index} in run "
+                f"{self._name!r} was joined with {known!r}; give the same, or, for a new experiment, a run of another "
+                "name or another folder of the server; to continue this run with other data, say continue_run "
                 "(--sync-service-continue-run)",
             )
 

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Dropping the lines of a journal that nothing needs any more: those before the newest rounds.
 
-A journal only grows, and its lines of years ago are read at every start. In their place comes the state of the run
-before the newest round, as that round's snapshot tells it; the line that commits the round and those after it stay as
-they are, and so do the lines of some rounds before, for people. The server must not run meanwhile.
+Lines are only added to a journal, and those of years ago are read at every start. In their place comes the state of
+the run before the newest round, as that round's snapshot tells it; the line that commits the round and those after it
+stay as they are, and so do the lines of some rounds before, for people. The server must not run meanwhile.
 """
 
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.disk.durable import replace_file, sync_path
+from megatron_ext.sync_service.disk.durable import replace_file
 from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.rounds.evidence import (
     has_its_beginning,
@@ -22,7 +21,7 @@ from megatron_ext.sync_service.rounds.evidence import (
     of_another_run,
     whole_record,
 )
-from megatron_ext.sync_service.rounds.journal import JournalContent, line_of, read_whole_journal
+from megatron_ext.sync_service.rounds.journal import JournalContent, line_of, parse_journal, read_whole_journal
 from megatron_ext.sync_service.rounds.run_record import RunRecord
 from megatron_ext.sync_service.server.recovery import JOURNAL, each_run, run_state_after
 from megatron_ext.sync_service.shards.remote import RemoteState
@@ -53,29 +52,49 @@ def compact(folder: Path, *, run: str | None, url: str | None, rounds: int, dry_
 def _compact_run(folder: Path, url: str | None, *, rounds: int, dry_run: bool) -> Iterator[str]:
     run, path = folder.name, folder / JOURNAL
     journal = read_whole_journal(path)
+    remote = None if url is None else RemoteState(url, run)
+    if remote is not None and remote.journal and not journal.events:
+        raise UserError(
+            f"run {run}: {folder} has nothing of what is at state {url}; start the server with both and stop it again, "
+            "which fetches that"
+        )
     record = _record_of(run, folder, journal)
     if record is None:
         yield f"run {run}: nothing to compact: no round was committed"
         return
+    before = journal.whole
     content = _compacted(journal, record, rounds)
-    remote = None if url is None else RemoteState(url, run)
-    if remote is not None and remote.journal != journal.whole and not content.startswith(remote.journal):
+    if len(content) >= len(before):
+        content = before
+    else:
+        _check_same_state(run, folder, before, content)
+    if remote is not None and not _is_copy(run, folder, remote.journal, before, content):
         raise UserError(
-            f"run {run}: {folder} and state {url} have different histories; start and stop the server with both, which "
-            "brings them to the same one"
+            f"run {run}: {folder} and state {url} have different histories: one of them is of another run, or of "
+            "another copy of this one; give the URL that belongs to the folder"
         )
-    if len(content) >= len(journal.whole):
-        yield f"run {run}: nothing to compact: {len(journal.whole)} bytes, of at most {rounds} rounds"
+    if content == before and (remote is None or remote.journal == before):
+        yield f"run {run}: nothing to compact: {len(before)} bytes, nearly all of the newest {rounds} rounds (--rounds)"
         return
-    _check_same_state(run, folder, journal.whole, content)
     would = "would be " if dry_run else ""
-    kept = "" if dry_run else f"; the former one is kept as {_kept(path, journal.whole)}, for as long as you want it"
+    kept = ""
     if not dry_run:
-        # The copy first: should this end in between, the same command finds a copy that has what it would write.
+        kept = f"; the former one is kept as {_kept(path, before)}, for as long as you want it"
+        # The copy first: should this end in between, the same command finds a copy that has the same state.
         if remote is not None:
-            remote.replace_journal(content)
+            there = remote.replace_journal(content)
+            kept += f", and that of the copy as {there} there" if there else ""
         replace_file(path, content)
-    yield f"run {run}: {path} {would}shortened from {len(journal.whole)} to {len(content)} bytes{kept}"
+    yield f"run {run}: {path} {would}shortened from {len(before)} to {len(content)} bytes{kept}"
+
+
+def _is_copy(run: str, folder: Path, there: bytes, before: bytes, after: bytes) -> bool:
+    """Return whether a copy's journal is the folder's: whole, cut off by an end in between, or compacted before."""
+    if before.startswith(there) or after.startswith(there):
+        return True
+    if parse_journal(there).damage:
+        return False
+    return run_state_after(run, folder, there).as_json() == run_state_after(run, folder, before).as_json()
 
 
 def _record_of(run: str, folder: Path, journal: JournalContent) -> RunRecord | None:
@@ -128,14 +147,11 @@ def _check_same_state(run: str, folder: Path, before: bytes, after: bytes) -> No
 
 
 def _kept(path: Path, content: bytes) -> Path:
-    """Write what a journal has said next to it, compressed, under an unused name."""
+    """Have what a journal has said next to it, compressed, under a name of its own."""
     number = 1
     while (kept := path.with_name(f"{path.name}.compacted-{number}.gz")).exists():
+        if gzip.decompress(kept.read_bytes()) == content:
+            return kept
         number += 1
-    with kept.open("xb") as file:
-        with gzip.GzipFile(fileobj=file, mode="wb") as packed:
-            packed.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_path(path.parent)
+    replace_file(kept, gzip.compress(content))
     return kept

@@ -145,8 +145,9 @@ class RunStore:
         if len(content.whole) > _LONG_JOURNAL:
             log.warning(
                 "run %s: its journal has %d MiB, which every start reads; with the server stopped, shorten it with: "
-                "megatron-ext server compact %s",
+                "megatron-ext server compact %s%s",
                 *(name, len(content.whole) >> 20, shlex.quote(str(folder))),
+                "" if remote is None else f" --state {shlex.quote(remote.url)}",
             )
         self._journal.events.clear()
         self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())

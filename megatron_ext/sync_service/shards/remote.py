@@ -80,7 +80,7 @@ class RemoteState(RemoteFolder):
                 self._put_part(number, self._parts[number])
             self._put_missing(folder / "snapshots")
             return
-        log.info("run in %s resumes from %s", folder, self._url)
+        log.info("run in %s resumes from %s", folder, self.url)
         # What was uploaded there has been overtaken.
         shutil.rmtree(folder / "spool", ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True, exist_ok=True)
@@ -92,7 +92,7 @@ class RemoteState(RemoteFolder):
         there = self.journal
         if not (here.startswith(there) or there.startswith(here)):
             raise UserError(
-                f"state {self._url}: has another history than {folder}: two servers have used it, or another run of "
+                f"state {self.url}: has another history than {folder}: two servers have used it, or another run of "
                 "that name; give another URL, or move that folder away to resume from the URL"
             )
 
@@ -105,10 +105,10 @@ class RemoteState(RemoteFolder):
         # A snapshot is there before its round is committed.
         if found > newest + 1:
             raise UserError(
-                f"state {self._url}: has the snapshot {snapshot_name(found)}, but the newest round of its journal is "
+                f"state {self.url}: has the snapshot {snapshot_name(found)}, but the newest round of its journal is "
                 f"{'none' if newest < 0 else newest}: the journal there has lost lines; restore it from a copy, start "
                 f"the server with the folder that has them, give another URL, or rebuild it from the newest snapshot "
-                f"with: {recover_command(folder)} --state {shlex.quote(self._url)}"
+                f"with: {recover_command(folder)} --state {shlex.quote(self.url)}"
             )
         check_lines(self._run, folder, journal.whole, newest)
 
@@ -133,7 +133,8 @@ class RemoteState(RemoteFolder):
             if parts:
                 kept = f"journal.lost-{uuid.uuid4().hex[:8]}"
                 self._files.makedirs(f"{self._root}/{kept}")
-            for path in parts:
+            # The last one first: whatever ends this, what is left is the beginning of a journal.
+            for path in reversed(parts):
                 self._files.mv(path, f"{self._root}/{kept}/{path.rpartition('/')[2]}")
         self._parts = []
         for line in content.splitlines(keepends=True):

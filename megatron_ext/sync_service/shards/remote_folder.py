@@ -56,7 +56,7 @@ class RemoteFolder:
         Raises:
             UserError: fsspec or what it needs for this kind of URL is not installed, or the place cannot be used.
         """
-        self._url = url
+        self.url = url
         self._token = uuid.uuid4().hex
         try:
             import fsspec
@@ -107,7 +107,7 @@ class RemoteFolder:
                 Snapshot(snapshot).close()
             except UserError as error:
                 # Of a round that is needed this will be refused; then the copy must be what it was.
-                log.warning("%s; it is not copied to %s", error, self._url)
+                log.warning("%s; it is not copied to %s", error, self.url)
                 continue
             self.put_snapshot(snapshot)
 
@@ -133,7 +133,7 @@ class RemoteFolder:
         with self._reading():
             before = self._owner()
         if before is not None:
-            log.info("state %s was %s's; it writes nothing there any more", self._url, _described(before))
+            log.info("state %s was %s's; it writes nothing there any more", self.url, _described(before))
         mine = {"token": self._token, "host": socket.gethostname(), "process": os.getpid(), "since": time.time()}
         with self._writing():
             self._put_whole(f"{self._root}/owner.json", json.dumps(mine).encode())
@@ -155,7 +155,7 @@ class RemoteFolder:
                 since=partial(check_number, least=0, most=_YEAR_3000),
             )
         except Malformed:
-            log.warning("state %s: owner.json there is damaged, and says nothing", self._url)
+            log.warning("state %s: owner.json there is damaged, and says nothing", self.url)
             return _UNKNOWN
 
     def _require_ownership(self) -> None:
@@ -164,7 +164,7 @@ class RemoteFolder:
         if owner is None or owner["token"] != self._token:
             whose = "nobody" if owner is None else _described(owner)
             raise OSError(
-                f"state {self._url}: belongs to {whose} now, and nothing that this server does counts any more; "
+                f"state {self.url}: belongs to {whose} now, and nothing that this server does counts any more; "
                 "end it, and start one server alone with that URL"
             )
 
@@ -200,14 +200,14 @@ class RemoteFolder:
         try:
             yield
         except Exception as error:  # every kind of store has errors of its own
-            raise UserError(f"state {self._url}: cannot be read: {type(error).__name__}: {error}") from error
+            raise UserError(f"state {self.url}: cannot be read: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # likewise
-            raise OSError(f"state {self._url} cannot be written: {type(error).__name__}: {error}") from error
+            raise OSError(f"state {self.url} cannot be written: {type(error).__name__}: {error}") from error
 
 
 def _protocols(files: Any) -> frozenset[str]:

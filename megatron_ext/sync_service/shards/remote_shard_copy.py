@@ -62,7 +62,7 @@ class ShardCopy(RemoteFolder):
         there = self._identity()
         if there is not None and path.exists() and path.read_bytes() != there:
             raise UserError(
-                f"state {self._url}: has values of another run or shard than {folder}; give another URL, or move that "
+                f"state {self.url}: has values of another run or shard than {folder}; give another URL, or move that "
                 "folder away to resume from the URL"
             )
         with self._reading():
@@ -72,7 +72,7 @@ class ShardCopy(RemoteFolder):
         here, copied = _newest(p.name for p in (folder / "snapshots").glob("*")), _newest(self._snapshot_sizes())
         if is_elsewhere and here > copied:
             raise UserError(
-                f"state {self._url}: another server wrote there last, and has no values after {copied or 'the start'}, "
+                f"state {self.url}: another server wrote there last, and has no values after {copied or 'the start'}, "
                 f"but {folder} has {here}; give another URL, or move that folder away to resume from the URL"
             )
         try:
@@ -109,7 +109,7 @@ class ShardCopy(RemoteFolder):
         identity = self._identity()
         if identity is None:
             return  # the run had not begun
-        log.info("the shard in %s resumes from %s", folder, self._url)
+        log.info("the shard in %s resumes from %s", folder, self.url)
         for name in ("spool", "snapshots"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "snapshots").mkdir(parents=True)

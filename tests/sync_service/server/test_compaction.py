@@ -20,6 +20,7 @@ from megatron_ext.sync_service.server import compaction
 from megatron_ext.sync_service.server import store as store_module
 from megatron_ext.sync_service.server.compaction import compact
 from megatron_ext.sync_service.server.store import RunStore
+from megatron_ext.sync_service.shards import remote
 from megatron_ext.sync_service.shards.remote import RemoteState
 from tests.support.waiting import until
 from tests.sync_service.server.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
@@ -83,7 +84,7 @@ def test_a_journal_without_old_rounds_stays(tmp_path: Path):
     make_recorded_round(store)
     store.close()
     before = (tmp_path / "journal.jsonl").read_bytes()
-    assert re.search(r"nothing to compact: \d+ bytes, of at most 3 rounds", said_of(tmp_path))
+    assert re.search(r"nothing to compact: \d+ bytes, nearly all of the newest 3 rounds", said_of(tmp_path))
     assert (tmp_path / "journal.jsonl").read_bytes() == before
 
 
@@ -116,7 +117,9 @@ def test_a_copy_is_shortened_too_also_after_an_end_in_between(tmp_path: Path, mo
     whole = journal.read_bytes()
 
     def killed(path: Path, content: bytes) -> None:
-        raise KeyboardInterrupt
+        if path == journal:
+            raise KeyboardInterrupt
+        replace_file(path, content)
 
     with monkeypatch.context() as patch:
         patch.setattr(compaction, "replace_file", killed)
@@ -129,6 +132,39 @@ def test_a_copy_is_shortened_too_also_after_an_end_in_between(tmp_path: Path, mo
     elsewhere = RunStore("r", CONFIG, tmp_path / "two/r", 2, RemoteState(URL, "r"))
     assert elsewhere.state.open_round == 21
     elsewhere.close()
+
+
+def test_a_folder_that_was_shortened_alone_is_brought_together_with_its_copy(tmp_path: Path):
+    fsspec.filesystem("memory").store.clear()
+    run_in(tmp_path / "r", 20, url=URL).close()
+    said_of(tmp_path / "r")
+    assert len(RemoteState(URL, "r").journal) > len((tmp_path / "r/journal.jsonl").read_bytes())
+    said_of(tmp_path / "r", rounds=7, url=URL)
+    assert (tmp_path / "r/journal.jsonl").read_bytes() == RemoteState(URL, "r").journal
+    RunStore("r", CONFIG, tmp_path / "r", 2, RemoteState(URL, "r")).close()
+
+
+@pytest.mark.parametrize("moves", [1, 2])
+def test_a_copy_of_several_parts_is_shortened_too_after_an_end_among_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moves: int
+):
+    fsspec.filesystem("memory").store.clear()
+    monkeypatch.setattr(remote, "LINES", 20)
+    run_in(tmp_path / "r", 20, url=URL).close()
+    files, done = fsspec.filesystem("memory"), []
+
+    def move(source: str, target: str, **options: Any) -> None:
+        if len(done) == moves:
+            raise KeyboardInterrupt
+        done.append(source)
+        type(files).mv(files, source, target, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "mv", move)
+        with pytest.raises(KeyboardInterrupt):
+            said_of(tmp_path / "r", url=URL)
+    assert "shortened from" in said_of(tmp_path / "r", rounds=5, url=URL)
+    RunStore("r", CONFIG, tmp_path / "r", 2, RemoteState(URL, "r")).close()
 
 
 def test_a_start_with_a_long_journal_says_how_to_shorten_it(
@@ -170,4 +206,7 @@ def test_what_cannot_be_shortened_is_refused_with_the_way_out_and_stays(tmp_path
     fsspec.filesystem("memory").store.clear()
     run_in(tmp_path / "other/r", 8, url=URL).close()
     run_in(tmp_path / "r", 9).close()
-    refused(tmp_path / "r", "have different histories; start and stop the server with both", url=URL)
+    refused(tmp_path / "r", "have different histories: one of them is of another run", url=URL)
+    (tmp_path / "empty/runs/r").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"has nothing of what is at state .*; start the server with both"):
+        said_of(tmp_path / "empty", url=URL)

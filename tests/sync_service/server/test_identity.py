@@ -57,7 +57,7 @@ def test_a_peer_with_other_data_than_its_place_is_refused_with_both_ways_out(mak
     begin(service, {"p0": "old"})
     for _ in range(2):  # by the state in memory, and by the journal
         said = refusal_of(service.client("p0", START, data="new"))
-        assert "the training data of peer 'p0' are 'new', and its place 0 in run 'demo' has trained on 'old'" in said
+        assert "the training data of peer 'p0' are 'new', and its place 0 in run 'demo' was joined with 'old'" in said
         assert "for a new experiment, a run of another name or another folder of the server" in said
         assert "--sync-service-continue-run" in said and said.count("\n") == 0
         restart(service)
@@ -72,10 +72,10 @@ def test_a_place_that_continues_a_run_with_other_data_has_these_from_then_on(mak
     begin(service, {"p0": "old"})
     joins(service, "p0", data="new", continue_run=True)
     restart(service)
-    assert "has trained on 'new'" in refusal_of(service.client("p0", START, data="old"))
+    assert "was joined with 'new'" in refusal_of(service.client("p0", START, data="old"))
     joins(service, "p0", data="new")
     joins(service, "p0")  # who does not say, as one of an earlier release, changes nothing
-    assert "has trained on 'new'" in refusal_of(service.client("p0", START, data="old"))
+    assert "was joined with 'new'" in refusal_of(service.client("p0", START, data="old"))
 
 
 def test_peers_may_have_data_of_their_own_each(make_service: MakeService):
@@ -83,9 +83,14 @@ def test_peers_may_have_data_of_their_own_each(make_service: MakeService):
     service.start()
     begin(service, {"p0": "here", "p1": "there"})
     joins(service, "p1", data="there", index=1)
-    assert "its place 1 in run 'demo' has trained on 'there'" in refusal_of(
-        service.client("p1", START, data="here", index=1)
-    )
+    said = refusal_of(service.client("p1", START, data="here", index=1))
+    assert "are 'here', which place 0 has (--sync-service-index), and its place 1 in run 'demo' was joined with" in said
+
+
+@pytest.mark.parametrize("data", ["x" * 257, "two\nlines"], ids=["too long", "two lines"])
+def test_what_the_data_are_is_said_in_a_short_line(make_service: MakeService, data: str):
+    with pytest.raises(UserError, match=rf"data has {len(data)} characters; give at most 256 printable ones"):
+        make_service().client("p0", START, data=data)
 
 
 def test_before_the_first_round_any_data_will_do(make_service: MakeService):
