@@ -108,10 +108,7 @@ def _add_recover(actions: Any) -> None:
         description="Rebuild the journal of a run, that is gone or has lost lines, from the newest snapshot. "
         "The server must not run. The former journal is kept next to the new one.",
     )
-    recover.add_argument("dir", type=Path, metavar="DIR", help="the server's folder, or DIR/runs/RUN")
-    recover.add_argument("--run", metavar="RUN", help="the run (default: all of the folder)")
-    recover.add_argument("--state", metavar="URL", help="the copy of the server's state, to be recovered together")
-    recover.add_argument("--dry-run", action="store_true", help="print the planned changes, and change nothing")
+    _add_folder(recover, "recovered")
     recover.set_defaults(func=run_recover)
 
 
@@ -122,12 +119,16 @@ def _add_compact(actions: Any) -> None:
         description="Drop the lines of a run's journal from before its newest rounds, in whose place comes the state "
         "of the run from the newest snapshot. The server must not run. The former journal is kept, compressed.",
     )
-    compact.add_argument("dir", type=Path, metavar="DIR", help="the server's folder, or DIR/runs/RUN")
-    compact.add_argument("--run", metavar="RUN", help="the run (default: all of the folder)")
-    compact.add_argument("--state", metavar="URL", help="the copy of the server's state, to be shortened together")
+    _add_folder(compact, "shortened")
     compact.add_argument("--rounds", type=int, default=500, metavar="N", help="newest rounds whose lines stay (500)")
-    compact.add_argument("--dry-run", action="store_true", help="print the planned changes, and change nothing")
     compact.set_defaults(func=run_compact)
+
+
+def _add_folder(parser: argparse.ArgumentParser, done: str) -> None:
+    parser.add_argument("dir", type=Path, metavar="DIR", help="the server's folder, or DIR/runs/RUN")
+    parser.add_argument("--run", metavar="RUN", help="the run (default: all of the folder)")
+    parser.add_argument("--state", metavar="URL", help=f"the copy of the server's state, to be {done} together")
+    parser.add_argument("--dry-run", action="store_true", help="print the planned changes, and change nothing")
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
