@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
-from benchmarks.server_process import Server, free_address, server_of
+from benchmarks.server_process import Server, server_of
 from benchmarks.spes_peers import process_peak, processor_seconds, thread_count
 from benchmarks.synthetic_peers import SyntheticPeers
 from megatron_ext.cli.ending import ended_by_sigterm
+from tests.support.ports import free_ports
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
 def _measure(folder: Path, servers: int, peers: int, options: argparse.Namespace) -> Measured:
     """Make rounds of that many peers at that many servers."""
     run = {"peers": peers, "outer_optimizer": "sgd"}
-    addresses = [free_address() for _ in range(servers)] if servers > 1 else []
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(servers)] if servers > 1 else []
     with ExitStack() as stack:
         started: list[Server] = []
         for shard in range(servers):
@@ -98,9 +100,9 @@ def _measure(folder: Path, servers: int, peers: int, options: argparse.Namespace
         peers_of = stack.enter_context(SyntheticPeers(started[0].address, peers, options))
         peers_of.rounds(options.warmup)
         before = [processor_seconds(server.pid) for server in started]
-        peers_before, began = peers_of.processor_seconds(), peers_of.now()
+        peers_before, began = peers_of.processor_seconds(), time.perf_counter()
         peers_of.rounds(options.rounds)
-        seconds = (peers_of.now() - began) / options.rounds
+        seconds = (time.perf_counter() - began) / options.rounds
         after = [processor_seconds(server.pid) for server in started]
         return Measured(
             seconds=seconds,

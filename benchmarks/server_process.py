@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Server", "free_address", "server_of"]
+__all__ = ["Server", "server_of"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -75,10 +74,3 @@ def server_of(
     finally:
         process.terminate()
         process.wait()
-
-
-def free_address() -> str:
-    """Return an address of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"

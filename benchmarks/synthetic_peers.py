@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import time
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -64,11 +63,6 @@ class SyntheticPeers:
     def processor_seconds(self) -> float:
         """Return the seconds of processors that all peers have taken."""
         return sum(processor_seconds(process.pid) for process, _ in self._processes if process.pid is not None)
-
-    @staticmethod
-    def now() -> float:
-        """Return the time in seconds, for differences."""
-        return time.perf_counter()
 
     def _all_answer(self) -> None:
         for _, pipe in self._processes:

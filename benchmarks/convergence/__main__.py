@@ -11,7 +11,6 @@ docs/convergence.md tells what it compares and what came out.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks.convergence.figures import draw_convergence, draw_noise
 from benchmarks.convergence.results import compare, noise_cases, write
 from benchmarks.convergence.runs import finished_runs, make, make_missing_of
 from benchmarks.convergence.settings import METHODS, Noise, Run, Study
+from benchmarks.stdlib_corpus import tokenize_stdlib
 from tests.support.distributed import REPOSITORY
 
 
@@ -44,9 +44,7 @@ def prepare_corpus(study: Study) -> None:
     Raises:
         CalledProcessError: it failed, and has said why.
     """
-    command = [sys.executable, "-m", "megatron_ext.cli.main", "data", "prepare", "--stdlib"]
-    command += ["--output-prefix", str(study.corpus), "--reuse", "--overwrite"]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
+    tokenize_stdlib(study.corpus)
 
 
 def make_missing(study: Study, methods: Sequence[str], seeds: Sequence[int], noise_seeds: Sequence[int]) -> None:

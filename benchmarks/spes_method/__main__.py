@@ -23,7 +23,7 @@ from benchmarks.common import add_report_option, at_least, report
 from benchmarks.spes_method.peers_study import study_peers
 from benchmarks.spes_method.price_study import RATES, study_price
 from benchmarks.spes_method.released_study import study_released
-from benchmarks.spes_method.runs import prepared_corpus
+from benchmarks.stdlib_corpus import tokenize_stdlib
 from tests.support.distributed import REPOSITORY
 
 __all__ = ["main", "parser"]
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # The replicas' tensors are small: more threads wait for each other.
     torch.set_num_threads(1)
     output = options.output.resolve()
-    corpus = prepared_corpus(output)
+    corpus = output / "corpus" / "stdlib"
+    tokenize_stdlib(corpus)
     picture = options.plot or output / f"{options.study}.png"
     if options.study == "peers":
         cases = study_peers(corpus, seeds[0], picture)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.common import Case, print_table
-from benchmarks.spes_method.pictures import figure_of
+from benchmarks.pictures import two_axes
 from benchmarks.spes_method.real_peers import Compared, Comparison, compare_with_peers, largest_differences
 from benchmarks.spes_method.runs import SIZES
 from benchmarks.spes_method.training import Adam
@@ -85,7 +85,7 @@ def _cases(owners: int, each: Compared) -> list[Case]:
 
 
 def _draw(compared: Mapping[int, Compared], picture: Path) -> None:
-    with figure_of(picture, 2) as (losses, differences):
+    with two_axes(picture) as (losses, differences):
         for owners, each in compared.items():
             steps = range(1, len(each.peers) + 1)
             losses.plot(steps, [row[0] for row in each.peers], label=f"peer 0, owners of an expert: {owners}")

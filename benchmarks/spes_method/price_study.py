@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.common import Case
+from benchmarks.pictures import two_axes
 from benchmarks.spes_method.model import Sizes
 from benchmarks.spes_method.outcomes import Outcome, lengths_of, outcome_of, write_outcomes
-from benchmarks.spes_method.pictures import figure_of
 from benchmarks.spes_method.runs import Methods, Run, Runs
 
 __all__ = ["METHODS", "study_price"]
@@ -114,7 +114,7 @@ def _best(runs: Runs, run: Run, seed: int, rates: Sequence[float]) -> Run:
 
 
 def _draw(found: Mapping[str, Outcome], picture: Path) -> None:
-    with figure_of(picture, 2) as (prices, worths):
+    with two_axes(picture) as (prices, worths):
         for owners in OWNERS:
             central = "centralized" if owners == PEERS else f"centralized_{owners}_owners"
             names = [central, *(f"h{interval}_{owners}_owners" for interval in INTERVALS)]

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.common import Case
+from benchmarks.pictures import two_axes
 from benchmarks.spes_method.outcomes import Outcome, lengths_of, outcome_of, write_outcomes
-from benchmarks.spes_method.pictures import figure_of
 from benchmarks.spes_method.runs import Methods, Run, Runs
 
 __all__ = ["METHODS", "study_released"]
@@ -83,7 +83,7 @@ def _outcomes(runs: Runs, seeds: Sequence[int], methods: Methods) -> list[Outcom
 
 
 def _draw(runs: Runs, seeds: Sequence[int], found: Sequence[Outcome], picture: Path, methods: Methods) -> None:
-    with figure_of(picture, 2) as (curves, ends):
+    with two_axes(picture) as (curves, ends):
         for place, outcome in enumerate(found):
             run = methods[outcome.name][1]
             measured = [runs.finished(dataclasses.replace(run, seed=seed)) for seed in seeds]

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,9 +16,8 @@ from torch import Tensor
 from benchmarks.convergence.runs import digest_of
 from benchmarks.spes_method.model import Sizes, initial
 from benchmarks.spes_method.training import Adam, Merging, Method, block_owners, train
-from tests.support.distributed import REPOSITORY
 
-__all__ = ["SIZES", "Finished", "Methods", "Run", "Runs", "equivalent", "prepared_corpus"]
+__all__ = ["SIZES", "Finished", "Methods", "Run", "Runs", "equivalent"]
 
 SIZES = Sizes(hidden=48, width=24)
 """Of a study's model."""
@@ -187,16 +184,3 @@ def equivalent(loss: float, curve: Sequence[tuple[float, float]]) -> float:
     points = sorted(curve, key=lambda point: point[1])
     logarithms = np.interp(loss, [lower for _, lower in points], [np.log(share) for share, _ in points])
     return float(np.exp(logarithms))
-
-
-def prepared_corpus(output: Path) -> Path:
-    """Return the prefix of Python's standard library as tokens, which are made unless they are there.
-
-    Raises:
-        CalledProcessError: that failed, and has said why.
-    """
-    prefix = output / "corpus" / "stdlib"
-    command = [sys.executable, "-m", "megatron_ext.cli.main", "data", "prepare", "--stdlib"]
-    command += ["--output-prefix", str(prefix), "--reuse", "--overwrite"]
-    subprocess.run(command, cwd=REPOSITORY, check=True, stdout=subprocess.DEVNULL)
-    return prefix
