@@ -10,7 +10,9 @@ from tests.transport.meter import crossing_calls, install_meter
 
 ITERATIONS = 42
 INTERVAL = 40
-"""Longer than anything told in the first steps may take."""
+
+AHEAD = 20
+"""Steps after which the other ranks wait for rank 1 to tell what it was told: it may start much later."""
 
 LIMIT = 6000
 """Minutes, more than a session of tests lasts: a rank's time begins where its process' server imported Megatron."""
@@ -19,20 +21,25 @@ ROUNDS = {"train_iters": ITERATIONS, "local_sgd_sync_interval": INTERVAL, "log_i
 
 
 def at_its_second_step(act):
-    """Let rank 1 do something at its second step, in the middle of an interval."""
+    """Let rank 1 do something at its second step, in the middle of an interval; others do not run far ahead of that."""
     import functools
     import os
 
-    if os.environ["RANK"] != "1":
-        return
     import megatron.training.training as training
+    from torch.distributed import distributed_c10d
 
     original = training.train_step
 
     @functools.wraps(original)
     def train_step(*args, **kwargs):
-        if kwargs["iteration"] == 1:
+        store, iteration = distributed_c10d._get_default_store(), kwargs["iteration"]
+        if os.environ["RANK"] != "1":
+            if iteration == AHEAD:
+                store.wait(["test/rank 1 has told the others"])
+        elif iteration == 1:
             act(training)
+        elif iteration == 2:
+            store.set("test/rank 1 has told the others", "yes")
         return original(*args, **kwargs)
 
     training.train_step = train_step
@@ -72,7 +79,7 @@ def test_one_rank_that_is_told_to_end_ends_all_workers_between_rounds_and_a_resu
     run = arguments(layout, precision, workers=2, **saving, **{**extra, **ROUNDS})
     ended = run_pretrain(run, world, before=(start_writers_at_once, tell, install_meter), probe=crossing_calls)
     (last,) = {len(rank.record.steps) for rank in ended}
-    assert 2 < last < INTERVAL
+    assert 2 < last <= AHEAD + 1 < INTERVAL
     for rank in ended:  # iteration 0 prints a line; the last one votes and saves
         assert not any(rank.probe[1 : last - 1]), rank.probe
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(last)
