@@ -60,6 +60,12 @@ class Times:
     ours: list[float]
     """Of our averager, in the same order of pairs."""
 
+    reduces: list[float]
+    """Of a bare all-reduce of as many values, likewise."""
+
+    copies: list[float]
+    """Of a copy of as many values, at all ranks at once, likewise."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
@@ -86,22 +92,31 @@ def rank_times(setting: Setting) -> Times:
     _join(setting)
     models = {side: _model(setting) for side in (ATORCH, OURS)}
     rounds = {side: _start(setting, side, models[side]) for side in (ATORCH, OURS)}
-    seconds: dict[str, list[float]] = {ATORCH: [], OURS: []}
+    values = sum(parameter.numel() for _, parameter in models[OURS])
+    flat, copied = torch.ones(values), torch.empty(values)
+    seconds: dict[str, list[float]] = {ATORCH: [], OURS: [], "reduces": [], "copies": []}
+
+    def timed(what: str, operation: Round) -> None:
+        dist.barrier()
+        begin = time.perf_counter()
+        operation()
+        seconds[what].append(time.perf_counter() - begin)
+
     for pair in range(setting.warmup + setting.pairs):
         # ABBA: what drifts over the pairs touches both sides alike.
         for side in (ATORCH, OURS) if pair % 2 == 0 else (OURS, ATORCH):
             _inner_steps(models[side])
-            dist.barrier()
-            begin = time.perf_counter()
-            rounds[side]()
-            seconds[side].append(time.perf_counter() - begin)
+            timed(side, rounds[side])
+        flat.fill_(1.0)
+        timed("reduces", lambda: dist.all_reduce(flat))
+        timed("copies", lambda: copied.copy_(flat))
     for model in models.values():
         require_equal([parameter.detach() for _, parameter in model])
     if setting.method == PLAIN:
         for (name, theirs), (_, ours) in zip(models[ATORCH], models[OURS], strict=True):
             if not torch.allclose(theirs, ours, rtol=1e-3, atol=1e-5):
                 raise RuntimeError(f"the two sides ended with different weights, first in {name}: not the same work")
-    return Times(**{side: measured[setting.warmup :] for side, measured in seconds.items()})
+    return Times(**{what: measured[setting.warmup :] for what, measured in seconds.items()})
 
 
 def rank_memory(setting: Setting, side: str) -> Memory:

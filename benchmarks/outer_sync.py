@@ -146,18 +146,39 @@ def numel(tensors: list[tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in tensors)
 
 
-def touched(method: str, workers: int) -> float:
+def touched(workers: int, *, guarded: bool) -> float:
     """Return the bytes of memory that the outer step touches at a rank for each fp32 value of the model, at least.
 
     A rank owns one of `workers` parts. For each value of its own it reads all workers' values, reads and writes anchor
     and momentum, and writes the result. With the penalty the round's decisions are between passes: norms of all
     workers first, then the mean, whose norm is clipped, then the step.
+
+    Args:
+        workers: how many there are.
+        guarded: whether it is a round with the penalty.
     """
     terms, anchor, momentum, result = 4 * workers, 4, 4, 4
     step = 2 * anchor + 2 * momentum + result
-    if method == PLAIN:
+    if not guarded:
         return (terms + step) / workers
     return ((terms + anchor) + (terms + anchor + result) + (result + step)) / workers
+
+
+COPIED = 4 + 4
+"""Bytes of memory that a copy touches for each fp32 value."""
+
+
+def least_seconds(reduces: Sequence[float], copies: Sequence[float], workers: int, *, guarded: bool) -> list[float]:
+    """Return the seconds that a round could take at least, pair by pair.
+
+    Args:
+        reduces: seconds of a bare all-reduce of the model.
+        copies: seconds of a copy of the model at all ranks at once.
+        workers: how many there are.
+        guarded: whether it is a round with the penalty.
+    """
+    share = touched(workers, guarded=guarded) / COPIED
+    return [reduced + copied * share for reduced, copied in zip(reduces, copies, strict=True)]
 
 
 def rank_timings(setting: Setting) -> Measured:
@@ -243,10 +264,13 @@ def _measure(workers: int, setting: Setting) -> tuple[list[Case], tuple[str, ...
     ratio = statistics.median(ratios)
     low, high = bootstrap_interval(ratios)
     copies = _slowest([measured.copies for measured in by_rank])
-    nbytes, copied = touched(setting.method, workers), 4 + 4
-    least = [bare.wall + copy.wall * nbytes / copied for bare, copy in zip(reduces, copies, strict=True)]
+    guarded = setting.method == PENALTY
+    nbytes = touched(workers, guarded=guarded)
+    least = least_seconds(
+        [bare.wall for bare in reduces], [copy.wall for copy in copies], workers, guarded=guarded
+    )
     over = statistics.median(sync.wall / bound for sync, bound in zip(rounds, least, strict=True))
-    speed = copied * numel(setting.shapes) / statistics.median(copy.wall for copy in copies)
+    speed = COPIED * numel(setting.shapes) / statistics.median(copy.wall for copy in copies)
     name, goal = f"{setting.method}_w{workers}", GOALS[setting.method]
     cases = [
         Case(case=f"{name}_ratio", value=ratio, unit="ratio", goal=goal, direction="lower"),

@@ -40,9 +40,14 @@ def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys, monkey
 
 def test_an_outer_step_touches_each_value_of_the_model_this_often_at_least():
     # Two workers own a half each: two terms, anchor and momentum both ways, and the result, of 4 bytes.
-    assert outer_sync.touched("diloco", 2) == (2 * 4 + 2 * 4 + 2 * 4 + 4) / 2
+    assert outer_sync.touched(2, guarded=False) == (2 * 4 + 2 * 4 + 2 * 4 + 4) / 2
     # The same in three passes: terms and anchor twice, and between them the mean is written and read.
-    assert outer_sync.touched("penalty", 2) == (2 * (2 * 4 + 4) + 2 * 4 + 2 * 4 + 2 * 4 + 4) / 2
+    assert outer_sync.touched(2, guarded=True) == (2 * (2 * 4 + 4) + 2 * 4 + 2 * 4 + 2 * 4 + 4) / 2
+
+
+def test_a_round_takes_at_least_its_all_reduce_and_what_the_outer_step_touches():
+    # A copy touches 8 bytes of each value, the step of two workers 14.
+    assert outer_sync.least_seconds([1.0, 2.0], [0.4, 0.8], 2, guarded=False) == pytest.approx([1.7, 3.4])
 
 
 def test_the_default_is_more_than_fifty_million_parameters_for_two_and_four_workers():

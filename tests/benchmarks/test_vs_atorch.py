@@ -57,11 +57,14 @@ def stand_in(folder: Path, divisor: str = "dist.get_world_size()") -> Path:
 
 def check_report(path: Path) -> None:
     cases = read_cases(path)
-    speedups = {name: case for name, case in cases.items() if name != "held_models"}
+    speedups = {name: case for name, case in cases.items() if name.endswith("_speedup")}
     assert {name: case["goal"] for name, case in speedups.items()} == CASES
-    for case in speedups.values():
+    for name, case in speedups.items():
         assert (case["unit"], case["direction"]) == ("ratio", "higher")
         assert case["value"] > 0
+        # Of the same pairs: what a round could take at least.
+        assert cases[name.removesuffix("speedup") + "over_least"]["value"] > 0
+        assert cases[f"{name}_of_least"]["value"] > 0
     held = cases["held_models"]
     assert (held["unit"], held["direction"]) == ("models", "lower")
     # Two models and the embedding, which is the largest unit: (16 + 1024) x 8 of 9,208 parameters.
