@@ -22,8 +22,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.process_use import process_peak, processor_seconds, thread_count
 from benchmarks.server_process import Server, server_of
-from benchmarks.spes_peers import process_peak, processor_seconds, thread_count
 from benchmarks.synthetic_peers import SyntheticPeers
 from megatron_ext.cli.ending import ended_by_sigterm
 from tests.support.ports import free_ports

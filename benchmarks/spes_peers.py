@@ -4,31 +4,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = [
-    "Job",
-    "Measured",
-    "merge_bytes",
-    "model",
-    "peer_rounds",
-    "process_peak",
-    "processor_seconds",
-    "start_bare",
-    "thread_count",
-]
+from benchmarks.bare_turns import BareServer, Bytes, bare_turns
+from benchmarks.process_use import forget_peak, process_peak, processor_seconds, thread_seconds
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-_TICKS = os.sysconf("SC_CLK_TCK")
+__all__ = ["Job", "Measured", "merge_bytes", "model", "peer_rounds"]
 
 Shapes = dict[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -55,8 +41,8 @@ class Job:
     warmup: int
     """Rounds before those."""
 
-    bare: str = ""
-    """Address of the bare server that moves the same bytes by turns; none when empty."""
+    bare: Mapping[str, BareServer] = field(default_factory=dict)
+    """What moves the same bytes by turns, of GRPC and SOCKETS."""
 
     counts_bytes: bool = False
     """Whether the first peer's connection leads through a relay that counts."""
@@ -69,20 +55,26 @@ class Job:
 class Measured:
     """What one peer measured, round by round."""
 
-    seconds: list[float]
+    seconds: list[float] = field(default_factory=list)
     """Wall time of a round."""
 
-    bare_seconds: list[float]
-    """Wall time in which bare streams moved the same bytes."""
+    cpu: list[float] = field(default_factory=list)
+    """Seconds of this peer's processors in a round."""
 
-    server_cpu: list[float]
+    server_cpu: list[float] = field(default_factory=list)
     """Seconds of the server's processors in a round."""
 
-    server_peak: list[int]
+    server_thread_cpu: list[float] = field(default_factory=list)
+    """Those of its busiest thread: the event loop of its calls."""
+
+    server_peak: list[int] = field(default_factory=list)
     """The server's largest resident memory in a round, bytes."""
 
-    wire_bytes: list[int]
+    wire_bytes: list[int] = field(default_factory=list)
     """Bytes of this peer's connection in a round, both directions; none unless counted."""
+
+    bare: dict[str, Bytes] = field(default_factory=dict)
+    """What else moved the same bytes."""
 
 
 def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
@@ -100,24 +92,6 @@ def model(parameters: float, layers: int, hidden: int, experts: int) -> Shapes:
             found[f"{prefix}.mlp.experts.{expert}.linear_fc2.weight"] = (hidden, width)
     found["output_layer.weight"] = (vocab, hidden)
     return found
-
-
-@contextmanager
-def start_bare() -> Iterator[str]:
-    """Run a server of bare streams until the end of the block, and return its address."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.bare_stream"],
-        cwd=REPOSITORY,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        yield f"127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.stdin.close()
-        process.wait()
 
 
 def peer_rounds(job: Job) -> Measured:
@@ -150,10 +124,10 @@ def peer_rounds(job: Job) -> Measured:
     )
     trained = sum(spec.numel for spec in catalog if spec.is_trained_by(rank))
     foreign = sum(spec.numel for spec in catalog if spec.owners != (rank,))
-    bare = _bare_turns(job.bare, 4 * trained, 4 * foreign, config.streams) if job.bare else None
+    found = Measured(bare={kind: Bytes() for kind in job.bare})
+    turn = bare_turns(job.bare, 4 * trained, 4 * foreign, config.streams, found.bare)
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=generator).mul_(0.02) for name, shape in job.shapes.items()}
-    found = Measured(seconds=[], bare_seconds=[], server_cpu=[], server_peak=[], wire_bytes=[])
     with SyncClient(config, catalog) as client:
         values, memory = client.start(values), {name: value.clone() for name, value in values.items()}
         for number in range(job.warmup + job.rounds):
@@ -161,25 +135,30 @@ def peer_rounds(job: Job) -> Measured:
                 if spec.is_trained_by(rank):
                     values[spec.name].mul_(1 + 1e-3 * (rank + 1))
             before = relay.total if relay else 0
-            if bare is not None and number % 2:
-                found.bare_seconds.append(bare())
+            if number % 2:
+                turn()
             dist.barrier()
             if rank == 0:
-                _forget_peak(job.pid)
-            cpu = processor_seconds(job.pid)
+                forget_peak(job.pid)
+            cpu, threads, own = processor_seconds(job.pid), thread_seconds(job.pid), time.process_time()
             dist.barrier()
             began = time.perf_counter()
             values, memory = client.sync(values, out=memory).values, values
             dist.barrier()
             found.seconds.append(time.perf_counter() - began)
+            found.cpu.append(time.process_time() - own)
             found.server_cpu.append(processor_seconds(job.pid) - cpu)
+            after = thread_seconds(job.pid)
+            found.server_thread_cpu.append(max(after[thread] - threads.get(thread, 0.0) for thread in after))
             found.server_peak.append(process_peak(job.pid))
             if relay:
                 found.wire_bytes.append(relay.total - before)
-            if bare is not None and not number % 2:
-                found.bare_seconds.append(bare())
-    for series in vars(found).values():
-        del series[: job.warmup]
+            if not number % 2:
+                turn()
+    for measured in (found, *found.bare.values()):
+        for series in vars(measured).values():
+            if isinstance(series, list):
+                del series[: job.warmup]
     return found
 
 
@@ -206,52 +185,9 @@ def merge_bytes(folder: Path, experts: int, width: int, hidden: int) -> int:
     merge = Merge.of_round(MergeConfig(interval=1), catalog, 1)
     assert merge is not None
     torch.ones(8, 8).double() @ torch.ones(8, 8).double()  # what the first product takes once is not merging's
-    _forget_peak(os.getpid())
+    forget_peak(os.getpid())
     before = process_peak(os.getpid())
     merge.run(writer, Failpoints())
     grown = process_peak(os.getpid()) - before
     writer.abandon()
     return grown
-
-
-def process_peak(pid: int) -> int:
-    """Return the largest resident memory of a process since `_forget_peak`, bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return 1024 * int(line.split()[1])
-    raise RuntimeError(f"process {pid} has no peak memory")
-
-
-def _bare_turns(address: str, up: int, down: int, streams: int) -> Callable[[], float]:
-    import torch.distributed as dist
-
-    from benchmarks.bare_stream import BareClient
-
-    client = BareClient(address, streams)
-
-    def turn() -> float:
-        dist.barrier()
-        began = time.perf_counter()
-        client.upload(up)
-        # A round as well has everything before it gives anything back.
-        dist.barrier()
-        client.download(down)
-        dist.barrier()
-        return time.perf_counter() - began
-
-    return turn
-
-
-def _forget_peak(pid: int) -> None:
-    Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def processor_seconds(pid: int) -> float:
-    """Return the seconds of processors that a process has taken."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def thread_count(pid: int) -> int:
-    """Return how many threads a process has."""
-    return len(list(Path(f"/proc/{pid}/task").iterdir()))

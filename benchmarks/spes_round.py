@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks import spes_peers
+from benchmarks.bare_turns import GRPC, SOCKETS, BareServer, start_bare
 from benchmarks.common import Case, add_report_option, at_least, print_table, report
 from benchmarks.server_process import Server, server_of
 from benchmarks.spes_peers import Job, Measured, Shapes
@@ -98,29 +100,64 @@ def _rounds(folder: Path, shapes: Shapes, options: argparse.Namespace) -> list[C
     """Return the cases of rounds, for every number of peers."""
     cases, rows = [], []
     coded = "" if options.codec == "fp32" else f"_{options.codec}"
-    throughput_of = 4 if 4 in options.peers else max(options.peers)
+    compared_at = 4 if 4 in options.peers else max(options.peers)
     for peers in options.peers:
         own = folder / f"p{peers}"
         own.mkdir()
         with server_of(own, {options.codec: {"peers": peers}}) as server, ExitStack() as stack:
             # Bare streams move what fp32 takes.
-            is_compared = peers == throughput_of and not coded
-            bare = stack.enter_context(spes_peers.start_bare()) if is_compared else ""
-            found = _run(_job(shapes, server, options.codec, options, bare=bare), peers)
+            kinds = (GRPC, SOCKETS) if peers == compared_at and not coded else ()
+            bare = {kind: stack.enter_context(start_bare(kind)) for kind in kinds}
+            by_peer = _run(_job(shapes, server, options.codec, options, bare=bare), peers)
+        found = by_peer[0]
         seconds, cpu = statistics.median(found.seconds), statistics.median(found.server_cpu)
         peak = max(found.server_peak) / (4 * numel(shapes))
-        bare = statistics.median(found.bare_seconds) if found.bare_seconds else None
-        rows.append((str(peers), f"{seconds:.2f}", f"{cpu:.2f}", f"{peak:.2f}", "-" if bare is None else f"{bare:.2f}"))
+        moved = [f"{statistics.median(found.bare[kind].seconds):.2f}" if bare else "-" for kind in (GRPC, SOCKETS)]
+        rows.append((str(peers), f"{seconds:.2f}", f"{cpu:.2f}", f"{peak:.2f}", *moved))
         cases.append(_case(f"peak_over_model_p{peers}{coded}", peak, PEAK_GOAL))
-        if found.bare_seconds:
-            fractions = [a / b for a, b in zip(found.bare_seconds, found.seconds, strict=True)]
-            cases.append(
-                _case("grpc_throughput_fraction", statistics.median(fractions), THROUGHPUT_GOAL, direction="higher")
-            )
+        if bare:
+            cases += _against_bare(by_peer)
         cases.append(_case(f"round_seconds_p{peers}{coded}", seconds, None, unit="seconds"))
-    print_table(("peers", "round s", "server's CPU s", "server's peak / model", "bare streams s"), rows)
+    print_table(("peers", "round s", "server's CPU s", "server's peak / model", "bare gRPC s", "bare sockets s"), rows)
     print()
     return cases
+
+
+def _against_bare(by_peer: Sequence[Measured]) -> list[Case]:
+    """Return the cases of a round against bare streams of its bytes, and what values beside gRPC could bring at most.
+
+    A round without gRPC takes the processors at least what is left of it without the server's event loop and without
+    what gRPC alone takes at the peers, plus what plain sockets take; however well the processors are shared out, that
+    many seconds divided by their number.
+    """
+    first = by_peer[0]
+    grpc, sockets = first.bare[GRPC], first.bare[SOCKETS]
+    peers_cpu = _sums([peer.cpu for peer in by_peer])
+    peers_grpc, peers_sockets = (_sums([peer.bare[kind].cpu for peer in by_peer]) for kind in (GRPC, SOCKETS))
+    cpu, saved = _sums([first.server_cpu, peers_cpu]), _sums([first.server_thread_cpu, peers_grpc])
+    taken = _sums([sockets.server_cpu, peers_sockets])
+    cores = len(os.sched_getaffinity(0))
+    least = [(total - less + more) / cores for total, less, more in zip(cpu, saved, taken, strict=True)]
+    print(
+        f"with {len(by_peer)} peers a round takes {statistics.median(cpu):.2f} processor seconds, {cores} cores; "
+        f"{statistics.median(saved):.2f} of them are the server's event loop and gRPC at the peers, "
+        f"plain sockets take {statistics.median(taken):.2f}"
+    )
+    fraction, possible = _median_ratio(grpc.seconds, first.seconds), _median_ratio(grpc.seconds, least)
+    return [
+        _case("grpc_throughput_fraction", fraction, THROUGHPUT_GOAL, direction="higher"),
+        _case("sockets_over_grpc", _median_ratio(sockets.seconds, grpc.seconds), None),
+        _case("fraction_possible_beside_grpc", possible, None, direction="higher"),
+    ]
+
+
+def _sums(series: Sequence[Sequence[float]]) -> list[float]:
+    """Return the sums of several series, place by place."""
+    return [sum(values) for values in zip(*series, strict=True)]
+
+
+def _median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
@@ -132,7 +169,7 @@ def _bytes(folder: Path, options: argparse.Namespace) -> list[Case]:
     own.mkdir()
     with server_of(own, {codec: {"peers": peers} for codec in BYTES_GOALS}) as server:
         for codec, goal in BYTES_GOALS.items():
-            found = _run(_job(shapes, server, codec, options, counts_bytes=True), peers)
+            found = _run(_job(shapes, server, codec, options, counts_bytes=True), peers)[0]
             fraction = statistics.median(found.wire_bytes) / (2 * 4 * numel(shapes))
             cases.append(_case(f"bytes_{BYTES_NAMES.get(codec, codec)}", fraction, goal))
     return cases
@@ -146,7 +183,7 @@ def _link(folder: Path, options: argparse.Namespace) -> list[Case]:
     own = folder / "link"
     own.mkdir()
     with server_of(own, {"fp32": {"peers": peers}}) as server:
-        found = _run(replace(_job(shapes, server, "fp32", options), link=rate), peers)
+        found = _run(replace(_job(shapes, server, "fp32", options), link=rate), peers)[0]
     ratios = [seconds * rate / moved for seconds, moved in zip(found.seconds, found.wire_bytes, strict=True)]
     return [_case("slow_link_over_its_bytes", statistics.median(ratios), None)]
 
@@ -169,7 +206,7 @@ def _job(
     codec: str,
     options: argparse.Namespace,
     *,
-    bare: str = "",
+    bare: Mapping[str, BareServer] | None = None,
     counts_bytes: bool = False,
 ) -> Job:
     return Job(
@@ -180,15 +217,14 @@ def _job(
         codec=codec,
         rounds=options.rounds,
         warmup=options.warmup,
-        bare=bare,
+        bare=bare or {},
         counts_bytes=counts_bytes,
     )
 
 
-def _run(job: Job, peers: int) -> Measured:
-    """Return what the first peer measured."""
-    found: Measured = run_ranks(spes_peers.peer_rounds, peers, job, timeout=900)[0]
-    return found
+def _run(job: Job, peers: int) -> list[Measured]:
+    """Return what each peer measured."""
+    return run_ranks(spes_peers.peer_rounds, peers, job, timeout=900)
 
 
 def _case(name: str, value: float, goal: float | None, *, unit: str = "ratio", direction: str = "lower") -> Case:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
 
-from benchmarks.spes_peers import processor_seconds
+from benchmarks.process_use import processor_seconds
 
 __all__ = ["SyntheticPeers"]
 
