@@ -10,8 +10,8 @@ with the names of the commands (benchmarks/figures/commands.py) that made them; 
 settings, goals and what others have published; and numbers that are *derived* by arithmetic from these figures.
 `<!-- figures: none -->` says that no number of a section was measured or computed by us. A row of a table is quoted
 where one row of the page of figures (a case with its runs and goal, or a line that a command printed) has all of its
-figures, or those together that have what its first cell says; otherwise each needs three digits or more, so that it is
-not there by chance.
+figures, or those together that have what its first cell says. Where no row of the page has what that says, each needs
+three digits or more, so that it is not there by chance.
 """
 
 import re
@@ -147,11 +147,21 @@ def not_quoted(section: Section, rows: Sequence[tuple[str, list[float]]], exempt
     found = [figure for figure in prose if not is_one_of(figure, everything)]
     for label, row in section.rows:
         figures = [figure for figure in row if figure.lstrip("+-") not in exempt]
-        labelled = [number for name, numbers in rows if label and label in name for number in numbers]
+        labelled = [number for name, numbers in rows if names_rows(label) and label in name for number in numbers]
         candidates = [labelled, *(numbers for _, numbers in rows)]
-        if not any(all(is_one_of(figure, numbers) for figure in figures) for numbers in candidates):
+        if any(all(is_one_of(figure, numbers) for figure in figures) for numbers in candidates):
+            continue
+        if labelled:
+            # On a page of hundreds of cases nearly every number of three digits stands under some other label.
+            found += [figure for figure in figures if not is_one_of(figure, labelled)]
+        else:
             found += [figure for figure in figures if digits_of(figure) < 3 or not is_one_of(figure, everything)]
     return found
+
+
+def names_rows(label: str) -> bool:
+    """Return whether rows can be looked up by a first cell: a number alone stands in any row."""
+    return len(label) >= 3 and any(letter.isalpha() for letter in label)
 
 
 def digits_of(figure: str) -> int:

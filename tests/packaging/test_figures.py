@@ -92,18 +92,22 @@ def test_digits_that_are_quoted_count(figure: str, number: float, same: bool):
 @pytest.mark.parametrize(
     ("label", "row", "missing"),
     [
-        ("", ("0.63", "0.81"), []),
-        ("", ("0.63", "0.81", "20"), []),
-        ("", ("0.629", "0.763"), []),
-        ("", ("0.63", "0.76"), ["0.63", "0.76"]),
-        ("github_7b", ("0.63", "0.76"), []),
-        ("github_7b", ("0.63", "0.55"), ["0.63", "0.55"]),
-        ("", ("0.629", "0.764"), ["0.764"]),
-        ("", ("0.5", "0.763"), ["0.5"]),
+        pytest.param("", ("0.63", "0.81"), [], id="one"),
+        pytest.param("", ("0.63", "0.81", "20"), [], id="given"),
+        pytest.param("", ("0.629", "0.763"), [], id="two"),
+        pytest.param("", ("0.63", "0.76"), ["0.63", "0.76"], id="two_digits"),
+        pytest.param("github_7b", ("0.63", "0.76"), [], id="its_label"),
+        pytest.param("github_7b", ("0.629", "0.764"), ["0.764"], id="its_label_wrong_digit"),
+        pytest.param("github_13b", ("0.63", "0.76"), ["0.63", "0.76"], id="another_label"),
+        pytest.param("github_13b", ("0.629", "0.763"), ["0.629", "0.763"], id="three_digits_of_another_label"),
+        pytest.param("7", ("0.63", "0.76"), ["0.63", "0.76"], id="label_of_digits"),
+        pytest.param("", ("0.629", "0.764"), ["0.764"], id="wrong_digit"),
+        pytest.param("", ("0.5", "0.763"), ["0.5"], id="nowhere"),
     ],
-    ids=["one", "given", "two", "two_digits", "its_label", "another_label", "wrong_digit", "nowhere"],
 )
-def test_a_row_is_quoted_from_one_row_or_those_of_its_label_or_to_three_digits(label: str, row, missing: list[str]):
+def test_a_row_is_quoted_from_one_row_or_those_of_its_label_or_to_three_digits_where_it_has_none(
+    label: str, row: tuple[str, ...], missing: list[str]
+):
     section = Section(page="a.md", heading="", prose=(), rows=((label, row),), marks=())
     rows = [("a_github_7b", [0.629, 0.807]), ("b_github_7b", [0.763, 0.9]), ("github_13b", [0.55])]
     assert not_quoted(section, rows, {"20"}) == missing
