@@ -49,6 +49,8 @@ PRINTED = 200
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is asked for; return 0 if all went well, 1 if a command failed or was left out, 2 at bad input."""
     options = parser().parse_args(arguments)
+    if options.again and (options.list or options.page):
+        parser().error("--again has no effect with --list or --page, which run nothing; drop it")
     if options.list:
         show_list(options.folder)
         return 0
@@ -96,6 +98,8 @@ def run_all(chosen: Sequence[Command], options: argparse.Namespace) -> int:
             continue
         # After each of them, so that an interruption loses none.
         known = merged(known, [run])
+        if run not in known:
+            print(f"{command.name}: docs/figures.json keeps a newer run of this machine; --again makes another")
         write_runs(known, FIGURES)
         write_pages(known, PAGE, README)
         done += 1
@@ -177,11 +181,12 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    found.add_argument("--list", action="store_true", help="show the commands, what they need, and run nothing")
-    found.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="NAME", help="these, by the list's names")
-    found.add_argument("--quick", action="store_true", help=f"only those that take {QUICK} minutes or less")
+    what = found.add_mutually_exclusive_group()
+    what.add_argument("--list", action="store_true", help="show the commands, what they need, and run nothing")
+    what.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="NAME", help="these, by the list's names")
+    what.add_argument("--quick", action="store_true", help=f"only those that take {QUICK} minutes or less")
+    what.add_argument("--page", action="store_true", help="only write the pages from docs/figures.json")
     found.add_argument("--again", action="store_true", help="run also what has a result in the folder")
-    found.add_argument("--page", action="store_true", help="only write the pages from docs/figures.json")
     found.add_argument(
         "--folder",
         type=Path,

@@ -152,9 +152,15 @@ def write_runs(runs: Iterable[Run], path: Path) -> None:
 
 
 def merged(runs: Iterable[Run], new: Iterable[Run]) -> list[Run]:
-    """Return runs with new ones, in the order of the commands: one of each command and machine, the newest."""
+    """Return runs with new ones, in the order of the commands: one of each command and machine.
+
+    That is the newest; a run of a line that the command no longer has gives way to any of its line.
+    """
     by_place = {run.place: run for run in runs}
-    by_place.update({run.place: run for run in new})
+    for run in new:
+        known = by_place.get(run.place)
+        if known is None or known.date <= run.date or known.line != BY_NAME[known.name].line:
+            by_place[run.place] = run
     order = list(BY_NAME)
     return sorted(by_place.values(), key=lambda run: (order.index(run.name), run.date))
 

@@ -71,10 +71,34 @@ def test_a_report_is_kept_with_machine_and_versions_and_taken_from_there_the_nex
 
     result = folder / "measured.json"
     result.write_text(result.read_text().replace(run.date, "2020-02-02"))
+    benchmarks_all.FIGURES.write_text('{"runs": []}')
     capsys.readouterr()
     assert call(folder, "--only", "measured") == 0
     assert "[1/1] measured: of 2020-02-02" in capsys.readouterr().out
     assert [found.date for found in read_runs(benchmarks_all.FIGURES)] == ["2020-02-02"]
+
+
+def test_an_old_result_in_the_folder_does_not_replace_a_newer_run(folder: Path, capsys):
+    assert call(folder, "--only", "printed") == 0
+    (run,) = read_runs(benchmarks_all.FIGURES)
+    result = folder / "printed.json"
+    result.write_text(result.read_text().replace(run.date, "2020-02-02"))
+    assert call(folder, "--only", "printed") == 0
+    assert "printed: docs/figures.json keeps a newer run of this machine" in capsys.readouterr().out
+    assert read_runs(benchmarks_all.FIGURES) == [run]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--only", "printed", "--quick"], ["--list", "--only", "printed"], ["--page", "--quick"], ["--page", "--again"]],
+    ids=" ".join,
+)
+def test_options_without_effect_are_refused(folder: Path, capsys, words: list[str]):
+    with pytest.raises(SystemExit) as end:
+        call(folder, *words)
+    assert end.value.code == 2
+    assert "not allowed with" in (said := capsys.readouterr().err) or "has no effect" in said
+    assert not folder.exists()
 
 
 def test_a_result_of_another_line_is_made_again_and_so_is_any_with_again(folder: Path, monkeypatch):
@@ -178,6 +202,9 @@ def test_a_newer_run_replaces_that_of_its_machine_and_the_page_has_the_range_ove
     (case,) = old.cases
     new = made_up(date="2026-02-02", machine={**old.machine, "load_average": 3}, cases=[{**case, "value": 1.6}])
     other = made_up(machine={"cpu": "another"}, cases=[{**case, "value": 1.2}])
+    old, new, other = (dataclasses.replace(run, line=BY_NAME["printed"].line) for run in (old, new, other))
+    assert merged([other, new], [old]) == [other, new]
+    assert merged([dataclasses.replace(new, line="another")], [old]) == [old]
     runs = merged([old, other], [new])
     assert runs == [other, new]
     text = page(runs)
