@@ -9,6 +9,7 @@ import os
 import platform
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 __all__ = [
     "Case",
+    "EachOnce",
     "add_model_options",
     "add_report_option",
     "at_least",
@@ -24,6 +26,7 @@ __all__ = [
     "machine_and_versions",
     "print_table",
     "report",
+    "writable",
 ]
 
 DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
@@ -88,11 +91,11 @@ def add_model_options(parser: argparse.ArgumentParser, *, pairs: int) -> None:
 def add_report_option(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`."""
     parser.add_argument(
-        "--json", metavar="FILE", type=_writable, help="write machine, versions and cases to FILE as well"
+        "--json", metavar="FILE", type=writable, help="write machine, versions and cases to FILE as well"
     )
 
 
-def _writable(text: str) -> Path:
+def writable(text: str) -> Path:
     """Return the path of a file that can be written, which is better known before a long measurement than after it."""
     path = Path(text)
     try:
@@ -114,6 +117,19 @@ def at_least(minimum: int) -> Callable[[str], int]:
     # argparse names the type where the text is not a number at all.
     parse.__name__ = "integer"
     return parse
+
+
+class EachOnce(argparse.Action):
+    """Take a list in which nothing is twice: what is repeated would count as a measurement of its own."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        """Set the list, or refuse it."""
+        twice = [str(value) for value, count in Counter(values).items() if count > 1]
+        if twice:
+            raise argparse.ArgumentError(self, f"{', '.join(twice)} is given more than once; give each once")
+        setattr(namespace, self.dest, values)
 
 
 def bootstrap_interval(

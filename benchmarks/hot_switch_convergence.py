@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common import Case, add_report_option, print_table, report
+from benchmarks.common import Case, EachOnce, add_report_option, print_table, report
 from benchmarks.convergence.results import compare
 from benchmarks.convergence.runs import (
     VALIDATION,
@@ -306,7 +306,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of all methods (1 2 3)")
+    found.add_argument(
+        "--seeds", type=int, nargs="+", action=EachOnce, default=[1, 2, 3], help="of all methods (1 2 3)"
+    )
     found.add_argument(
         "--output",
         type=Path,

@@ -24,7 +24,7 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.common import Case, EachOnce, add_report_option, at_least, print_table, report
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import PRESETS, StrategyList, read_strategies
 from megatron_ext.hot_switch.cost_model.suggest import Suggester
@@ -217,17 +217,28 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in paper_cases()]
-    result.add_argument("--cases", nargs="+", choices=names, metavar="CASE", help="e.g. github_7b_8gpus (all ten)")
-    result.add_argument("--machines", nargs="+", choices=tuple(MACHINES), default=list(MACHINES), help="both")
+    result.add_argument(
+        "--cases", nargs="+", action=EachOnce, choices=names, metavar="CASE", help="e.g. github_7b_8gpus (all ten)"
+    )
+    result.add_argument(
+        "--machines", nargs="+", action=EachOnce, choices=tuple(MACHINES), default=list(MACHINES), help="both"
+    )
     result.add_argument(
         "--attention",
         nargs="+",
+        action=EachOnce,
         choices=get_args(Kernels),
         default=get_args(Kernels),
         help="kernels, as of `simulate hot-switch`; fused-rows are the paper's (all three)",
     )
     result.add_argument(
-        "--spreads", nargs="+", type=float, default=[1.2, 1.6], metavar="S", help="of the log of the lengths (1.2 1.6)"
+        "--spreads",
+        nargs="+",
+        type=float,
+        action=EachOnce,
+        default=[1.2, 1.6],
+        metavar="S",
+        help="of the log of the lengths (1.2 1.6)",
     )
     result.add_argument("--suggest", action="store_true", help="with lists that `suggest` finds; takes minutes")
     result.add_argument("--sequences", type=at_least(1), default=512, help="of a step (512)")

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Case, add_report_option, at_least, report
+from benchmarks.common import Case, EachOnce, add_report_option, at_least, report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import Results, compare, write
@@ -230,7 +230,9 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of every method (1 2 3)")
+    found.add_argument(
+        "--seeds", type=int, nargs="+", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
+    )
     found.add_argument(
         "--intervals", type=at_least(1), nargs="+", default=list(INTERVALS), help="steps between rounds (16 64)"
     )

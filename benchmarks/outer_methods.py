@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Case, add_report_option, at_least, report
+from benchmarks.common import Case, EachOnce, add_report_option, at_least, report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import compare, write
@@ -199,7 +199,9 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     found.add_argument("study", choices=list(STUDIES), help="what is compared")
-    found.add_argument("--seeds", type=at_least(1), nargs="+", default=[1, 2, 3], help="of every method (1 2 3)")
+    found.add_argument(
+        "--seeds", type=at_least(1), nargs="+", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
+    )
     found.add_argument(
         "--output",
         type=Path,

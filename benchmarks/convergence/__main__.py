@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import add_report_option, report
+from benchmarks.common import EachOnce, add_report_option, report
 from benchmarks.convergence.figures import draw_convergence, draw_noise
 from benchmarks.convergence.results import compare, noise_cases, write
 from benchmarks.convergence.runs import finished_runs, make, make_missing_of
@@ -87,8 +87,12 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--methods", nargs="+", choices=names, default=names, help="to run (all); the report is on all finished runs"
     )
-    found.add_argument("--seeds", type=int, nargs="*", default=[1, 2, 3], help="of every method (1 2 3)")
-    found.add_argument("--noise-seeds", type=int, nargs="*", default=[1], help="of the runs with noise (1)")
+    found.add_argument(
+        "--seeds", type=int, nargs="*", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
+    )
+    found.add_argument(
+        "--noise-seeds", type=int, nargs="*", action=EachOnce, default=[1], help="of the runs with noise (1)"
+    )
     found.add_argument(
         "--iterations",
         type=_iterations,

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import add_report_option, report
+from benchmarks.common import EachOnce, add_report_option, report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import compare, write
@@ -69,7 +69,9 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--methods", nargs="+", choices=names, default=names, help="to run (all); the report is on all finished runs"
     )
-    found.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of every method (1 2 3)")
+    found.add_argument(
+        "--seeds", type=int, nargs="+", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
+    )
     found.add_argument(
         "--iterations",
         type=_iterations,

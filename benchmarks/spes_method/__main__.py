@@ -7,19 +7,20 @@
 
 The replicas are plain PyTorch: a small GPT with a mixture of experts, masks in place of frozen experts, means in place
 of a server. All studies train on the source code of Python's standard library. A run of `price` and
-`released` that is finished is not made again. docs/spes.md tells what came out.
+`released` that is finished is not made again, unless the code that trains has changed. docs/spes.md tells what came out.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from benchmarks.common import add_report_option, at_least, report
+from benchmarks.common import EachOnce, add_report_option, at_least, report, writable
 from benchmarks.spes_method.peers_study import study_peers
 from benchmarks.spes_method.price_study import RATES, study_price
 from benchmarks.spes_method.released_study import study_released
@@ -68,12 +69,17 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument("study", choices=list(_SEEDS), help="which one")
     found.add_argument(
-        "--seeds", type=at_least(0), nargs="+", help="of the weights and the samples (peers: 1, price: 1 to 4, others)"
+        "--seeds",
+        type=at_least(0),
+        nargs="+",
+        action=EachOnce,
+        help="of the weights and the samples (peers: 1, price: 1 to 4, released: 2 to 4)",
     )
     found.add_argument(
         "--rates",
         type=_rate,
         nargs="+",
+        action=EachOnce,
         help=f"price: learning rates to try ({' '.join(f'{rate:g}' for rate in RATES)}); with one, all seeds measure",
     )
     found.add_argument(
@@ -82,15 +88,18 @@ def parser() -> argparse.ArgumentParser:
         default=REPOSITORY / "outputs" / "spes" / "method",
         help="folder for corpus, runs, tables and pictures (outputs/spes/method)",
     )
-    found.add_argument("--plot", type=Path, metavar="FILE", help="the picture, a PNG (STUDY.png in that folder)")
+    found.add_argument("--plot", type=writable, metavar="FILE", help="the picture, a PNG (STUDY.png in that folder)")
     add_report_option(found)
     return found
 
 
 def _rate(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
     if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a learning rate is between 0 and 1")
+        raise argparse.ArgumentTypeError(f"{text}: a learning rate is a number between 0 and 1")
     return value
 
 

@@ -38,7 +38,10 @@ class Outcome:
     def row(self) -> tuple[str, ...]:
         """Return its row of the table with the head `HEAD`."""
         worth = statistics.median(self.worth)
+        # Of an even number of seeds either of the two in the middle may be one that the curve does not reach.
+        middle = statistics.median_low(self.worth), statistics.median_high(self.worth)
         ends = {min(self.shares): "at most ", max(self.shares): "at least "}
+        beyond = [word for end, word in ends.items() if any(abs(each - end) < 1e-9 for each in middle)]
         return (
             self.title,
             f"{self.rate:g}",
@@ -46,7 +49,7 @@ class Outcome:
             f"{min(self.losses):.4f} - {max(self.losses):.4f}",
             f"{statistics.median(self.percent):+.2f} %",
             f"{min(self.percent):+.2f} - {max(self.percent):+.2f} %",
-            f"{next((word for end, word in ends.items() if abs(worth - end) < 1e-9), '')}{worth:.2f}",
+            f"{''.join(beyond)}{worth:.2f}",
         )
 
     def case(self, goal: float | None = None) -> Case:
@@ -86,8 +89,8 @@ def outcome_of(
     of_seeds: Sequence[Run],
     references: Sequence[Run],
     shares: tuple[float, ...],
-) -> Outcome | None:
-    """Return what a method reached; None where a run is missing.
+) -> Outcome:
+    """Return what a method reached.
 
     Args:
         runs: where they are.
@@ -96,17 +99,17 @@ def outcome_of(
         of_seeds: its runs.
         references: the reference's runs of the same seeds.
         shares: lengths of the reference runs, of that of the others, 1 among them.
+
+    Raises:
+        RuntimeError: a run is missing.
     """
     losses, percent, worth = [], [], []
     for run, reference in zip(of_seeds, references, strict=True):
         loss, other = runs.final(run), runs.final(reference)
         curve = [(length.steps / reference.steps, runs.final(length)) for length in lengths_of(reference, shares)]
-        known = [(share, reached) for share, reached in curve if reached is not None]
-        if loss is None or other is None or len(known) < len(curve):
-            return None
         losses.append(loss)
         percent.append(100 * (loss / other - 1))
-        worth.append(equivalent(loss, known))
+        worth.append(equivalent(loss, curve))
     return Outcome(
         name=name,
         title=title,

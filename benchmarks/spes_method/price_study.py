@@ -15,7 +15,7 @@ from benchmarks.spes_method.model import Sizes
 from benchmarks.spes_method.outcomes import Outcome, lengths_of, outcome_of, write_outcomes
 from benchmarks.spes_method.runs import Methods, Run, Runs
 
-__all__ = ["METHODS", "study_price"]
+__all__ = ["METHODS", "best_of_rates", "study_price"]
 
 SIZES = Sizes(hidden=32, width=16, context=32)
 """Of the model: there are many runs."""
@@ -81,7 +81,7 @@ def study_price(
     runs = Runs(output / "price", corpus)
     first, fresh = seeds[0], seeds[1:] if len(rates) > 1 else seeds
     runs.make_missing([trial for _, run in methods.values() for trial in _trials(run, first, rates)])
-    chosen = {name: _best(runs, run, first, rates) for name, (_, run) in methods.items()}
+    chosen = {name: best_of_rates(runs, run, first, rates) for name, (_, run) in methods.items()}
     for seed in fresh:  # so that an interrupted study has pairs
         of_seed = {name: dataclasses.replace(run, seed=seed) for name, run in chosen.items()}
         runs.make_missing([*of_seed.values(), *lengths_of(of_seed["centralized"], SHARES)])
@@ -97,20 +97,23 @@ def study_price(
         )
         for name, run in chosen.items()
     ]
-    known = [outcome for outcome in found if outcome is not None]
-    write_outcomes(known, output / "price.json")
-    _draw({outcome.name: outcome for outcome in known}, picture)
-    return [one.case() for one in known if one.name != "centralized"]
+    write_outcomes(found, output / "price.json")
+    _draw({outcome.name: outcome for outcome in found}, picture)
+    return [one.case() for one in found if one.name != "centralized"]
 
 
 def _trials(run: Run, seed: int, rates: Sequence[float]) -> list[Run]:
     return [dataclasses.replace(run, rate=rate, seed=seed) for rate in rates]
 
 
-def _best(runs: Runs, run: Run, seed: int, rates: Sequence[float]) -> Run:
-    """Return a method's run with the rate of the lowest loss."""
-    losses = {trial: runs.final(trial) for trial in _trials(run, seed, rates)}
-    return min(losses, key=lambda trial: math.inf if losses[trial] is None else float(str(losses[trial])))
+def best_of_rates(runs: Runs, run: Run, seed: int, rates: Sequence[float]) -> Run:
+    """Return a method's run with the rate of the lowest loss; one that diverges is the last choice."""
+
+    def loss(trial: Run) -> float:
+        found = runs.final(trial)
+        return math.inf if math.isnan(found) else found
+
+    return min(_trials(run, seed, rates), key=loss)
 
 
 def _draw(found: Mapping[str, Outcome], picture: Path) -> None:

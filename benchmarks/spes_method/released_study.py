@@ -73,13 +73,12 @@ def study_released(
 
 
 def _outcomes(runs: Runs, seeds: Sequence[int], methods: Methods) -> list[Outcome]:
-    """Return what the methods reached whose runs are finished."""
+    """Return what the methods reached."""
     references = [dataclasses.replace(methods["centralized"][1], seed=seed) for seed in seeds]
-    found = [
+    return [
         outcome_of(runs, name, title, [dataclasses.replace(run, seed=seed) for seed in seeds], references, SHARES)
         for name, (title, run) in methods.items()
     ]
-    return [outcome for outcome in found if outcome is not None]
 
 
 def _draw(runs: Runs, seeds: Sequence[int], found: Sequence[Outcome], picture: Path, methods: Methods) -> None:

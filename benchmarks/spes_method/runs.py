@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,9 @@ SIZES = Sizes(hidden=48, width=24)
 
 _HELD_OUT = 256
 """Sequences of a validation, the same in all runs."""
+
+_CODE = ("model.py", "runs.py", "training.py")
+"""Files that decide what a run measures."""
 
 _TRAINED_SHARE = 0.95
 """Of the corpus; the rest is for validation."""
@@ -93,6 +97,8 @@ class Finished:
     """`Run` as a dictionary; a file with another one is made again."""
     corpus: str
     """Its digest; likewise."""
+    code: str = ""
+    """Digest of what trained, and torch's version; likewise."""
     seconds: float
     validation: dict[str, float]
     """By steps finished."""
@@ -119,6 +125,7 @@ class Runs:
         """
         self._folder = folder
         self._digest = digest_of(corpus)
+        self._code = _digest_of_code()
         self._tokens = torch.from_numpy(np.fromfile(corpus.with_suffix(".bin"), np.uint16).astype(np.int16))
 
     def finished(self, run: Run) -> Finished | None:
@@ -127,12 +134,19 @@ class Runs:
         if not file.is_file():
             return None
         found = Finished(**json.loads(file.read_text(encoding="utf-8")))
-        return found if (found.run, found.corpus) == (asdict(run), self._digest) else None
+        wanted = (asdict(run), self._digest, self._code)
+        return found if (found.run, found.corpus, found.code) == wanted else None
 
-    def final(self, run: Run) -> float | None:
-        """Return the validation loss at the end; None for a run that is not finished."""
+    def final(self, run: Run) -> float:
+        """Return the validation loss at the end.
+
+        Raises:
+            RuntimeError: the run is not finished.
+        """
         found = self.finished(run)
-        return None if found is None else found.final
+        if found is None:
+            raise RuntimeError(f"{self._folder / run.name}.json is missing, or of another run that has the same name")
+        return found.final
 
     def make_missing(self, wanted: Sequence[Run]) -> None:
         """Make the runs that are not finished, and say how they went."""
@@ -161,6 +175,7 @@ class Runs:
         found = Finished(
             run=asdict(run),
             corpus=self._digest,
+            code=self._code,
             seconds=round(time.monotonic() - begin, 1),
             validation={str(at): loss for at, loss in trained.validation.items()},
         )
@@ -169,6 +184,15 @@ class Runs:
         partial.write_text(json.dumps(asdict(found)), encoding="utf-8")
         partial.replace(self._folder / f"{run.name}.json")
         return found
+
+
+def _digest_of_code() -> str:
+    """Return the SHA-256 of what trains: a run of other code may have another loss."""
+    folder = Path(__file__).parent
+    found = hashlib.sha256(torch.__version__.encode())
+    for name in _CODE:
+        found.update((folder / name).read_bytes())
+    return found.hexdigest()
 
 
 def equivalent(loss: float, curve: Sequence[tuple[float, float]]) -> float:

@@ -161,10 +161,10 @@ def merged(experts: Mapping[str, Tensor], alpha: float, donors: int) -> dict[str
     Args:
         experts: "fc1" (experts, 2 * width, hidden), whose first half is compared by its cosine, and "fc2".
         alpha: how much is taken over.
-        donors: how many are most like it.
+        donors: how many are most like it; all others where there are fewer.
     """
     gates = F.normalize(experts["fc1"].chunk(2, dim=1)[0].flatten(1).double(), dim=1)
-    alike = (gates @ gates.T).fill_diagonal_(-torch.inf).topk(donors).indices
+    alike = (gates @ gates.T).fill_diagonal_(-torch.inf).topk(min(donors, len(gates) - 1)).indices
     return {name: (1 - alpha) * value + alpha * value[alike].mean(dim=1) for name, value in experts.items()}
 
 

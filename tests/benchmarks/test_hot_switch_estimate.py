@@ -45,6 +45,15 @@ def test_a_list_that_does_not_fit_is_not_counted(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "value"), [("--cases", "github_7b_8gpus"), ("--machines", "A800"), ("--spreads", "1.2")]
+)
+def test_a_case_is_computed_once(option: str, value: str, capsys):
+    with pytest.raises(SystemExit):
+        hot_switch_estimate.main([*FEW, option, value, value])
+    assert f"argument {option}: {value} is given more than once; give each once" in capsys.readouterr().err
+
+
 def test_the_cases_are_the_papers_with_the_lists_of_its_readme():
     cases = {case.name: case for case in hot_switch_estimate.paper_cases()}
     assert len(cases) == 10

@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,12 +12,13 @@ import torch
 
 from benchmarks.spes_method.__main__ import main
 from benchmarks.spes_method.model import Sizes, initial, is_of_experts
+from benchmarks.spes_method.outcomes import Outcome
 from benchmarks.spes_method.price_study import METHODS as PRICE
-from benchmarks.spes_method.price_study import study_price
+from benchmarks.spes_method.price_study import best_of_rates, study_price
 from benchmarks.spes_method.real_peers import Comparison, compare_with_peers
 from benchmarks.spes_method.released_study import METHODS as RELEASED
 from benchmarks.spes_method.released_study import SPES, study_released
-from benchmarks.spes_method.runs import equivalent
+from benchmarks.spes_method.runs import Runs, equivalent
 from benchmarks.spes_method.training import Adam, Merging, Method, block_owners, everyone, merged, train
 from megatron_ext.spes import merge_experts
 from tests.support.corpus import make, write_json_lines
@@ -102,13 +104,14 @@ def test_common_gradients_of_all_train_as_one_replica_with_all_samples_does():
     torch.testing.assert_close(means, torch.tensor(alone.losses)[:, 0], atol=1e-5, rtol=0)
 
 
-def test_merging_is_the_products_own():
+@pytest.mark.parametrize("count", [6, 4], ids=["others_than_donors", "no_more_than_donors"])
+def test_merging_is_the_products_own(count: int):
     random = torch.Generator().manual_seed(3)
-    experts = {"fc1": torch.randn(6, 8, 5, generator=random), "fc2": torch.randn(6, 5, 4, generator=random)}
+    experts = {"fc1": torch.randn(count, 8, 5, generator=random), "fc2": torch.randn(count, 5, 4, generator=random)}
     names = {
         f"decoder.layers.0.mlp.experts.{expert}.linear_{name}.weight": value[expert]
         for name, value in experts.items()
-        for expert in range(6)
+        for expert in range(count)
     }
     wanted = merge_experts(names, alpha=0.3)
     found = merged(experts, 0.3, 4)
@@ -124,6 +127,50 @@ def test_a_loss_is_worth_the_tokens_with_which_the_reference_reaches_it():
     curve = [(0.5, 2.2), (1.0, 2.0), (2.0, 1.9)]
     assert equivalent(2.1, curve) == pytest.approx(0.5**0.5)
     assert [equivalent(loss, curve) for loss in (2.2, 2.0, 1.9, 3.0, 1.0)] == pytest.approx([0.5, 1, 2, 0.5, 2])
+
+
+@pytest.mark.parametrize(
+    ("worth", "said"),
+    [
+        ([0.5, 0.7, 0.5], "at most 0.50"),
+        ([0.5, 0.7, 0.9], "0.70"),
+        ([0.5, 0.7], "at most 0.60"),
+        ([0.9, 1.4, 1.4, 0.8], "at least 1.15"),
+        ([0.9, 1.4, 1.2, 0.8], "1.05"),
+    ],
+    ids=["most_at_an_end", "between", "one_of_two_at_an_end", "one_of_the_middle_two", "middle_two_between"],
+)
+def test_what_lies_beyond_the_reference_runs_is_told(worth: list[float], said: str):
+    outcome = Outcome(name="a", title="a", rate=1e-3, losses=[2.0], percent=[0.0], worth=worth, shares=(0.5, 1.0, 1.4))
+    assert outcome.row()[-1] == said
+
+
+def test_a_rate_that_diverges_is_not_chosen(corpus: Path, tmp_path: Path):
+    runs = Runs(tmp_path, corpus)
+    run = dataclasses.replace(
+        RELEASED["centralized"][1], steps=2, warmup=1, sequences=1, validations=1, sizes=TOY, seed=1
+    )
+    diverging, trained = 0.9, 1e-3
+    runs.make_missing([dataclasses.replace(run, rate=rate) for rate in (diverging, trained)])
+    file = tmp_path / f"{dataclasses.replace(run, rate=diverging).name}.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "validation": {"2": math.nan}}))
+    assert best_of_rates(runs, run, 1, (diverging, trained)).rate == trained
+
+
+def test_a_run_of_other_code_is_made_again_and_a_missing_one_has_no_loss(corpus: Path, tmp_path: Path):
+    run = dataclasses.replace(
+        RELEASED["centralized"][1], steps=2, warmup=1, sequences=1, validations=1, sizes=TOY, seed=1
+    )
+    runs = Runs(tmp_path, corpus)
+    with pytest.raises(RuntimeError, match=r"seed1\.json is missing, or of another run"):
+        runs.final(run)
+    runs.make_missing([run])
+    file = tmp_path / f"{run.name}.json"
+    file.write_text(file.read_text().replace(json.loads(file.read_text())["code"], "another"))
+    assert runs.finished(run) is None
+    runs.make_missing([run])
+    assert runs.final(run) == runs.finished(run).final
 
 
 def test_the_released_comparison_gives_every_peer_the_batch_of_the_centralized_job():
@@ -171,6 +218,10 @@ def test_a_study_reports_on_every_method_and_makes_no_finished_run_again(
         ("peers --seeds 1 2", "one"),
         ("released --rates 1e-3", "no effect"),
         ("price --rates 2", "between 0 and 1"),
+        ("price --rates fast", "argument --rates: fast: a learning rate is a number between 0 and 1"),
+        ("price --seeds 1 1", "argument --seeds: 1 is given more than once; give each once"),
+        ("price --rates 3e-3 0.003", "argument --rates: 0.003 is given more than once"),
+        ("released --plot nowhere/picture.png", "argument --plot: nowhere/picture.png cannot be written"),
     ],
 )
 def test_what_a_study_cannot_use_is_refused(
