@@ -8,7 +8,7 @@ Shown elsewhere (tests of the sync service are in tests/sync_service):
 
 1    merging that mixes the matrices of different experts             test_merging
 2    a DiLoCo baseline that keeps the first peer's experts only       test_feature, test_config
-3    a bad upload that drops its peer silently                        test_faults
+3    a bad upload that drops its peer silently                        test_damage
 4    a wrong number of peers or experts that blocks a round           test_admission, test_round
 5    results of a former round after a rollback                       test_rollback, test_checkpoint
 6    names that are filtered in vain, and nothing is uploaded         test_admission, test_feature
@@ -24,8 +24,8 @@ Shown elsewhere (tests of the sync service are in tests/sync_service):
 20   one server's network for all bytes                               test_sharding
 21   fp32 both ways, no overlap                                       test_updates, test_delay, test_ahead
 22   two last uploads that make a round twice                         test_round, test_rounds_of_peers
-24   no retry, membership, quorum, late join, run id, checksum        test_faults, test_round, test_admission
-25   a peer's NaN that reaches everyone                               test_faults, test_guards, test_merging
+24   no retry, membership, quorum, late join, run id, checksum        test_kills, test_damage, test_admission
+25   a peer's NaN that reaches everyone                               test_non_finite_values, test_guards, test_merging
 28   one process as a peer, equal blocks of experts                   test_layouts, test_ownership
 
 Not ours: the export to other formats and FLOP figures (12, 13) are Megatron's; grouped experts are refused where some

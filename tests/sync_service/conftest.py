@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from tests.sync_service.service import Service, Zygote
+from tests.sync_service.toy_peer import digest
+from tests.sync_service.whole_runs import ROUNDS
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +34,11 @@ def make_service(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[..., Servi
     yield make
     for service in made:
         service.stop()
+
+
+@pytest.fixture(scope="session")
+def undisturbed() -> list[str]:
+    """Return the digests of the rounds that two peers make when nothing breaks, worked out without a server."""
+    from tests.sync_service.rounds.test_rounds_of_peers import expected
+
+    return [digest(values) for values in expected(2, ROUNDS, 7, lr=0.7, momentum=0.9)]

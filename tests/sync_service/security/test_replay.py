@@ -8,10 +8,10 @@ import pytest
 
 from megatron_ext.sync_service.protocol import wire
 from megatron_ext.sync_service.protocol.protocol import grpc, pb2
-from tests.sync_service.server.test_faults import DILOCO
 from tests.sync_service.service import Service
 from tests.sync_service.shard_caller import ShardCaller, calling
 from tests.sync_service.toy_peer import start_values, trained
+from tests.sync_service.whole_runs import DILOCO
 
 MakeService = Callable[..., Service]
 Code = grpc.StatusCode

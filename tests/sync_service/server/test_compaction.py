@@ -23,9 +23,9 @@ from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards import remote
 from megatron_ext.sync_service.shards.remote import RemoteState
 from tests.support.waiting import until
-from tests.sync_service.server.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.service import Service
 from tests.sync_service.stores import begin, make_recorded_round, make_round, make_unwritten_round
+from tests.sync_service.whole_runs import DILOCO, ROUNDS
 
 MakeService = Callable[..., Service]
 CONFIG = RunConfig(peers=2, outer_optimizer="sgd", outer_optimizer_lr=0.7)
@@ -90,7 +90,7 @@ def test_a_journal_without_old_rounds_stays(tmp_path: Path):
 
 def test_peers_resume_after_a_compaction_with_the_bits_that_they_would_have_had(
     make_service: MakeService,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     capsys: pytest.CaptureFixture[str],
 ):
     service = make_service(**DILOCO)

@@ -29,10 +29,10 @@ from megatron_ext.sync_service.values.contribution import Contribution
 from megatron_ext.sync_service.values.decision import Decision
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.hostile import bytes_of, message_of
-from tests.sync_service.server.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.service import Service
 from tests.sync_service.shard_caller import calling, shard_request, word
 from tests.sync_service.toy_peer import start_values
+from tests.sync_service.whole_runs import DILOCO, ROUNDS
 
 pytestmark = [pytest.mark.fuzz, pytest.mark.timeout(3600)]
 
@@ -159,7 +159,7 @@ def requests(name: str, run: str = "garbage", instance: str = "process") -> dict
 def test_a_server_refuses_what_makes_no_sense_and_continues(
     dice: Iterator[random.Random],
     make_service: Callable[..., Service],
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
 ) -> None:
     service = make_service({"demo": {"peers": 2, **DILOCO}, "garbage": {"peers": 2}})
     server = service.start()
@@ -236,7 +236,7 @@ def shard_requests(run: str, instance: str) -> dict[str, Any]:
 def test_every_field_of_every_message_to_every_server_is_taken_or_refused(
     dice: Iterator[random.Random],
     make_service: Callable[..., Service],
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     tmp_path: Path,
 ) -> None:
     (tmp_path / "secret").write_text(SECRET)

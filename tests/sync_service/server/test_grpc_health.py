@@ -9,8 +9,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.waiting import until
-from tests.sync_service.server.test_faults import FRAGILE, LARGE
 from tests.sync_service.service import Service
+from tests.sync_service.whole_runs import FRAGILE, LARGE
 
 MakeService = Callable[..., Service]
 

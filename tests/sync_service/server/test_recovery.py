@@ -27,9 +27,9 @@ from megatron_ext.sync_service.shards.remote import RemoteState
 from tests.support.every_run import one_of_each
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
-from tests.sync_service.server.test_faults import DILOCO, ROUNDS, check_history, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.service import Service, Zygote
 from tests.sync_service.stores import begin, make_recorded_round, make_round, make_unwritten_round, snapshot
+from tests.sync_service.whole_runs import DILOCO, ROUNDS, check_history
 
 MakeService = Callable[..., Service]
 CONFIG = RunConfig(peers=2, outer_optimizer="sgd", outer_optimizer_lr=0.7)
@@ -132,7 +132,7 @@ TRIALS = [
 @pytest.mark.parametrize(("lose", "seed"), TRIALS)
 def test_whatever_is_lost_of_a_journal_the_server_keeps_its_newest_round_or_refuses_to_start_and_changes_nothing(
     service: Service,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     capsys: pytest.CaptureFixture[str],
     lose: Callable[[Path, random.Random], None],
     seed: int,
@@ -309,7 +309,7 @@ def test_what_a_peer_has_trained_is_counted_by_a_recovered_server_as_before(tmp_
 
 def test_recovering_says_what_it_finds_keeps_the_old_journal_and_does_nothing_twice(
     service: Service,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     capsys: pytest.CaptureFixture[str],
 ):
     folder = folder_of(service)
@@ -337,7 +337,7 @@ def test_recovering_says_what_it_finds_keeps_the_old_journal_and_does_nothing_tw
 
 def test_a_journal_that_is_damaged_in_the_middle_can_be_rebuilt(
     service: Service,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     capsys: pytest.CaptureFixture[str],
 ):
     journal = folder_of(service) / "journal.jsonl"
@@ -372,7 +372,7 @@ MISSING: dict[str, Callable[[list[bytes]], list[bytes]]] = {
 @pytest.mark.parametrize("what", MISSING)
 def test_a_journal_that_lacks_whole_lines_is_refused_and_can_be_rebuilt(
     service: Service,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     capsys: pytest.CaptureFixture[str],
     what: str,
 ):
@@ -574,7 +574,7 @@ def test_a_contribution_that_is_asked_for_once_more_leaves_the_round_open_whose_
 
 def test_the_journal_of_several_servers_is_rebuilt_from_the_first_one_s_snapshot(
     make_service: MakeService,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
 ):
     service = make_service(**DILOCO)
     cluster = Cluster(service, 3)
@@ -627,7 +627,7 @@ def url_of(folder: Path) -> str:
 @pytest.mark.parametrize("lose", LOSSES)
 def test_a_folder_and_its_copy_that_have_both_lost_lines_are_recovered_together(
     make_service: MakeService,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     capsys: pytest.CaptureFixture[str],
     lose: Callable[[Path, random.Random], None],
 ):
@@ -712,7 +712,7 @@ def test_a_round_that_was_made_and_not_copied_is_copied_before_it_is_committed(t
 
 def test_a_server_killed_before_the_line_of_a_round_commits_it_at_its_next_start(
     make_service: MakeService,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
 ):
     service = make_service(**DILOCO)
     server = service.start("snapshot_renamed:3")

@@ -19,10 +19,10 @@ from megatron_ext.sync_service.rounds.journal import Journal
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards import remote as remote_module
 from megatron_ext.sync_service.shards.remote import RemoteState
-from tests.sync_service.server.test_faults import DILOCO, ROUNDS, undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.service import Service
 from tests.sync_service.stores import begin, make_round, snapshot
 from tests.sync_service.toy_peer import start_values
+from tests.sync_service.whole_runs import DILOCO, ROUNDS
 
 MakeService = Callable[..., Service]
 CONFIG = RunConfig(peers=2)
@@ -142,7 +142,7 @@ def test_what_could_not_be_copied_has_not_happened(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("failpoint", ["upload_journaled:4", "round_committed:3"])
 def test_peers_resume_at_a_server_on_another_machine(
     make_service: MakeService,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     failpoint: str,
 ):
     service = make_service(**DILOCO)

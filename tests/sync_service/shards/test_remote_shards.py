@@ -13,10 +13,9 @@ from megatron_ext.sync_service.disk.snapshot_names import snapshot_name
 from megatron_ext.sync_service.shards.remote_shard_copy import ShardCopy
 from tests.support.every_run import one_of_each
 from tests.sync_service.cluster import Cluster
-from tests.sync_service.server.test_faults import ROUNDS
 from tests.sync_service.service import Service
-from tests.sync_service.shards.test_sharding import undisturbed  # noqa: F401  # a fixture
 from tests.sync_service.stores import snapshot
+from tests.sync_service.whole_runs import ROUNDS
 
 MakeService = Callable[..., Service]
 
@@ -36,7 +35,7 @@ MakeService = Callable[..., Service]
 )
 def test_peers_resume_at_other_machines(
     make_service: MakeService,
-    undisturbed: list[str],  # noqa: F811  # the fixture
+    undisturbed: list[str],
     victim: int,
     failpoint: str,
     lost: list[int],

@@ -42,9 +42,9 @@ from tests.sync_service.cluster import Cluster
 from tests.sync_service.service import Service
 from tests.sync_service.shard_caller import shard_request, word
 from tests.sync_service.toy_peer import digest, start_values, trained
+from tests.sync_service.whole_runs import ROUNDS
 
 MakeService = Callable[..., Service]
-ROUNDS = 3
 RUNS: dict[str, dict[str, Any]] = {
     "guarded": {
         "peers": 2,
@@ -144,14 +144,6 @@ def test_other_servers_are_told_all_that_values_are_made_by():
     job = RoundJob(number=3, uploaders=(), outer_scalars={"step": 1 / 3}, alone=Alone(weight=0.1, per_step=2))
     assert read_work(work_message(job, decision), "write") == Work(job=job, decision=decision)
     assert read_work(work_message(job, None), "measure") == Work(job=job, decision=None)
-
-
-@pytest.fixture(scope="module")
-def undisturbed() -> list[str]:
-    """Return the digests of the rounds that two peers make when nothing breaks, worked out without a server."""
-    from tests.sync_service.rounds.test_rounds_of_peers import expected
-
-    return [digest(values) for values in expected(2, ROUNDS, 7, lr=0.7, momentum=0.9)]
 
 
 @pytest.mark.parametrize(
