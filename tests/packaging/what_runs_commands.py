@@ -46,7 +46,7 @@ RUN_BY = {
     "megatron-ext server drain": "tests/sync_service/server/test_draining.py",
     "megatron-ext server evict": "tests/sync_service/server/test_admission.py",
     "megatron-ext server recover": (
-        "tests/sync_service/server/test_recovery.py::"
+        "tests/sync_service/server/recovery/test_rebuilding.py::"
         "test_recovering_says_what_it_finds_keeps_the_old_journal_and_does_nothing_twice"
     ),
     "megatron-ext server compact": (
