@@ -4,9 +4,9 @@
 import math
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
+import pytest
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -61,9 +61,9 @@ def command(save: Path | str) -> list[str]:
     )
 
 
-@cache
-def run() -> tuple[list[RankOutcome], Path]:
-    folder = Path(mkdtemp(prefix="megatron-ext-explain-"))
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[RankOutcome], Path]:
+    folder = tmp_path_factory.mktemp("run")
     return run_pretrain(command(folder), WORLD, probe=held), folder
 
 
@@ -72,8 +72,8 @@ def prediction() -> dict[str, Any]:
     return explained(WORLD, command("nowhere"))
 
 
-def test_every_byte_of_memory_that_is_counted_is_that_of_the_run():
-    outcomes, _ = run()
+def test_every_byte_of_memory_that_is_counted_is_that_of_the_run(run: tuple[list[RankOutcome], Path]):
+    outcomes, _ = run
     (figures,) = prediction()["ranks"]
     predicted = {use["cause"]: use["nbytes"] for use in figures["memory"] if not use["by_formula"]}
     real = dict(outcomes[figures["rank"]].probe)
@@ -81,15 +81,15 @@ def test_every_byte_of_memory_that_is_counted_is_that_of_the_run():
     assert predicted == real
 
 
-def test_a_round_sends_the_bytes_that_were_predicted():
-    _, folder = run()
+def test_a_round_sends_the_bytes_that_were_predicted(run: tuple[list[RankOutcome], Path]):
+    _, folder = run
     (figures,) = prediction()["ranks"]
     predicted = sum(use["nbytes"] for use in figures["traffic"] if use["across"])
     assert [entry["bytes_sent"] for entry in read_rounds(folder)] == [predicted]
 
 
-def test_a_checkpoint_holds_the_bytes_that_were_predicted():
-    _, folder = run()
+def test_a_checkpoint_holds_the_bytes_that_were_predicted(run: tuple[list[RankOutcome], Path]):
+    _, folder = run
     predicted = sum(part["nbytes"] for part in prediction()["job"]["checkpoint"])
     entries = FileSystemReader(folder / "iter_0000002").read_metadata().state_dict_metadata.values()
     tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
