@@ -139,7 +139,10 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
         (["--hot-switch-strategies", "1,1,8", "1,1,-8"], 'strategy "1,1,-8" is not of the form dp,tp,pp'),
         (["--hot-switch-strategies", "1,8,1"], "1 strategies need 2 bucket sizes"),
         (["--hot-switch-strategies", "8,1,1", "1,8,1"], "--global-batch-size 68 is not a multiple of home's dp, 8"),
-        (["--hot-switch-gpus-per-node", "3"], "8 ranks do not fill nodes of 3 GPUs"),
+        (["--hot-switch-gpus-per-node", "3"], "nodes of 3 GPUs; set --hot-switch-gpus-per-node to a divisor of 8"),
+        (["--hot-switch-gpus-per-node", "0"], "nodes of 0 GPUs; set --hot-switch-gpus-per-node to a divisor of 8"),
+        (["--mean-length", "1e18"], "--mean-length is 1e+18; give a number 2 to 100000"),
+        (["--length-spread", "2.5"], "--length-spread is 2.5; give a number 0 to 2"),
         (["--hot-switch-algorithm", "greedy"], "--hot-switch-algorithm decides over no time that is simulated"),
         (["--hot-switch-profile"], "--hot-switch-profile decides over no time that is simulated; drop it"),
         (["--hot-switch-strategy-file", "a.yaml"], "give either --hot-switch-strategies"),
@@ -155,6 +158,15 @@ def test_bad_input_is_one_line(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_lengths_of_which_nothing_can_be_predicted_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "lengths"
+    file.write_text("1\n0\n1\n")
+    assert main([*COMMAND, "--lengths", str(file)]) == 2
+    assert "--lengths has no document of two or more tokens" in capsys.readouterr().err
 
 
 def test_missing_bounds_are_asked_for(lengths: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -281,15 +281,20 @@ def _in_order_of_use(tensors: Sequence[GlobalTensor]) -> list[GlobalTensor]:
     return ordered + held_back
 
 
-def check_nodes(ranks: int, gpus_per_node: int) -> None:
+def check_nodes(ranks: int, gpus_per_node: int, option: str = "--gpus-per-node") -> None:
     """Check that ranks fill nodes.
+
+    Args:
+        ranks: of all nodes.
+        gpus_per_node: of one.
+        option: by which the latter was given.
 
     Raises:
         UserError: they do not.
     """
     if gpus_per_node < 1 or (ranks > gpus_per_node and ranks % gpus_per_node):
         raise UserError(
-            f"{ranks} ranks do not fill nodes of {gpus_per_node} GPUs; set --gpus-per-node to a divisor of {ranks}"
+            f"{ranks} ranks do not fill nodes of {gpus_per_node} GPUs; set {option} to a divisor of {ranks}"
         )
 
 

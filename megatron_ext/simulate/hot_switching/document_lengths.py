@@ -15,6 +15,13 @@ __all__ = ["SimulatedDocuments", "log_normal_lengths"]
 _DOCUMENTS = 100_000
 """Of an assumed corpus."""
 
+_LONGEST_MEAN = 100_000
+"""Tokens. Beyond it, an assumed corpus has more sequences than can be put into an order."""
+
+_WIDEST_SPREAD = 2.0
+"""With a wider one, documents that are too rare to be among the assumed ones have much of the tokens: 4 % of them at 3,
+and more than half at 5, by which the mean would be less than what was asked for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedDocuments:
@@ -30,7 +37,7 @@ class SimulatedDocuments:
     """In place of --lengths: tokens of a document in the mean, of lengths that are assumed to be log-normal"""
 
     length_spread: float = 0.0
-    """With --mean-length: standard deviation of the logarithm of the lengths"""
+    """With --mean-length: standard deviation of the logarithm of the lengths, at most 2"""
 
     seed: int = 0
     """Of the order of documents"""
@@ -44,8 +51,8 @@ class SimulatedDocuments:
         rules = (
             ("steps", self.steps >= 1, "at least 1"),
             ("global-batch-size", self.global_batch_size >= 1, "at least 1"),
-            ("mean-length", self.mean_length == 0 or 2 <= self.mean_length < math.inf, "2 or more"),
-            ("length-spread", 0 <= self.length_spread <= 5, "0 to 5"),
+            ("mean-length", self.mean_length == 0 or 2 <= self.mean_length <= _LONGEST_MEAN, f"2 to {_LONGEST_MEAN}"),
+            ("length-spread", 0 <= self.length_spread <= _WIDEST_SPREAD, f"0 to {_WIDEST_SPREAD:g}"),
             ("seed", self.seed >= 0, "0 or more"),
         )
         found = [

@@ -90,6 +90,8 @@ class SwitchingSetup:
             UserError: with all problems.
         """
         problems = self.cluster.problems() + self.data.problems(measured=self.documents is not None)
+        if self.documents is not None and not (self.documents > 1).any():
+            problems.append("--lengths has no document of two or more tokens, and nothing to predict; give others")
         if not self.strategies.buckets:
             problems.append("bucket sizes are missing; give the bounds of lengths, one more than strategies")
         problems += [
@@ -105,7 +107,7 @@ class SwitchingSetup:
             )
         if problems:
             raise combine(problems, "simulate")
-        check_nodes(self.strategies.home.world_size, self.gpus_per_node)
+        check_nodes(self.strategies.home.world_size, self.gpus_per_node, "--hot-switch-gpus-per-node")
 
     def runs(self) -> dict[str, SwitchingRun]:
         """Return what becomes of the list, of its home alone, and of the quickest single strategies.
