@@ -33,23 +33,35 @@ def data_digest(args: Any) -> str:
     """
     digest = hashlib.sha256(b"mock" if args.mock_data else b"")
     try:
-        for word in _words(args):
-            for part in _described(word.strip()):
-                digest.update(len(part).to_bytes(8, "big") + part)
+        for listed in _lists(args):
+            for word in _canonical([word.strip() for word in listed]):
+                for part in _described(word):
+                    digest.update(len(part).to_bytes(8, "big") + part)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # of lists, too, that are none
         raise UserError(f"the training data cannot be read: {error}; name files that this job can read") from error
     return digest.hexdigest()[:_LETTERS]
 
 
-def _words(args: Any) -> Iterator[str]:
+def _lists(args: Any) -> Iterator[list[str]]:
     """Yield weights and prefixes as the options list them, or the files that these name."""
-    yield from map(str, args.data_path or ())
-    yield from map(str, args.train_data_path or ())
+    yield list(map(str, args.data_path or ()))
+    yield list(map(str, args.train_data_path or ()))
     if args.data_args_path is not None:
-        yield from Path(args.data_args_path).read_text(encoding="utf-8").split()
+        yield Path(args.data_args_path).read_text(encoding="utf-8").split()
     if args.per_split_data_args_path is not None:
         listed = json.loads(Path(args.per_split_data_args_path).read_text(encoding="utf-8")).get("train") or ()
-        yield from listed.split() if isinstance(listed, str) else map(str, listed)
+        yield listed.split() if isinstance(listed, str) else list(map(str, listed))
+
+
+def _canonical(words: list[str]) -> list[str]:
+    """Return a list with equal weights written equally: 1, 1.0 and 1e0. It has weights as Megatron sees any."""
+    if len(words) % 2:
+        return words
+    try:
+        weights = [repr(float(word)).removesuffix(".0") for word in words[::2]]
+    except ValueError:
+        return words
+    return [word for pair in zip(weights, words[1::2], strict=True) for word in pair]
 
 
 def _described(word: str) -> Iterator[bytes]:

@@ -52,6 +52,24 @@ def test_a_list_of_corpora_is_the_same_data_wherever_it_is_written(tmp_path: Pat
     assert digest(train_data_path=words) == digest(per_split_data_args_path=str(tmp_path / "splits.json"))
 
 
+def test_weights_count_as_numbers_and_corpora_named_like_numbers_by_their_names(tmp_path: Path):
+    one, two = corpus(tmp_path / "one", 1), corpus(tmp_path / "two", 2)
+    (tmp_path / "list").write_text(f"1.0 {one} 5E-1 {two}")
+    (tmp_path / "splits.json").write_text(json.dumps({"train": [1, one, 0.50, two]}))
+    same = [
+        {"data_path": ["1", one, "0.5", two]},
+        {"data_path": ["1.0", one, "+.50", two]},
+        {"data_args_path": str(tmp_path / "list")},
+        {"per_split_data_args_path": str(tmp_path / "splits.json")},
+    ]
+    assert len({digest(**given) for given in same}) == 1
+    assert digest(data_path=["1", one, "0.5", two]) != digest(data_path=["1", one, "0.50001", two])
+    # Without weights, or with an odd number of words, these are names.
+    assert digest(data_path=["1"]) != digest(data_path=["1.0"])
+    assert digest(data_path=["1", one, two]) != digest(data_path=["1.0", one, two])
+    assert digest(data_path=["1", one, "two", two]) != digest(data_path=["1.0", one, "two", two])
+
+
 def test_other_data_have_another_digest(tmp_path: Path):
     one, two = corpus(tmp_path / "one", 1), corpus(tmp_path / "two", 2)
     longer = corpus(tmp_path / "longer", 1, documents=41)
