@@ -17,6 +17,7 @@ import argparse
 import datetime
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -115,6 +116,8 @@ def make(command: Command, folder: Path) -> Run:
     """
     report, log = folder / f"{command.name}.report.json", folder / f"{command.name}.log"
     report.unlink(missing_ok=True)
+    if command.resumes:
+        shutil.rmtree(ROOT / command.resumes, ignore_errors=True)
     line = f"{command.line} --json {shlex.quote(str(report.resolve()))}" if command.writes_json else command.line
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with log.open("w", encoding="utf-8") as stream:

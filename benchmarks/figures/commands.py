@@ -27,6 +27,9 @@ class Command:
     needs: tuple[str, ...] = ()
     """Keys of `LACKING`: what not every machine has."""
 
+    resumes: str = ""
+    """Folder from which its jobs would resume, and train nothing; it is removed before."""
+
     @property
     def writes_json(self) -> bool:
         """Whether it takes `--json FILE`; of others, what they print is kept."""
@@ -169,12 +172,14 @@ COMMANDS = (
         f"&& {_TOY.replace('80', '96')} EXTRA_ARGS=--override-opt-param-scheduler "
         f"{_TOY_SCRIPT} outputs/tutorial/diloco",
         minutes=4,
+        resumes="outputs/tutorial/diloco",
     ),
     Command(
         name="tutorial_edit",
         line=f"{_CORPUS} && {_TOY.replace('TRAIN', 'METHOD=edit TRAIN')} {_TOY_SCRIPT} outputs/tutorial/edit "
         "&& megatron-ext local-sgd report outputs/tutorial/edit --last 3",
         minutes=3,
+        resumes="outputs/tutorial/edit",
     ),
     Command(name="dense_to_evaluation", line="examples/spes/dense_to_evaluation.sh", minutes=6),
     Command(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import all as benchmarks_all
-from benchmarks.figures.commands import BY_NAME, LACKING, Command
+from benchmarks.figures.commands import BY_NAME, COMMANDS, LACKING, Command
 from benchmarks.figures.page import page
 from benchmarks.figures.records import DamagedError, Run, as_run, merged, read_runs
 
@@ -131,6 +131,21 @@ def test_what_a_machine_lacks_is_left_out_and_is_a_failure_if_it_was_asked_for(f
     assert "flying: left out, it needs wings" in capsys.readouterr().out
     assert [run.name for run in read_runs(benchmarks_all.FIGURES)] == ["printed"]
     assert call(folder, "--only", "flying") == 1
+
+
+def test_a_job_that_would_resume_from_an_earlier_run_begins_afresh(folder: Path, monkeypatch):
+    checkpoints = folder.parent / "checkpoints"
+    (checkpoints / "iter_8").mkdir(parents=True)
+    line = f"mkdir {checkpoints} && echo trained 0.5"
+    command = Command(name="printed", line=line, minutes=0.1, resumes=str(checkpoints))
+    monkeypatch.setitem(BY_NAME, "printed", command)
+    assert call(folder, "--only", "printed", "--again") == 0
+    assert list(checkpoints.iterdir()) == []
+
+
+def test_folders_of_jobs_that_would_resume_are_among_the_outputs():
+    folders = [command.resumes for command in COMMANDS if command.resumes]
+    assert folders and all(folder.startswith("outputs/") and ".." not in folder for folder in folders)
 
 
 def test_the_list_shows_every_command_and_runs_none(folder: Path, capsys):
