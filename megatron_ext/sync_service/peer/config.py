@@ -43,8 +43,8 @@ class ClientConfig:
     """Whatever else must be the same for all peers, by the name of the field."""
 
     data: str = ""
-    """Which data this peer trains on, in some letters that change with them. The run keeps them with the peer's place,
-    where others are refused, unless `continue_run` says that they are meant."""
+    """Which data this peer trains on, in some letters that change with them. The run keeps them with the peer's place
+    from its first contribution on, and others are refused there, unless `continue_run` says that they are meant."""
 
     continue_run: bool = False
     """Continue the run though this peer's place has trained on other `data`."""

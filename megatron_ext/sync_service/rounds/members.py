@@ -60,6 +60,9 @@ class Member:
     alive_seconds: float = 0.0
     """For how long that counts as alive after each of its calls; 0 where it sends no heartbeats."""
 
+    data: str = ""
+    """Which data it has said that it trains on; empty where it has not."""
+
     awaited: bool = True
     """Whether a round stays open for it. A peer that missed a round is awaited again when it asks for the newest."""
 

@@ -50,7 +50,7 @@ class RunState:
         self.certificates: dict[str, str] = {}
         """Whose certificate the name of a peer belongs to."""
         self.data: dict[int, str] = {}
-        """By index, what the samples of that place are drawn from, as its peers have said."""
+        """By index, what the samples were drawn from of that place's contributions, as its peers have said."""
         self._reported: dict[str, tuple[int, Progress]] = {}
         self._steps: dict[str, int] = {}
         self._batches: dict[str, int] = {}
@@ -402,8 +402,9 @@ class RunState:
             index=event["index"],
             instance=event["instance"],
             alive_seconds=event.get("alive_seconds", 0.0),
+            data=event.get("data", ""),
         )
-        if "data" in event:
+        if event.get("continue_run") and event["index"] in self.data:
             self.data[event["index"]] = event["data"]
         if "certificate" in event:
             self.certificates.setdefault(name, event["certificate"])
@@ -431,6 +432,9 @@ class RunState:
     def _uploaded(self, event: Event) -> None:
         peer = event["peer"]
         self.uploaded[peer] = index = self.members[peer].index
+        # Who has not contributed may have begun with the wrong data and start again; nothing is trained before round 1.
+        if self.open_round and (data := self.members[peer].data):
+            self.data[index] = data
         if event.get("steps"):
             self._steps[peer] = event["steps"]
         if "progress" in event:

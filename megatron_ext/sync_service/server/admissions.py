@@ -138,8 +138,8 @@ class Admissions:
                 if peer not in self._state.uploaded:
                     # Another process may train from other values: what the former one has sent is not finished by it.
                     self._store.shard.spool.discard(peer)
-                said = {"certificate": certificate, "data": data or None}
-                known = {field: value for field, value in said.items() if value is not None}
+                said = {"certificate": certificate, "data": data or None, "continue_run": bool(data) and continue_run}
+                known = {field: value for field, value in said.items() if value}
                 self._store.record({**event, **known, "alive_seconds": alive_seconds})
                 self._changes.notify_all()
             self._presence.heard(peer)
@@ -210,22 +210,22 @@ class Admissions:
         return config != self._store.agreed or self._store.catalog.difference(catalog) is not None
 
     def _check_data(self, peer: str, index: int, data: str) -> None:
-        """Check that a peer trains on what its place in the run has trained on: it may be a new experiment's.
+        """Check that a peer trains on what its place has contributed from: it may be a new experiment's.
 
-        Before the common start nothing has been trained, and any data will do.
+        A place that has contributed nothing, or whose peers have not said from what, takes any data.
 
         Raises:
             Refusal: it trains on other data.
         """
         known = self._state.data.get(index, data)
-        if data and data != known and self._state.open_round:
+        if data and data != known:
             places = [str(place) for place, others in self._state.data.items() if others == data]
             elsewhere = f", which place {' and '.join(places)} has (--sync-service-index)," if places else ","
             raise Refusal(
                 "state",
                 f"the training data of peer {peer!r} are {data!r}{elsewhere} and its place {index} in run "
-                f"{self._name!r} was joined with {known!r}; give the same, or, for a new experiment, a run of another "
-                "name or another folder of the server; to continue this run with other data, say continue_run "
+                f"{self._name!r} has contributed from {known!r}; give the same, or, for a new experiment, a run of "
+                "another name or another folder of the server; to continue this run with other data, say continue_run "
                 "(--sync-service-continue-run)",
             )
 

@@ -26,12 +26,14 @@ def refusal_of(client: SyncClient) -> str:
     return str(refused.value)
 
 
-def begin(service: Service, data: dict[str, str]) -> None:
-    """Let peers with these data begin the run, and end."""
+def begin(service: Service, data: dict[str, str], *, contribute: bool = True) -> None:
+    """Let peers with these data begin the run, contribute to its first round unless told otherwise, and end."""
     with ExitStack() as open_clients:
         clients = [open_clients.enter_context(service.client(name, START, data=of)) for name, of in data.items()]
         for client in clients:
             client.start(START)
+        for client in clients if contribute else ():
+            client.upload(1, START)
         for client in clients:
             client.leave()
 
@@ -57,7 +59,8 @@ def test_a_peer_with_other_data_than_its_place_is_refused_with_both_ways_out(mak
     begin(service, {"p0": "old"})
     for _ in range(2):  # by the state in memory, and by the journal
         said = refusal_of(service.client("p0", START, data="new"))
-        assert "the training data of peer 'p0' are 'new', and its place 0 in run 'demo' was joined with 'old'" in said
+        assert "the training data of peer 'p0' are 'new', and its place 0 in run 'demo' has contributed" in said
+        assert "from 'old'; give the same" in said
         assert "for a new experiment, a run of another name or another folder of the server" in said
         assert "--sync-service-continue-run" in said and said.count("\n") == 0
         restart(service)
@@ -72,10 +75,10 @@ def test_a_place_that_continues_a_run_with_other_data_has_these_from_then_on(mak
     begin(service, {"p0": "old"})
     joins(service, "p0", data="new", continue_run=True)
     restart(service)
-    assert "was joined with 'new'" in refusal_of(service.client("p0", START, data="old"))
+    assert "has contributed from 'new'" in refusal_of(service.client("p0", START, data="old"))
     joins(service, "p0", data="new")
     joins(service, "p0")  # who does not say, as one of an earlier release, changes nothing
-    assert "was joined with 'new'" in refusal_of(service.client("p0", START, data="old"))
+    assert "has contributed from 'new'" in refusal_of(service.client("p0", START, data="old"))
 
 
 def test_peers_may_have_data_of_their_own_each(make_service: MakeService):
@@ -84,7 +87,7 @@ def test_peers_may_have_data_of_their_own_each(make_service: MakeService):
     begin(service, {"p0": "here", "p1": "there"})
     joins(service, "p1", data="there", index=1)
     said = refusal_of(service.client("p1", START, data="here", index=1))
-    assert "are 'here', which place 0 has (--sync-service-index), and its place 1 in run 'demo' was joined with" in said
+    assert "are 'here', which place 0 has (--sync-service-index), and its place 1 in run 'demo' has contributed" in said
 
 
 @pytest.mark.parametrize("data", ["x" * 257, "two\nlines"], ids=["too long", "two lines"])
@@ -101,13 +104,66 @@ def test_before_the_first_round_any_data_will_do(make_service: MakeService):
     joins(service, "p0", data="right", index=0)
 
 
+def test_until_a_place_has_contributed_any_data_will_do_also_after_a_round_of_others(make_service: MakeService):
+    service = make_service(quorum=1)
+    service.start()
+    begin(service, {"p0": "ours", "p1": "wrong"}, contribute=False)
+    with service.client("p0", START, data="ours", index=0) as client:
+        client.start(START)
+        client.upload(1, START)
+        restart(service)
+        joins(service, "p1", data="wrong", index=1)
+        joins(service, "p1", data="wrong too", index=1, continue_run=True)  # there is nothing to continue from
+        with service.client("p1", START, data="right", index=1) as other:
+            other.start(START)
+            other.upload(other.round + 1, START)
+            other.leave()
+    assert "place 0 in run 'demo' has contributed from 'ours'" in refusal_of(
+        service.client("p0", START, data="right", index=0)
+    )
+    for _ in range(2):  # by the state in memory, and by the journal
+        assert "place 1 in run 'demo' has contributed from 'right'" in refusal_of(
+            service.client("p1", START, data="wrong", index=1)
+        )
+        restart(service)
+
+
+def test_a_server_that_dies_as_it_accepts_a_contribution_knows_the_data_of_its_place(make_service: MakeService):
+    service = make_service(peers=1)
+    server = service.start("upload_journaled:2")  # the common start is the first
+    peer = service.peer("p0", 1, options={"data": "old"})
+    server.wait()
+    peer.kill()
+    peer.wait()
+    service.start()
+    assert not service.events("committed")[1:]
+    assert "has contributed from 'old'" in refusal_of(service.client("p0", START, data="new"))
+
+
+def test_a_contribution_of_which_half_came_binds_no_place(make_service: MakeService):
+    service = make_service(peers=1)
+    service.start()
+    service.peer("p0", 1, options={"data": "wrong"}, die=[1, "during_upload"]).wait()
+    joins(service, "p0", data="right", take_over=True)
+    begin(service, {"p0": "right"})
+    assert "has contributed from 'right'" in refusal_of(service.client("p0", START, data="wrong"))
+
+
 def test_the_record_of_a_run_has_the_data_of_its_places():
     state = RunState(Policy(peers=1, quorum=1, grace_seconds=0.0))
     state.apply({"event": "joined", "peer": "p0", "index": 0, "instance": "a", "time": 1.0, "data": "old"})
+    committed = {"event": "committed", "digest": "a", "contributors": ["p0"], "rejected": {}, "outer_scalars": {}}
+    state.apply({**committed, "round": 0})
+    joined = state.as_json()
+    state.apply({"event": "uploaded", "round": 1, "peer": "p0"})
     rebuilt = RunState(Policy(peers=1, quorum=1, grace_seconds=0.0))
     rebuilt.apply({"event": "recovered", "round": 0, "state": state.as_json()})
     assert rebuilt.data == {0: "old"} and rebuilt.as_json() == state.as_json()
+    rebuilt.apply({"event": "recovered", "round": 0, "state": joined})
+    assert rebuilt.data == {}
+    rebuilt.apply({"event": "uploaded", "round": 1, "peer": "p0"})  # who it is that contributes is in the record, too
+    assert rebuilt.data == {0: "old"}
     former = state.as_json()
-    del former["data"]  # as an earlier release has written it
+    del former["data"], former["members"][0]["data"]  # as an earlier release has written it
     rebuilt.apply({"event": "recovered", "round": 0, "state": former})
     assert rebuilt.data == {}
