@@ -206,7 +206,7 @@ def _our_round(setting: Setting, model: Parameters) -> Round:
     averager = OuterOptimPeriodicModelAverager(
         local_sgd_config=LocalSGDConfig(
             local_sgd_sync_interval=1,
-            **(GUARDS if setting.method == PENALTY else {}),  # type: ignore[arg-type]  # one type for all values
+            **(GUARDS if setting.method == PENALTY else {}),
         ),
         outer_optim_config=OuterOptimizerConfig(outer_optimizer_lr=0.7, outer_optimizer_momentum=0.9),
     )

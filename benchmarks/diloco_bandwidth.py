@@ -242,7 +242,7 @@ def compare_row(row: Row) -> list[tuple[float, int]]:
         return known[gbits]
 
     for level, published in zip(REACHED, row.published, strict=True):
-        place = least(lambda gbits, level=level: at(gbits) >= level - 1e-9)  # type: ignore[misc]
+        place = least(lambda gbits, level=level: at(gbits) >= level - 1e-9)
         found.append((GRID[place] if place < len(GRID) else math.inf, place - place_of(published)))
     return found
 

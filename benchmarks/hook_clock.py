@@ -121,7 +121,7 @@ def _time_patches(clock: HookClock) -> None:
             for patch in patches(feature)
         ]
 
-    LocalSGDFeature.required_patches = timed  # type: ignore[assignment,method-assign]  # in a process of its own
+    LocalSGDFeature.required_patches = timed  # in a process of its own
 
 
 def _workers() -> list[int]:

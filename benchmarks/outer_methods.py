@@ -72,7 +72,7 @@ def _rounds(workers: int, **options: object) -> Options:
     for option in ("lr", "momentum"):
         if f"outer_optimizer_{option}_schedule" in found:
             del found[f"outer_optimizer_{option}"]
-    return found  # type: ignore[return-value]  # values are what command lines hold
+    return found
 
 
 def _schedules(rounds: int) -> tuple[Method, ...]:

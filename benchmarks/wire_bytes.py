@@ -45,7 +45,7 @@ def bytes_of_a_round(codec: str) -> tuple[int, int]:
     engine = LocalSGD(
         [SyncedTensor(tensor=value, name=str(index), unit="all") for index, value in enumerate(values)],
         units=["all"],
-        config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=world, codec=codec),  # type: ignore[arg-type]  # a literal
+        config=LocalSGDConfig(use_local_sgd=True, local_sgd_workers=world, codec=codec),
         outer=OuterOptimizerConfig(),
         gta=GTAConfig(),
         across=dist.group.WORLD,

@@ -263,8 +263,8 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
             timeout=timedelta(minutes=given["distributed_timeout_minutes"], seconds=max(ready.waits, default=0.0)),
         )
         # Its getter has no group to return where Megatron made one instance, and insists on one.
-        state = importlib.import_module(original.__module__)
-        state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _groups.instance.across  # type: ignore[attr-defined]
+        state: Any = importlib.import_module(original.__module__)
+        state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = _groups.instance.across
         hooks.fire(GroupsBuilt(groups=_groups))
         return result
 

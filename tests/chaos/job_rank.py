@@ -33,8 +33,8 @@ def prepare(folder: str, name: str, interval_samples: int, step_seconds: float) 
     with (place / f"{name}.pids").open("a") as file:
         file.write(f"{os.getpid()}\n")
     told = _Told(place, name, interval_samples)
-    SyncClient.begin = told.begin(SyncClient.begin)  # type: ignore[method-assign]
-    SyncClient.sync = told.sync(SyncClient.sync)  # type: ignore[method-assign]
+    SyncClient.begin = told.begin(SyncClient.begin)
+    SyncClient.sync = told.sync(SyncClient.sync)
     original = training.train_step
 
     @functools.wraps(original)

@@ -26,14 +26,13 @@ from tests.support.pretrain import run_pretrain
 from tests.support.pretrain_rank import digest
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
-from tests.sync_service.conftest import make_service, zygote  # noqa: F401  # fixtures
 from tests.sync_service.jobs import SINGLE, has_joined, job_arguments
 from tests.sync_service.service import Service
 
 
 def exported(source: Path, target: Path, **options: object) -> dict[str, torch.Tensor]:
     """Return the weights that a conversion writes."""
-    to_hf(ToHf(source=source, target=target, overwrite=True, **options))  # type: ignore[arg-type]
+    to_hf(ToHf(source=source, target=target, overwrite=True, **options))
     return load_file(target / "model.safetensors")
 
 
@@ -61,7 +60,7 @@ def test_local_sgd_has_an_anchor_and_a_model_of_every_worker(tmp_path: Path):
         exported(last, tmp_path / "hf", iteration=5)
 
 
-def test_the_server_has_the_model_that_spes_peers_have(make_service: Callable[..., Service], tmp_path: Path):  # noqa: F811
+def test_the_server_has_the_model_that_spes_peers_have(make_service: Callable[..., Service], tmp_path: Path):
     source = models.save("qwen3_moe", tmp_path / "model")
     start = from_hf(source, tmp_path / "start")
     service = make_service({"demo": {"peers": 2, "outer_optimizer": "sgd", "sync_steps": 4}})
@@ -113,7 +112,7 @@ def test_the_server_has_the_model_that_spes_peers_have(make_service: Callable[..
         exported(service.state, tmp_path / "hf", config=source)
 
 
-def test_several_servers_have_one_model(make_service: Callable[..., Service], tmp_path: Path):  # noqa: F811
+def test_several_servers_have_one_model(make_service: Callable[..., Service], tmp_path: Path):
     source = models.save("qwen3_moe", tmp_path / "model")
     start = from_hf(source, tmp_path / "start")
     family = family_named("qwen3_moe")

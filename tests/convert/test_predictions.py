@@ -111,9 +111,9 @@ def test_the_layer_is_left_out_only_when_that_is_said(tmp_path: Path):
     from_hf(source, tmp_path / "checkpoint", mtp=True)
     for config in (None, source):
         options = {"source": tmp_path / "checkpoint", "config": config, "overwrite": True}
-        to_hf(ToHf(target=tmp_path / "back", **options))  # type: ignore[arg-type]
+        to_hf(ToHf(target=tmp_path / "back", **options))
         whole = load_file(tmp_path / "back" / "model.safetensors")
-        to_hf(ToHf(target=tmp_path / "dropped", drop_mtp=True, **options))  # type: ignore[arg-type]
+        to_hf(ToHf(target=tmp_path / "dropped", drop_mtp=True, **options))
         begun, ended = load_file(source / "model.safetensors"), load_file(tmp_path / "dropped" / "model.safetensors")
         assert begun.keys() == whole.keys()
         assert ended.keys() == {name for name in begun if not name.startswith(LAYER)}

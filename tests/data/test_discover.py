@@ -24,7 +24,7 @@ def tree(root: Path, *names: str) -> Path:
 
 
 def names(*inputs: Path, **settings: object) -> list[str]:
-    return [source.name for source in find_sources(inputs, **settings).files]  # type: ignore[arg-type] # any flag
+    return [source.name for source in find_sources(inputs, **settings).files]
 
 
 def test_the_description_of_a_corpus_is_not_text(tmp_path: Path) -> None:

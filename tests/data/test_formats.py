@@ -304,12 +304,12 @@ def test_an_array_is_read_in_pieces_and_comes_back_whole_wherever_they_are_cut(m
     for source, wanted in ((data, values), (text, values[:-2])):
         for chunk in range(1, 60):
             monkeypatch.setattr(json_values, "_CHUNK_BYTES", chunk)
-            stream = io.BufferedReader(io.BytesIO(source))  # type: ignore[arg-type]  # a raw stream as good as any
+            stream = io.BufferedReader(io.BytesIO(source))
             assert [value for _, value in json_values.json_values(stream)] == wanted
 
 
 def test_a_record_too_long_for_one_document_is_told_before_all_of_it_is_read() -> None:
-    stream = io.BufferedReader(io.BytesIO(b'[{"text": "' + b"x" * 5_000_000))  # type: ignore[arg-type]  # as above
+    stream = io.BufferedReader(io.BytesIO(b'[{"text": "' + b"x" * 5_000_000))
     with pytest.raises(json_values.BadJson, match="longer than 1000 bytes, too long for one document"):
         list(json_values.json_values(stream, most_bytes=1000))
     assert stream.tell() < 2_000_000

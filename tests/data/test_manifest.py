@@ -2,7 +2,6 @@
 """A list of corpora is written by `data list`, checked by `data check`, and trained on by Megatron as one."""
 
 import argparse
-import warnings
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.data.manifest import read_manifest
 from megatron_ext.errors import UserError
+from megatron_ext.quietly import quietly
 from tests.support.corpus import make, write_json_lines, write_without_record
 
 
@@ -34,8 +34,7 @@ def test_megatron_trains_on_what_is_listed_as_on_one_corpus(
     printed = capsys.readouterr().out
     assert printed.count("no id above 256") == 2
     assert printed.endswith(f"--tokenizer-type NullTokenizer --vocab-size 257 --data-args-path {listed}\n")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from megatron.training.utils import get_blend_and_blend_per_split
 
         names = ("data_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")

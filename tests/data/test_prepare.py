@@ -3,7 +3,6 @@
 
 import argparse
 import io
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from megatron_ext.data.progress import PrepareProgress
 from megatron_ext.data.stdlib_corpus import STDLIB_EXCLUDES, STDLIB_GLOBS, standard_library_sources
 from megatron_ext.data.tokenizers import TokenizerSpec
 from megatron_ext.errors import UserError
+from megatron_ext.quietly import quietly
 from tests.support.corpus import (
     make,
     make_tokenizer,
@@ -31,8 +31,7 @@ TEXTS = [f"document {n}\n" + "word \u00e9 " * (n * 7 % 60) for n in range(120)]
 
 def gpt_dataset(flags: list[str], cache: Path, *, split: str) -> tuple[list[Any], Any]:
     """Build stock Megatron's GPT datasets from command-line flags, as pretrain_gpt.py does."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
         from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
         from megatron.core.datasets.utils import get_blend_from_list

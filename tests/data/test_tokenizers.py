@@ -4,7 +4,6 @@
 import argparse
 import json
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,13 @@ from hypothesis import strategies as st
 
 from megatron_ext.data.tokenizers import ByteTokenizer, TokenizerSpec, token_dtype
 from megatron_ext.errors import UserError
+from megatron_ext.quietly import quietly
 from tests.support.corpus import EOS, make_tokenizer, unhurried
 
 
 def megatron_tokenizer(flags: list[str]) -> Any:
     """Build the tokenizer that stock Megatron builds for these flags, with its own parser."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
         from megatron.training.arguments import add_megatron_arguments
 

@@ -96,6 +96,6 @@ def right(questions: list[dict[str, object]]) -> float:
         row = torch.tensor([[WORDS.index(word) for word in str(question["question"]).split()]])
         with torch.no_grad():
             logits = model(row).logits[0, -1]
-        first, second = (float(logits[WORDS.index(word)]) for word in question["choices"])  # type: ignore[attr-defined]
+        first, second = (float(logits[WORDS.index(word)]) for word in question["choices"])
         found += first > second
     return found / len(questions)

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from megatron_ext.data.documents import Document
 from megatron_ext.data.prepare import PrepareConfig, Prepared, prepare
+from megatron_ext.quietly import quietly
 
 EOS = "<|endoftext|>"
 
@@ -33,8 +34,7 @@ def make(inputs: Path | Iterable[Path], prefix: Path, **settings: Any) -> Prepar
 
 def read_corpus(prefix: Path) -> list[list[int]]:
     """Return every document's tokens, as Megatron's own reader sees them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from megatron.core.datasets.indexed_dataset import IndexedDataset
 
         dataset = IndexedDataset(str(prefix))
@@ -61,8 +61,7 @@ def write_json_lines(path: Path, texts: Iterable[str], *, key: str = "text") -> 
 
 def write_without_record(prefix: Path, documents: Iterable[Iterable[int]], dtype: type = np.int32) -> str:
     """Write a corpus of token ids as Megatron's preprocess_data.py does: without a record. Return its prefix."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)

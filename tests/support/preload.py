@@ -9,11 +9,11 @@ import functools
 import gc
 import importlib
 import logging
-import warnings
 
 import torch
 
 from megatron_ext.options.unknown import unknown_options
+from megatron_ext.quietly import quietly
 from tests.support.parsers import full_parser
 
 MODULES = (
@@ -43,13 +43,10 @@ MODULES = (
 
 def _import_quietly() -> None:
     """Keep what the packages say about absent GPU libraries out of the tests' output."""
-    logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         _import_optimizers()
         for name in MODULES:
             importlib.import_module(name)
-    logging.disable(logging.NOTSET)
 
 
 def _import_optimizers() -> None:

@@ -81,7 +81,7 @@ def test_shards_have_the_size_and_the_order_that_are_asked_for(tmp_path: Path) -
     texts = ["a" * 3, "b" * 5, "c" * 20, "d"]
     path = write_json_lines(tmp_path / "in.jsonl", texts)
     config = {"files": (path,), "tokenizer": BYTES, "dtype": "uint16", "max_shard_bytes": 21}
-    done = tokenize(TokenizeConfig(output_prefix=str(tmp_path / "out_"), **config))  # type: ignore[arg-type]
+    done = tokenize(TokenizeConfig(output_prefix=str(tmp_path / "out_"), **config))
     names = sorted(entry.name for entry in tmp_path.glob("*.npy"))
     # Ten ids each: two documents, a long one in three pieces, with room for the last after its end.
     assert list(done.shards.items()) == list(zip(names, [10, 10, 10, 3], strict=True))
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_named_and_nothing_is_written(
     path = write_json_lines(tmp_path / "in.jsonl", ["a"])
     fields = {"files": (path,), "tokenizer": BYTES, "output_prefix": str(tmp_path / "out/t_"), **changes}
     with pytest.raises(UserError, match=message):
-        tokenize(TokenizeConfig(**fields))  # type: ignore[arg-type]
+        tokenize(TokenizeConfig(**fields))
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
@@ -152,12 +152,12 @@ def test_earlier_shards_are_kept_unless_they_are_to_be_replaced(
     first, second = (tmp_path / name for name in ("a.txt", "b.txt"))
     first.write_text("one")
     second.write_text("two")
-    tokenize(TokenizeConfig(files=(first, second), processes=2, **fields))  # type: ignore[arg-type]
+    tokenize(TokenizeConfig(files=(first, second), processes=2, **fields))
     (tmp_path / "t_other.npy").write_bytes(b"mine")
-    again = TokenizeConfig(files=(second,), **fields)  # type: ignore[arg-type]
+    again = TokenizeConfig(files=(second,), **fields)
     with pytest.raises(UserError, match=r"t_000_000000.npy: exists; use --overwrite"):
         tokenize(again)
-    replacing = TokenizeConfig(files=(second,), overwrite=True, **fields)  # type: ignore[arg-type]
+    replacing = TokenizeConfig(files=(second,), overwrite=True, **fields)
     tokenize(replacing)
     names = sorted(entry.name for entry in tmp_path.glob("t_*"))
     assert names == ["t_000_000000.npy", "t_other.npy", "t_shards.json"]
@@ -173,7 +173,7 @@ def test_damaged_files_are_left_out_and_listed_where_that_is_asked_for(tmp_path:
     bad.write_bytes(gzip.compress(good.read_bytes() * 200)[:-9])
     fields = {"files": (good, bad), "tokenizer": BYTES, "output_prefix": str(tmp_path / "t_")}
     with pytest.raises(UserError, match=r"b.jsonl.gz:\d+: gzip data is truncated"):
-        tokenize(TokenizeConfig(**fields))  # type: ignore[arg-type]
-    done = tokenize(TokenizeConfig(on_error="skip", **fields))  # type: ignore[arg-type]
+        tokenize(TokenizeConfig(**fields))
+    done = tokenize(TokenizeConfig(on_error="skip", **fields))
     assert len(done.problems) == 1 and "gzip data is truncated" in done.problems[0]
     assert done.documents >= 1

@@ -300,7 +300,7 @@ def send_slowly() -> None:
             time.sleep(10)
             yield batch
 
-    Outgoing.batches = batches  # type: ignore[method-assign]  # slower, in a process of its own
+    Outgoing.batches = batches  # slower, in a process of its own
 
 
 def test_ranks_that_have_nothing_to_send_wait_for_those_whose_link_is_slow(make_service: MakeService):

@@ -145,7 +145,7 @@ def test_a_place_is_counted_in_the_batches_of_the_claim():
     assert "give 4, or a size that divides 32" in refused.why
     unsaid = decide(replace(NEWEST, end=replace(at(8), batch=0)), Claim(now=at(0)))
     assert isinstance(unsaid, Adopt) and unsaid.place == at(8)
-    assert decide(NEWEST, Claim(begin=at(8), now=replace(at(8), batch=0))).place == at(8)  # type: ignore[union-attr]
+    assert decide(NEWEST, Claim(begin=at(8), now=replace(at(8), batch=0))).place == at(8)
     most = decide(replace(NEWEST, end=Progress(LARGEST_COUNT, 0, 0.0, 8)), Claim(now=replace(at(0), batch=1)))
     assert isinstance(most, Refuse)
 
@@ -159,7 +159,7 @@ def test_residuals_stay_for_what_no_contribution_since_has_counted_in():
 
     assert keeps_residuals(3) == {"u", "v"} and keeps_residuals(2) == keeps_residuals(1) == {"u"}
     assert keeps_residuals(2, forgotten=2) == {"u"} and keeps_residuals(2, forgotten=3) == frozenset()
-    assert decide(NEWEST, Claim(round=3, whole=True)).keeps_residuals is None  # type: ignore[union-attr]  # it is adopted
+    assert decide(NEWEST, Claim(round=3, whole=True)).keeps_residuals is None  # it is adopted
 
 
 def committed(state: RunState, contributors: tuple[str, ...], **more: Any) -> None:

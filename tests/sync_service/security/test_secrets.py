@@ -33,11 +33,11 @@ class Loud(Cluster):
         def loudly(job: dict[str, Any]) -> int:
             return fork({**job, "call": f"{LOUD}:serve", "arguments": job["argv"]})
 
-        self.service.zygote.fork = loudly  # type: ignore[method-assign]
+        self.service.zygote.fork = loudly
         try:
             return super().launch(number, *failpoints, packages=packages, **changes)
         finally:
-            self.service.zygote.fork = fork  # type: ignore[method-assign]
+            self.service.zygote.fork = fork
 
 
 def peer(service: Service, name: str, **connection: Any) -> Process:
