@@ -80,6 +80,7 @@ class _NormOverHeads(torch.nn.Module):
         exact = values.float()
         squares = exact.square().sum((-2, -1), keepdim=True)
         if self._group.size() > 1:
+            # torch leaves that unannotated.
             squares = torch.distributed.nn.all_reduce(squares, group=self._group)  # type: ignore[no-untyped-call]
         normed = exact * torch.rsqrt(squares / self.weight.numel() + self._eps)
         own = self.weight.view(self._group.size(), *values.shape[-2:])[self._group.rank()]

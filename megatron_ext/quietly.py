@@ -18,7 +18,7 @@ def quietly() -> Iterator[None]:
     logging.disable(max(before, logging.WARNING))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+            warnings.simplefilter("ignore")  # what this function is for
             yield
     finally:
         logging.disable(before)

@@ -184,8 +184,7 @@ def _measure(stage: GptShape, tp: int, options: argparse.Namespace) -> Sequence[
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as torchrun:
             try:
                 _, said = torchrun.communicate()
-            except BaseException:
-                # Killed, it would leave its processes to themselves.
+            except BaseException:  # Ctrl-C too: killed, it would leave its processes to themselves
                 torchrun.terminate()
                 raise
         if torchrun.returncode or not output.exists():

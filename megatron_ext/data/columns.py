@@ -71,7 +71,7 @@ def _plain_file(stack: contextlib.ExitStack, path: Path, compression: str | None
     if compression is None:
         return raw
     with opened(raw, compression, str(path)) as stream:
-        copy = tempfile.TemporaryFile()  # noqa: SIM115 -- the caller's stack closes it
+        copy = tempfile.TemporaryFile()  # noqa: SIM115  # the caller's stack closes it
         stack.callback(copy.close)
         shutil.copyfileobj(stream, copy)
     copy.seek(0)

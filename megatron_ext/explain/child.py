@@ -73,7 +73,7 @@ def _run(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, .
             answer.value = function(*arguments)
         except UserError as error:
             answer.refusal = str(error)
-        except BaseException:
+        except BaseException:  # whatever it is, the parent raises it
             answer.failure = traceback.format_exc()
     lines = printed.getvalue().splitlines()
     answer.lines = [line.removeprefix(_OWN_LINE) for line in lines if line.startswith(_OWN_LINE)]

@@ -102,7 +102,7 @@ def refusals_in_one_line(place: str, it: str = "them") -> Iterator[None]:
         raise UserError(said[-1].partition(": error: ")[2] if said else f"{place}: exit status {error.code}") from None
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # Megatron refuses arguments by errors of any class
         at = traceback.extract_tb(error.__traceback__)[-1]
         text = " ".join(str(error).split()) or _in_flags(str(at.line).removeprefix("assert "))
         kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "

@@ -241,7 +241,7 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             result = original(*args, **kwargs)
         except UserError:
             raise
-        except (Exception, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # reading damaged files raises anything
             cannot = f"--load {given['load_dir']}: the checkpoint cannot be read"
             damaged = _damaged(given["load_dir"], given["args"])
             if damaged is not None:

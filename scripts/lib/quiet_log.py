@@ -146,7 +146,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     name = sys.argv[1]
-    lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
+    lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115  # till the end
     with open(name, "ab", buffering=0) as file, open(1, "wb", buffering=0) as output:
         log, shown = _Sink(file, name), _Sink(output, "standard output")
         for line in without_summary(quiet(_kept(lines, log))):

@@ -74,7 +74,7 @@ def test_documents_are_functions_and_methods(quickstart: ModuleType) -> None:
 
 
 def test_the_hot_runs_losses_are_seen_where_they_are_those_of_its_home(quickstart: ModuleType) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="the extra `plots` is not installed")
     figure, axes = pyplot.subplots()
     runs = [quickstart.Run(strategies=quickstart.HOT[:count], buckets=(), losses=[3.0, 2.0]) for count in (3, 1)]
     quickstart.draw_losses(axes, runs)

@@ -87,8 +87,8 @@ def _capture_output(job: RankJob) -> None:
         os.dup2(opened, descriptor)
         os.close(opened)
     # A rank that is killed should have said what it did.
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - lives as long as the process
-    stacks = open(job.stacks_path, "w")  # noqa: SIM115 - faulthandler writes to it until the process ends
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115  # lives as long as the process
+    stacks = open(job.stacks_path, "w")  # noqa: SIM115  # faulthandler writes to it until the process ends
     faulthandler.register(STACK_DUMP_SIGNAL, file=stacks, all_threads=True)
     faulthandler.enable(file=2)
 

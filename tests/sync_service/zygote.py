@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import megatron_ext.sync_service.peer.client
-import megatron_ext.sync_service.server.process  # noqa: F401  # so that no child has to
+import megatron_ext.sync_service.server.process  # noqa: F401  # imported once, so that no child has to
 from megatron_ext.cli.main import main
 from tests.sync_service import strain
 from tests.sync_service.toy_peer import run_peer

@@ -241,7 +241,7 @@ run_quietly() {
     exec 3>&- 4>&-
     # shellcheck disable=SC2064 # of this job
     trap "kill -TERM $job" TERM HUP
-    # shellcheck disable=SC2064
+    # shellcheck disable=SC2064 # likewise
     trap "kill -INT -- -$job" INT # as a terminal does it
     while kill -0 "$job" 2>/dev/null; do
         wait "$job" || true # a signal ends it early

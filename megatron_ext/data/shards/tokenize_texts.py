@@ -200,8 +200,7 @@ def _run(config: TokenizeConfig, tokenizer: Tokenizer, folder: Path, shares: lis
     try:
         for future in waiting:
             yield result_of(future, executor)
-    except BaseException as error:
-        # What the others write is not kept.
+    except BaseException as error:  # Ctrl-C too: what the others write is not kept
         for process in processes:
             process.terminate()
         if isinstance(error, BrokenProcessPool):

@@ -30,6 +30,7 @@ def optimizer_problems(name: str, kind: Any) -> list[str]:
     if missing:
         return missing
     problems = claim_problems(name, kind, OPTIONS)
+    # A class method has the function that it wraps, which its type does not say.
     has_form = kind.of_contributions.__func__ is not OuterOptimizer.of_contributions.__func__  # type: ignore[attr-defined]
     if Where.ASYNCHRONOUS not in kind.refused_in and not has_form:
         problems.append(

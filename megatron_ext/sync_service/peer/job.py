@@ -76,8 +76,8 @@ class _Attempt:
             self.answer = function(), None
         except UserError as error:
             self.answer = None, str(error)
+        # Nothing is swallowed: this rank raises it again when the others, which wait for an answer, have heard.
         except Exception as error:
-            # Nothing is swallowed: this rank raises it again when the others, which wait for an answer, have heard.
             self.defect = error
             self.answer = None, f"rank {dist.get_rank()} has ended with {type(error).__name__}: {error}"
 
