@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shlex
 import time
 import zlib
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.disk.durable import sync_path
+from megatron_ext.sync_service.rounds.server_commands import recover_command
 
 __all__ = [
     "Event",
@@ -29,7 +29,6 @@ __all__ = [
     "parse_journal",
     "read_journal",
     "read_whole_journal",
-    "recover_command",
     "restore_or_rebuild",
 ]
 
@@ -194,11 +193,6 @@ def line_of(event: Event, at: float | None = None) -> tuple[Event, bytes]:
     event = {**event, "time": round(time.time(), 3) if at is None else at}
     body = json.dumps(event)
     return event, f'{{"crc": "{zlib.crc32(body.encode()):08x}", {body[1:]}\n'.encode()
-
-
-def recover_command(folder: Path) -> str:
-    """Return what people run to rebuild the journal in a run's folder."""
-    return f"megatron-ext server recover {shlex.quote(str(folder))}"
 
 
 def restore_or_rebuild(folder: Path) -> str:

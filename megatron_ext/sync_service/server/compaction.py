@@ -23,6 +23,7 @@ from megatron_ext.sync_service.rounds.evidence import (
 )
 from megatron_ext.sync_service.rounds.journal import JournalContent, line_of, parse_journal, read_whole_journal
 from megatron_ext.sync_service.rounds.run_record import RunRecord
+from megatron_ext.sync_service.rounds.server_commands import recover_command
 from megatron_ext.sync_service.server.recovery import JOURNAL, each_run, run_state_after
 from megatron_ext.sync_service.shards.remote import RemoteState
 
@@ -58,7 +59,7 @@ def _compact_run(folder: Path, url: str | None, *, rounds: int, dry_run: bool) -
             f"run {run}: {folder} has nothing of what is at state {url}; start the server with both and stop it again, "
             "which fetches that"
         )
-    record = _record_of(run, folder, journal)
+    record = _record_of(run, folder, journal, url)
     if record is None:
         yield f"run {run}: nothing to compact: no round was committed"
         return
@@ -97,7 +98,7 @@ def _is_copy(run: str, folder: Path, there: bytes, before: bytes, after: bytes) 
     return run_state_after(run, folder, there).as_json() == run_state_after(run, folder, before).as_json()
 
 
-def _record_of(run: str, folder: Path, journal: JournalContent) -> RunRecord | None:
+def _record_of(run: str, folder: Path, journal: JournalContent, url: str | None) -> RunRecord | None:
     """Return the record of the newest round that a journal commits; None if it commits none.
 
     Raises:
@@ -121,7 +122,7 @@ def _record_of(run: str, folder: Path, journal: JournalContent) -> RunRecord | N
     if record.digest != journal.newest_digest:
         raise of_another_run(run, path, record, journal.newest_digest)
     if not has_its_beginning(journal, record):
-        raise UserError(f"run {run}: {folder / JOURNAL} has lost lines; run megatron-ext server recover first")
+        raise UserError(f"run {run}: {folder / JOURNAL} has lost lines; first run: {recover_command(folder, url)}")
     return record
 
 

@@ -13,7 +13,6 @@ told. Whatever else a killed server has left is finished, repeated or removed by
 from __future__ import annotations
 
 import logging
-import shlex
 import uuid
 from functools import partial
 from pathlib import Path
@@ -35,6 +34,7 @@ from megatron_ext.sync_service.rounds.journal import Event, Journal, read_whole_
 from megatron_ext.sync_service.rounds.room import check_room
 from megatron_ext.sync_service.rounds.round import RunState
 from megatron_ext.sync_service.rounds.run_record import RunRecord
+from megatron_ext.sync_service.rounds.server_commands import compact_command
 from megatron_ext.sync_service.shards.remote import RemoteState
 from megatron_ext.sync_service.shards.shard import Shard
 from megatron_ext.sync_service.shards.sharding import assign, part_of
@@ -144,10 +144,8 @@ class RunStore:
         self._round_begins = self._journal.position[0] - content.grown
         if len(content.whole) > _LONG_JOURNAL:
             log.warning(
-                "run %s: its journal has %d MiB, which every start reads; with the server stopped, shorten it with: "
-                "megatron-ext server compact %s%s",
-                *(name, len(content.whole) >> 20, shlex.quote(str(folder))),
-                "" if remote is None else f" --state {shlex.quote(remote.url)}",
+                "run %s: its journal has %d MiB, which every start reads; with the server stopped, shorten it with: %s",
+                *(name, len(content.whole) >> 20, compact_command(folder, None if remote is None else remote.url)),
             )
         self._journal.events.clear()
         self.shard = Shard(config, folder, keep_snapshots, failpoints or Failpoints())

@@ -15,7 +15,6 @@ it writes, and nothing that it does counts any more.
 from __future__ import annotations
 
 import logging
-import shlex
 import shutil
 import uuid
 from pathlib import Path
@@ -24,7 +23,8 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.disk.durable import replace_file
 from megatron_ext.sync_service.disk.snapshot_names import newest_of, snapshot_name
 from megatron_ext.sync_service.rounds.evidence import check_lines
-from megatron_ext.sync_service.rounds.journal import parse_journal, recover_command
+from megatron_ext.sync_service.rounds.journal import parse_journal
+from megatron_ext.sync_service.rounds.server_commands import recover_command
 from megatron_ext.sync_service.shards.remote_folder import RemoteFolder
 
 __all__ = ["LINES", "RemoteState"]
@@ -108,7 +108,7 @@ class RemoteState(RemoteFolder):
                 f"state {self.url}: has the snapshot {snapshot_name(found)}, but the newest round of its journal is "
                 f"{'none' if newest < 0 else newest}: the journal there has lost lines; restore it from a copy, start "
                 f"the server with the folder that has them, give another URL, or rebuild it from the newest snapshot "
-                f"with: {recover_command(folder)} --state {shlex.quote(self.url)}"
+                f"with: {recover_command(folder, self.url)}"
             )
         check_lines(self._run, folder, journal.whole, newest)
 

@@ -202,7 +202,7 @@ def test_what_cannot_be_shortened_is_refused_with_the_way_out_and_stays(tmp_path
     run_in(tmp_path / "lost", 8).close()
     lines = (tmp_path / "lost/journal.jsonl").read_bytes().splitlines(keepends=True)
     replace_file(tmp_path / "lost/journal.jsonl", b"".join(lines[:3] + lines[4:]))
-    refused(tmp_path / "lost", "has lost lines; run megatron-ext server recover first")
+    refused(tmp_path / "lost", f"has lost lines; first run: megatron-ext server recover {tmp_path / 'lost'}")
     fsspec.filesystem("memory").store.clear()
     run_in(tmp_path / "other/r", 8, url=URL).close()
     run_in(tmp_path / "r", 9).close()
