@@ -113,6 +113,8 @@ def _add_recover(actions: Any) -> None:
 
 
 def _add_compact(actions: Any) -> None:
+    from megatron_ext.sync_service.rounds.history import KEPT_ROUNDS
+
     compact = actions.add_parser(
         "compact",
         help="shorten a journal that has grown long",
@@ -120,7 +122,8 @@ def _add_compact(actions: Any) -> None:
         "of the run from the newest snapshot. The server must not run. The former journal is kept, compressed.",
     )
     _add_folder(compact, "shortened")
-    compact.add_argument("--rounds", type=int, default=500, metavar="N", help="newest rounds whose lines stay (500)")
+    stay = f"newest rounds whose lines stay ({KEPT_ROUNDS}: as many as a server remembers)"
+    compact.add_argument("--rounds", type=int, default=KEPT_ROUNDS, metavar="N", help=stay)
     compact.set_defaults(func=run_compact)
 
 

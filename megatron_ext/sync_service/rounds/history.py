@@ -12,7 +12,7 @@ from megatron_ext.sync_service.rounds.journal import Event
 __all__ = ["KEPT_INCIDENTS", "KEPT_ROUNDS", "History"]
 
 KEPT_ROUNDS = 500
-"""How many of the newest rounds are remembered; the journal has all of them."""
+"""How many of the newest rounds are remembered, and stay in a journal that is shortened, unless told otherwise."""
 
 KEPT_INCIDENTS = 100
 """How many of the newest incidents are."""
