@@ -192,8 +192,7 @@ class Plan:
             "train-iters": schedule.iterations,
             "eval-interval": schedule.evaluation,
             "data-path": self.corpus,
-            # Each its own: Megatron's writers of index files do not expect other jobs.
-            "data-cache-path": self.output / "index-cache" / f"node{peer}",
+            "data-cache-path": self.output / "index-cache",
             "distributed-backend": "gloo",
             "save": checkpoints,
             "save-interval": schedule.checkpoint,
