@@ -19,7 +19,11 @@ case ${1:-} in
 esac
 wanted=1.74.0
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-output="$(cd "${1:-$root}" && pwd -P)"
+if (($# > 1)) || [[ ! -d ${1:-$root} ]]; then
+    echo "error: '$*' is not a folder; give one that is there, or nothing for the repository (--help tells more)" >&2
+    exit 2
+fi
+output="$(cd -- "${1:-$root}" && pwd -P)"
 python="${PYTHON:-python3}"
 
 found="$("$python" -c 'from importlib.metadata import version; print(version("grpcio-tools"))' 2>/dev/null)" || found="none"

@@ -59,6 +59,16 @@ def test_the_committed_code_describes_the_committed_protocol():
     assert set(re.findall(r"rpc (\w+)\(", text)) == set(methods)
 
 
+@pytest.mark.parametrize("words", [["--check"], ["missing"], [".", "more"]], ids=["option", "missing", "two"])
+def test_the_script_refuses_what_is_no_folder_in_one_line(words: list[str]):
+    done = subprocess.run([str(SCRIPT), *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: '{' '.join(words)}' is not a folder; give one that is there, or nothing for the repository (--help "
+        "tells more)\n"
+    )
+
+
 def test_the_script_says_which_tools_are_missing(tmp_path: Path):
     environment = {**os.environ, "PYTHON": str(tmp_path / "python")}
     done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, env=environment, timeout=60)
