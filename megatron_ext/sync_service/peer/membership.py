@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import uuid
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from megatron_ext.sync_service.protocol.report import Progress, Report, progress
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue
 
 __all__ = ["Answer", "Membership", "Registered"]
+
+log = logging.getLogger(__name__)
 
 _POLL_SECONDS = 10.0
 """How long the server may keep a call that awaits a round."""
@@ -132,6 +135,8 @@ class Membership:
 
         def register() -> Registered:
             reply = self._connection.call("Register", request)
+            if reply.warning:
+                log.warning("%s", reply.warning)
             if config.heartbeat_seconds:
                 self._heartbeat = Heartbeat(config.connection, self.caller, config.heartbeat_seconds)
             return Registered(

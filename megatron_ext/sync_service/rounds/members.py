@@ -117,3 +117,6 @@ class Admission:
 
     shard_of: tuple[int, ...] = ()
     """Which of them has a tensor, in the order of the catalog."""
+
+    warning: str = ""
+    """What people at the peer should look at; empty where there is nothing."""

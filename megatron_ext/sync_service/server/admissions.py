@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 
 from megatron_ext.sync_service.protocol.catalog import Catalog
@@ -13,11 +14,14 @@ from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.draining import Draining
 from megatron_ext.sync_service.rounds.handshake import check_against, check_alone
 from megatron_ext.sync_service.rounds.members import Admission, Member
+from megatron_ext.sync_service.rounds.place_data import the_differing
 from megatron_ext.sync_service.rounds.presence import Presence
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards.shards import Shards
 
 __all__ = ["Admissions"]
+
+log = logging.getLogger(__name__)
 
 _LONGEST_REASON = 300
 """Letters of why a peer was evicted."""
@@ -59,6 +63,8 @@ class Admissions:
         self._draining = draining
         self._presence = presence
         self._changes = changes
+        self._differing = ""
+        """What was last said of a place that has other data than all others."""
         for member in self._state.members.values():
             # Of those who were alive when a former server ended, the next heartbeat tells.
             presence.begins(member.name, member.alive_seconds)
@@ -144,11 +150,13 @@ class Admissions:
                 self._changes.notify_all()
             self._presence.heard(peer)
             self._presence.begins(peer, alive_seconds)
+            index, differing = self._state.members[peer].index, self._differing_place()
             return Admission(
-                index=self._state.members[peer].index,
+                index=index,
                 open_round=self._state.open_round,
                 shards=self._addresses,
                 shard_of=self._store.shard_of if self._addresses else (),
+                warning=self._differing if differing == index else "",
             )
 
     def heartbeat(self, peer: str, instance: str, alive_seconds: float) -> None:
@@ -228,6 +236,27 @@ class Admissions:
                 "another name or another folder of the server; to continue this run with other data, say continue_run "
                 "(--sync-service-continue-run)",
             )
+
+    def _differing_place(self) -> int | None:
+        """Return the place that has other data than all others, which agree, and say so once in the log.
+
+        That may be meant, at a site with data of its own; or the peer has begun with the wrong files.
+        """
+        by_place = {member.index: member.data for member in self._state.members.values() if member.data}
+        known = {**self._state.data, **by_place}
+        place = the_differing(known)
+        if place is None:
+            self._differing = ""
+            return None
+        others = next(data for other, data in known.items() if other != place)
+        said = (
+            f"run {self._name!r}: the training data of place {place} are {known[place]!r}, and those of all others "
+            f"{others!r}; if all are to train on one corpus, start the peer of place {place} with the others' files"
+        )
+        if said != self._differing:
+            log.warning("%s", said)
+        self._differing = said
+        return place
 
     def _check_certificate(self, peer: str, certificate: str | None) -> None:
         """Check that a peer's name belongs to whoever calls: to the certificate that was the first to register it.

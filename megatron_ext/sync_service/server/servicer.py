@@ -67,6 +67,7 @@ class Servicer(ValuesServicer):
             shards=admission.shards,
             shard_of=admission.shard_of,
             looks_ahead=not config.is_asynchronous,
+            warning=admission.warning,
         )
 
     def Resume(self, request: Any, _origin: Origin) -> Any:

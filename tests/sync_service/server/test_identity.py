@@ -90,6 +90,37 @@ def test_peers_may_have_data_of_their_own_each(make_service: MakeService):
     assert "are 'here', which place 0 has (--sync-service-index), and its place 1 in run 'demo' has contributed" in said
 
 
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ("ours ours theirs", "the training data of place 2 are 'theirs', and those of all others 'ours'; if all"),
+        ("theirs ours ours ours", "the training data of place 0 are 'theirs', and those of all others 'ours'; if all"),
+        ("ours ours ours", ""),
+        ("here there elsewhere", ""),
+        ("ours theirs", ""),
+    ],
+    ids=["last", "first", "one_corpus", "sites", "two_peers"],
+)
+def test_a_place_with_other_data_than_all_others_is_named_once(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture, data: str, said: str
+):
+    service = make_service(peers=4)
+    service.start()
+    with ExitStack() as open_clients:
+        clients = [
+            open_clients.enter_context(service.client(f"p{place}", START, data=own, index=place))
+            for place, own in enumerate(data.split())
+        ]
+        for client in clients:
+            client.register()
+        joins(service, "p1", data=data.split()[1], index=1, take_over=True)
+    differing = [line for line in service.output.splitlines() if "training data of place" in line]
+    told = [record.getMessage() for record in caplog.records if "training data of place" in record.getMessage()]
+    assert len(differing) == bool(said) and all(said in line for line in differing)
+    # Who comes first cannot be told yet.
+    assert len(told) == ("place 2" in said) and all(said in line for line in told)
+
+
 @pytest.mark.parametrize("data", ["x" * 257, "two\nlines"], ids=["too long", "two lines"])
 def test_what_the_data_are_is_said_in_a_short_line(make_service: MakeService, data: str):
     with pytest.raises(UserError, match=rf"data has {len(data)} characters; give at most 256 printable ones"):
