@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
+from megatron_ext.convert.dtypes import DTYPES
 from megatron_ext.convert.upcycle_config import UpcycleConfig
 from megatron_ext.data.progress import megabytes
 from megatron_ext.errors import UserError
@@ -56,7 +57,6 @@ are weighted by a softmax over those it is given to. With --granularity above 1 
 token is given to all slices of a copy with equal weights.
 """
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 _LOG_SECONDS = 10.0
 
@@ -79,7 +79,7 @@ def _add_from_hf(actions: Any) -> None:
     )
     parser.add_argument("model", type=Path, metavar="MODEL", help="folder with config.json and safetensors files")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder of the checkpoint, for --load")
-    parser.add_argument("--dtype", choices=_DTYPES, help="type of the parameters (default: that of the model)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the parameters (default: that of the model)")
     parser.add_argument(
         "--vocab-multiple",
         type=int,
@@ -134,7 +134,7 @@ def _add_to_hf(actions: Any) -> None:
         metavar="DIR",
         help="folder of the tokenizer for the model (default: that of --hf-config, else SOURCE's)",
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="type of the weights (default: that of the source)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: that of the source)")
     parser.add_argument(
         "--vocab-size",
         type=int,
@@ -280,11 +280,11 @@ class _Steps:
 def _dtype(name: str | None) -> torch.dtype | None:
     import torch
 
-    return None if name is None else getattr(torch, _DTYPES[name])
+    return None if name is None else getattr(torch, DTYPES[name])
 
 
 def _short(dtype: torch.dtype) -> str:
-    return {f"torch.{long}": short for short, long in _DTYPES.items()}.get(str(dtype), str(dtype))
+    return {f"torch.{long}": short for short, long in DTYPES.items()}.get(str(dtype), str(dtype))
 
 
 def _bytes_of(size: str) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
+from megatron_ext.convert.dtypes import DTYPES
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.perplexity_config import PerplexityConfig
 
@@ -27,9 +28,6 @@ Examples:
 """
 
 
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
     parser = subparsers.add_parser(
@@ -44,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--device", default="auto", help="as cpu or cuda:0 (default: a GPU if there is one)")
     parser.add_argument(
         "--dtype",
-        choices=("auto", *_DTYPES, *_DTYPES.values()),
+        choices=("auto", *DTYPES, *DTYPES.values()),
         default="auto",
         help="of its weights (default: that of its files)",
     )
@@ -91,7 +89,7 @@ def _run(options: argparse.Namespace) -> int:
     unchecked = None if options.data is None else check_data(options.data, options.model)
     if unchecked is not None:
         print(unchecked, file=sys.stderr)
-    model = load_model(options.model, _device(options.device), _DTYPES.get(options.dtype, options.dtype))
+    model = load_model(options.model, _device(options.device), DTYPES.get(options.dtype, options.dtype))
     perplexity = {} if options.data is None else _perplexity(options, model)
     found = {}
     if named:

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import UserError
 
+if TYPE_CHECKING:
+    import torch  # at run time where it is needed: the command line's help is not worth its import
+
 __all__ = ["DTYPES", "described_dtype", "fitting", "trained_dtype"]
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-)
-"""Those that Megatron trains in, by the name that --dtype has for each."""
+DTYPES: Mapping[str, str] = MappingProxyType({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"})
+"""Torch's names of those that Megatron trains in, by the name that --dtype has for each."""
 
 
 def trained_dtype(dtype: torch.dtype, where: object) -> torch.dtype:
@@ -29,8 +28,8 @@ def trained_dtype(dtype: torch.dtype, where: object) -> torch.dtype:
     Raises:
         UserError: it does not.
     """
-    if dtype not in DTYPES.values():
-        told = str(dtype).removeprefix("torch.")
+    told = str(dtype).removeprefix("torch.")
+    if told not in DTYPES.values():
         raise UserError(f"{where}: the weights are {told}; choose one of {', '.join(DTYPES)} for them with --dtype")
     return dtype
 
@@ -49,6 +48,8 @@ def fitting(
     Raises:
         UserError: a finite value is too large for the type.
     """
+    import torch
+
     made = values.to(dtype)
     if torch.finfo(dtype).max < torch.finfo(values.dtype).max and bool((values.isfinite() & ~made.isfinite()).any()):
         raise UserError(f"{name}: has values beyond {torch.finfo(dtype).max:.4g}, the largest in {dtype}; {fix}")
