@@ -60,7 +60,7 @@ def test_the_committed_code_describes_the_committed_protocol():
 
 
 @pytest.mark.parametrize("words", [["--check"], ["missing"], [".", "more"]], ids=["option", "missing", "two"])
-def test_the_script_refuses_what_is_not_a_folder_in_one_line(words: list[str]):
+def test_the_script_refuses_in_one_line_what_it_cannot_write_into(words: list[str]):
     done = subprocess.run([str(SCRIPT), *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == (
