@@ -20,6 +20,7 @@ from megatron_ext.hooks import RankFiles, SaveContext, SavesState, SaveStart, ho
 from megatron_ext.legacy_format.legacy_layout import refuse_other_layout
 from megatron_ext.legacy_format.rank_file import write_rank_file
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 
 __all__ = ["LEGACY", "patches"]
@@ -103,12 +104,6 @@ def patches() -> list[Patch]:
     ]
 
 
-def _bound(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
 @contextmanager
 def _under_way() -> Iterator[None]:
     """Forget at the end what was saved or loaded."""
@@ -126,7 +121,7 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         run = run_options()
         if run.ckpt_format != LEGACY:
             return original(*args, **kwargs)
-        given = _bound(signature, args, kwargs)
+        given = bound_with_defaults(signature, args, kwargs).arguments
         files = _files(Path(_folder(run.save, given["iteration"], given["release"])))
         with _under_way():
             hooks.fire(SaveStart())
@@ -160,7 +155,7 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         with _under_way():
-            _state.loading, _state.common = _bound(signature, args, kwargs), None
+            _state.loading, _state.common = bound_with_defaults(signature, args, kwargs).arguments, None
             return original(*args, **kwargs)
 
     return load_checkpoint
@@ -171,7 +166,7 @@ def _wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        given = _bound(signature, args, kwargs)
+        given = bound_with_defaults(signature, args, kwargs).arguments
         run = given["args"]
         if given["rank0"]:
             _state.common = original(*args, **kwargs)
@@ -225,7 +220,7 @@ def _wrap_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_checkpoint_name(*args: Any, **kwargs: Any) -> str:
-        given = _bound(signature, args, kwargs)
+        given = bound_with_defaults(signature, args, kwargs).arguments
         named = [given[name] for name in ("pipeline_parallel", "tensor_rank", "pipeline_rank", "expert_rank")]
         # With an index it is another rank's.
         if _state.files is None or given["return_base_dir"] or any(index is not None for index in named):

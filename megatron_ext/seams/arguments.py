@@ -25,6 +25,7 @@ from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 
 __all__ = ["add_config_group", "patches", "say", "with_arguments"]
@@ -227,9 +228,7 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_base_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = bound_with_defaults(signature, args, kwargs).arguments
         try:
             result = original(*args, **kwargs)
         except SystemExit as exit_request:

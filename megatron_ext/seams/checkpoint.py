@@ -20,6 +20,7 @@ from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStar
 from megatron_ext.legacy_format import legacy_seam
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
@@ -135,9 +136,7 @@ def _wrap_generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def generate_state_dict(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = bound_with_defaults(signature, args, kwargs).arguments
         if given["args"].ckpt_format == legacy_seam.LEGACY:
             result: dict[str, Any] = original(*args, **kwargs)
             return result
@@ -170,8 +169,7 @@ def _wrap_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def init(*args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bound_with_defaults(signature, args, kwargs)
         config = bound.arguments["config"]
         # An optimizer in the host's memory has a state of another form.
         is_sgd = config.optimizer == "sgd" and not config.optimizer_cpu_offload
@@ -210,8 +208,7 @@ def _wrap_load_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bound_with_defaults(signature, args, kwargs)
         given = bound.arguments
         optimizer = given["optimizer"]
         if not given["skip_load_to_model_and_opt"] or optimizer is None:
@@ -234,9 +231,7 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         # torch derives it from BaseException.
         from torch.distributed.checkpoint.api import CheckpointException
 
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = bound_with_defaults(signature, args, kwargs).arguments
         try:
             result = original(*args, **kwargs)
         except UserError:

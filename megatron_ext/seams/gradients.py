@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.seams.process_groups import current_groups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
 from megatron_ext.worker_groups import WorkerGroups
@@ -130,8 +131,7 @@ def _inside_the_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bound_with_defaults(signature, args, kwargs)
         if bound.arguments["grad_stats_parallel_group"] is None:
             bound.arguments["grad_stats_parallel_group"] = current_groups().inside
         return original(*bound.args, **bound.kwargs)

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_ext.hooks import TrainingLog, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 
 __all__ = ["average_layer_metrics", "patches"]
@@ -62,9 +63,7 @@ def _wrap_training_log(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def training_log(*args: Any, **kwargs: Any) -> Any:
         global _current
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = bound_with_defaults(signature, args, kwargs).arguments
         run = run_options()
         iteration = given["iteration"]
         context = TrainingLog(

@@ -21,6 +21,7 @@ from typing import Any
 
 from megatron_ext.hooks import CutsWorkers, GroupsBuilt, WorldReady, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 from megatron_ext.worker_cuts import cut_workers
 from megatron_ext.worker_groups import InstanceGroups, WorkerGroups
@@ -249,8 +250,7 @@ def _wrap_initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         ready = WorldReady(args=args_of_run)
         hooks.fire(ready)
         workers = hooks.worker_count(args_of_run)
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bound_with_defaults(signature, args, kwargs)
         given = bound.arguments
         instances = int(given["num_distributed_optimizer_instances"])
         # Instances are cut out of workers; Megatron's would be parts of the whole data-parallel dimension.

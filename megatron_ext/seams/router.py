@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.hooks import WeighsExperts, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
 
 __all__ = ["document_patches", "documents_of_rows", "metrics_apart", "padding_patches", "patches"]
 
@@ -129,8 +130,7 @@ def _wrap_counts(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_tokens_per_expert_and_token_count(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
+        bound = bound_with_defaults(signature, args, kwargs)
         per_expert, local, total = original(*args, **kwargs)
         if not bound.arguments["with_padding_mask"]:
             return per_expert, local, total
