@@ -422,20 +422,18 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             worker = self._require_worker()
             by_time = None if self._meetings is None else self._meetings.state()
             if context.files is None:
-                sharded_format.assemble(context, worker.groups, worker.engine, worker.values, by_time)
+                sharded_format.assemble(context, worker, by_time)
             else:
-                assemble_files(context, context.files, worker.groups, worker.engine, worker.values, by_time)
+                assemble_files(context, context.files, worker, by_time)
             # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
             self._take(worker.engine.collect(), self._iteration)
         elif self._plan is not None:
             if context.optimizer is not None:
                 self._worker_of(context.args, context.model, context.optimizer)
-            groups = self._require_groups()
-            engine, values = (None, None) if self._worker is None else (self._worker.engine, self._worker.values)
             if context.files is None:
-                sharded_format.request(context, self._plan, groups, engine, values)
+                sharded_format.request(context, self._plan, self._require_groups(), self._worker)
             else:
-                request_files(context, context.files, self._plan, groups, engine, values)
+                request_files(context, context.files, self._plan, self._worker)
 
     def check_load(self, context: LoadContext) -> None:
         """Refuse a checkpoint whose workers differ when this run has no workers."""
@@ -448,8 +446,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             self._plan = plan_load(context, groups.num_workers, groups.worker)
             say(self._plan.describe())
         elif self._plan is not None:
-            engine, values = (None, None) if self._worker is None else (self._worker.engine, self._worker.values)
-            self._restored = sharded_format.restore(context, self._plan, engine, values)
+            self._restored = sharded_format.restore(context, self._plan, self._worker)
 
     # Parts.
 

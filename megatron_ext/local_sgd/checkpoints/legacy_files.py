@@ -17,8 +17,8 @@ import torch
 from megatron_ext.hooks import RankFiles, SaveContext
 from megatron_ext.legacy_format.rank_file import read_rank_file, write_rank_file
 from megatron_ext.local_sgd.checkpoints.load_plan import SUMMARY, LoadPlan, fresh_like, shapes_of, summary_of
-from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.taken_over import refuse_other_model
+from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.seams.optimizer import InnerValues, is_distributed
 from megatron_ext.seams.sharded_state import beside_view
 from megatron_ext.worker_groups import WorkerGroups
@@ -31,26 +31,20 @@ _Tensors = dict[str, list[torch.Tensor]]
 
 
 def assemble_files(
-    context: SaveContext,
-    files: RankFiles,
-    groups: WorkerGroups,
-    engine: LocalSGD,
-    values: InnerValues,
-    by_time: dict[str, Any] | None = None,
+    context: SaveContext, files: RankFiles, worker: Worker, by_time: dict[str, Any] | None = None
 ) -> None:
     """Write what is local SGD's own, and say where this worker's files go; all ranks call it.
 
     Args:
         context: of the save.
         files: of it; changed in place.
-        groups: of this run.
-        engine: what is saved.
-        values: of the inner optimizer.
+        worker: whose rank this is.
         by_time: state of the meetings, where workers meet by time; the same on all ranks.
     """
+    groups, engine, values = worker.groups, worker.engine, worker.values
     tensors = engine.tensor_state()
     own = engine.worker_state()
-    context.state[SUMMARY] = summary_of(groups, engine, values, tensors, own, by_time)
+    context.state[SUMMARY] = summary_of(worker, tensors, own, by_time)
     files.part = _part_of(groups.worker, engine.synced)
     files.leaves_head = groups.worker == 0 and not engine.synced
     # Megatron's rule of who writes; of ranks that share a context, one.
@@ -62,24 +56,20 @@ def assemble_files(
 
 
 def request_files(
-    context: SaveContext,
-    files: RankFiles,
-    plan: LoadPlan,
-    groups: WorkerGroups,
-    engine: LocalSGD | None,
-    values: InnerValues | None,
+    context: SaveContext, files: RankFiles, plan: LoadPlan, worker: Worker | None
 ) -> None:
     """Read what is local SGD's own, and say which worker's files this rank reads; all ranks call it.
 
-    `engine` and `values` are None when the optimizers' states are not wanted.
+    `worker` is None when the optimizers' states are not wanted.
 
     Raises:
         UserError: the checkpoint is one of another model, or lacks a file.
     """
     files.part = _part_of(plan.source, plan.synced)
     summary = plan.summary
-    if summary is None or engine is None or values is None:
+    if summary is None or worker is None:
         return
+    groups, engine, values = worker.groups, worker.engine, worker.values
     refuse_other_model(summary["parameters"], shapes_of(values.view), f"--load {plan.directory}")
     if summary["tensors"]:
         plan.outer = fresh_like(engine, summary["tensors"], offloaded=engine.config.cpu_offload)

@@ -15,14 +15,13 @@ from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, tuning_of
+from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.phrases import plural
-from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.seams.optimizer_format import refuse_bound_format
-from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["SUMMARY", "LoadPlan", "fresh_like", "plan_load", "refuse_without_workers", "shapes_of", "summary_of"]
 
@@ -95,26 +94,20 @@ class LoadPlan:
 
 
 def summary_of(
-    groups: WorkerGroups,
-    engine: LocalSGD,
-    values: InnerValues,
-    tensors: Iterable[str],
-    own: Iterable[str],
-    by_time: dict[str, Any] | None,
+    worker: Worker, tensors: Iterable[str], own: Iterable[str], by_time: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return what local SGD writes about itself, the same on all ranks; after `tensor_state` of the engine.
 
     Args:
-        groups: of this run.
-        engine: what is saved.
-        values: of the inner optimizer.
-        tensors: names in the engine's `tensor_state`.
-        own: names in its `worker_state`.
+        worker: that is saved.
+        tensors: names in its engine's `tensor_state`.
+        own: names in that one's `worker_state`.
         by_time: state of the meetings, where workers meet by time.
     """
+    engine = worker.engine
     return {
         "format": _FORMAT,
-        "workers": groups.num_workers,
+        "workers": worker.groups.num_workers,
         "interval": engine.config.local_sgd_sync_interval,
         "synced": engine.synced,
         "drifts": engine.drifts,
@@ -122,7 +115,7 @@ def summary_of(
         "tuning": tuning_of(engine.config, engine.outer),
         "tensors": list(tensors),
         "own": list(own),
-        "parameters": shapes_of(values.view),
+        "parameters": shapes_of(worker.values.view),
         "by_time": by_time,
         **engine.scalar_state(),
     }

@@ -15,9 +15,8 @@ from typing import Any
 
 from megatron_ext.hooks import LoadContext, SaveContext
 from megatron_ext.local_sgd.checkpoints.load_plan import SUMMARY, LoadPlan, fresh_like, shapes_of, summary_of
-from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.taken_over import refuse_other_model
-from megatron_ext.seams.optimizer import InnerValues
+from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.seams.sharded_state import (
     beside_optimizer,
     is_model_key,
@@ -37,79 +36,67 @@ _PER_WORKER = ("optimizer", "rng_state")
 _PLAIN = ("optimizer", "opt_param_scheduler")
 
 
-def assemble(
-    context: SaveContext,
-    groups: WorkerGroups,
-    engine: LocalSGD,
-    values: InnerValues,
-    by_time: dict[str, Any] | None = None,
-) -> None:
+def assemble(context: SaveContext, worker: Worker, by_time: dict[str, Any] | None = None) -> None:
     """Turn the state dict that Megatron generated into that of a run with workers, in place.
 
     Args:
         context: of the save.
-        groups: of this run.
-        engine: what is saved.
-        values: of the inner optimizer.
+        worker: whose rank this is.
         by_time: state of the meetings, where workers meet by time; the same on all ranks.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    state, worker = context.state, groups.worker
-    prefix = _worker_prefix(worker)
+    state, engine, values = context.state, worker.engine, worker.values
+    number = worker.groups.worker
+    prefix = _worker_prefix(number)
     tensors = engine.tensor_state()
     model = {key: state[key] for key in state if is_model_key(key)}
-    if worker == 0 and tensors:
+    if number == 0 and tensors:
         state[_OUTER] = beside_optimizer(values, tensors, model, context.metadata, False, _OUTER_PREFIX)
     own = engine.worker_state()
     if own:
         state[_OWN] = beside_optimizer(values, own, model, context.metadata, False, f"{prefix}own.")
-    state[SUMMARY] = summary_of(groups, engine, values, tensors, own, by_time)
+    state[SUMMARY] = summary_of(worker, tensors, own, by_time)
     for key in model:
         if not engine.synced:
             prefix_keys(state[key], prefix)
-        elif worker != 0:
+        elif number != 0:
             del state[key]
-    if worker == 0 and engine.synced:
+    if number == 0 and engine.synced:
         return
     for key in _PER_WORKER:
         if key in state:
             prefix_keys(state[key], prefix)
-    if worker != 0:
+    if number != 0:
         plain = {key: split_plain(state[key]) for key in _PLAIN if key in state}
-        state[_COMMON] = ShardedObject(f"{prefix}common", plain, (1,), (0,), replica_id=groups.inside.rank())
+        state[_COMMON] = ShardedObject(f"{prefix}common", plain, (1,), (0,), replica_id=worker.groups.inside.rank())
 
 
-def request(
-    context: SaveContext,
-    plan: LoadPlan,
-    groups: WorkerGroups,
-    engine: LocalSGD | None,
-    values: InnerValues | None,
-) -> None:
+def request(context: SaveContext, plan: LoadPlan, groups: WorkerGroups, worker: Worker | None) -> None:
     """Turn the request that Megatron generated into this worker's, in place.
 
-    `engine` and `values` are None when the optimizers' states are not wanted.
+    `worker` is None when the optimizers' states are not wanted.
 
     Raises:
         UserError: the checkpoint is one of another model.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-    state, worker = context.state, groups.worker
+    state = context.state
     model = {key: state[key] for key in state if is_model_key(key)}
     plan.metadata = context.metadata
-    if plan.summary is not None and values is not None:
+    if plan.summary is not None and worker is not None:
+        engine, values = worker.engine, worker.values
         refuse_other_model(plan.summary["parameters"], shapes_of(values.view), f"--load {plan.directory}")
-    if plan.summary is not None and plan.summary["tensors"] and engine is not None and values is not None:
-        plan.outer = fresh_like(engine, plan.summary["tensors"], offloaded=engine.config.cpu_offload)
-        state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
-        mark_as_copy(state[_OUTER], worker)
-    if plan.summary is not None and plan.summary["own"] and engine is not None and values is not None:
-        plan.own = fresh_like(engine, plan.summary["own"])
-        where = f"{_worker_prefix(plan.source)}own."
-        state[_OWN] = beside_optimizer(values, plan.own, model, context.metadata, True, where)
-        mark_as_copy(state[_OWN], plan.copy)
+        if plan.summary["tensors"]:
+            plan.outer = fresh_like(engine, plan.summary["tensors"], offloaded=engine.config.cpu_offload)
+            state[_OUTER] = beside_optimizer(values, plan.outer, model, context.metadata, True, _OUTER_PREFIX)
+            mark_as_copy(state[_OUTER], plan.worker)
+        if plan.summary["own"]:
+            plan.own = fresh_like(engine, plan.summary["own"])
+            where = f"{_worker_prefix(plan.source)}own."
+            state[_OWN] = beside_optimizer(values, plan.own, model, context.metadata, True, where)
+            mark_as_copy(state[_OWN], plan.copy)
     for key, entry in state.items():
         apart = not plan.synced or plan.source != 0
         if is_model_key(key):
@@ -118,7 +105,7 @@ def request(
             continue
         if apart:
             prefix_keys(entry, _worker_prefix(plan.source))
-        mark_as_copy(entry, worker if is_model_key(key) and plan.synced else plan.copy)
+        mark_as_copy(entry, plan.worker if is_model_key(key) and plan.synced else plan.copy)
     if plan.source != 0 and context.optimizer is not None:
         replica = groups.inside.rank() + plan.copy * groups.inside.size()
         state[_COMMON] = ShardedObject(
@@ -126,9 +113,7 @@ def request(
         )
 
 
-def restore(
-    context: LoadContext, plan: LoadPlan, engine: LocalSGD | None, values: InnerValues | None
-) -> bool:
+def restore(context: LoadContext, plan: LoadPlan, worker: Worker | None) -> bool:
     """Take local SGD's state out of what was read, in place; return whether an outer state was restored."""
     state = context.state
     summary = state.pop(SUMMARY, None)
@@ -139,13 +124,13 @@ def restore(
         for key, plain in common.items():
             state[key] = _overlay(state[key], plain) if key in state else plain
     wanted = not (context.args.no_load_optim or context.args.finetune)
-    if summary is None or engine is None or values is None or not wanted:
+    if summary is None or worker is None or not wanted:
         return False
     if outer is not None:
-        load_beside_optimizer(values, plan.outer, outer, plan.metadata)
+        load_beside_optimizer(worker.values, plan.outer, outer, plan.metadata)
     if own is not None:
-        load_beside_optimizer(values, plan.own, own, plan.metadata)
-    engine.load(plan.outer, summary, plan.own)
+        load_beside_optimizer(worker.values, plan.own, own, plan.metadata)
+    worker.engine.load(plan.outer, summary, plan.own)
     plan.outer, plan.own = {}, {}
     return True
 
