@@ -16,18 +16,13 @@ import torch
 
 from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.errors import UserError
+from megatron_ext.legacy_format.legacy_folder import RANK_FILE, rank_folders
 from megatron_ext.params import Coordinates, Layout, Placed, Placement, global_name, put
 
-__all__ = ["LegacyFiles", "LegacyReader", "is_legacy"]
+__all__ = ["LegacyFiles", "LegacyReader"]
 
-_FILE = "model_optim_rng.pt"
 _RANK = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-
-
-def is_legacy(folder: Path) -> bool:
-    """Return whether a folder is an iteration in the legacy format."""
-    return any(folder.glob(f"mp_rank_*/{_FILE}"))
 
 
 class LegacyFiles:
@@ -40,7 +35,7 @@ class LegacyFiles:
             UserError: one is missing, damaged or not of a layout that is known.
         """
         self.folder = folder
-        first = min(folder.glob(f"mp_rank_*/{_FILE}"))
+        first = min(rank_folders(folder)) / RANK_FILE
         args = _opened(first).get("args")
         if args is None:
             raise UserError(f"{first}: the checkpoint has no arguments; it was not written by Megatron's training")
@@ -66,7 +61,7 @@ class LegacyFiles:
         name = f"mp_rank_{tensor:02d}"
         name += f"_{stage:03d}" if self.pp > 1 else ""
         name += f"_{expert:03d}" if self.ep > 1 else ""
-        return self.folder / name / _FILE
+        return self.folder / name / RANK_FILE
 
 
 class LegacyReader:

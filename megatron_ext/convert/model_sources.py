@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from megatron_ext.convert.legacy_reader import is_legacy
 from megatron_ext.convert.torch_dist_reader import TorchDistReader
 from megatron_ext.errors import UserError
+from megatron_ext.legacy_format.legacy_folder import is_legacy
 from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.disk.snapshot_names import newest_of, snapshot_name
 from megatron_ext.sync_service.rounds.run_record import RunRecord

@@ -23,7 +23,7 @@ from megatron_ext.convert.dtypes import described_dtype, fitting, trained_dtype
 from megatron_ext.convert.families import Family, carried_fields
 from megatron_ext.convert.hf_names import HfTensor, hf_tensors
 from megatron_ext.convert.hf_writer import check_weights, grouped, write_json, write_weights
-from megatron_ext.convert.legacy_reader import LegacyFiles, LegacyReader, is_legacy
+from megatron_ext.convert.legacy_reader import LegacyFiles, LegacyReader
 from megatron_ext.convert.megatron_args import read_args
 from megatron_ext.convert.model_sources import (
     Snapshots,
@@ -43,6 +43,7 @@ from megatron_ext.convert.tokenizer_files import (
 )
 from megatron_ext.convert.whole_folder import identity, resumed_folder
 from megatron_ext.errors import UserError
+from megatron_ext.legacy_format.legacy_folder import is_legacy
 from megatron_ext.params import GptShape, gpt_parameters
 from megatron_ext.params.gpt import WORD_EMBEDDING
 from megatron_ext.params.tensors import EMBEDDING_UNIT, OUTPUT_UNIT

@@ -21,7 +21,6 @@ from megatron_ext.convert.dtypes import fitting, trained_dtype
 from megatron_ext.convert.families import carried_fields, family_for
 from megatron_ext.convert.flags import settings_of
 from megatron_ext.convert.hf_reader import read_json
-from megatron_ext.convert.legacy_reader import is_legacy
 from megatron_ext.convert.megatron_args import read_args
 from megatron_ext.convert.model_sources import Source, checkpoint_folder, open_checkpoint
 from megatron_ext.convert.release import Converted, Step, write_release
@@ -29,6 +28,7 @@ from megatron_ext.convert.settings import ModelSettings
 from megatron_ext.convert.upcycle_config import UpcycleConfig
 from megatron_ext.convert.whole_folder import identity
 from megatron_ext.errors import UserError
+from megatron_ext.legacy_format.legacy_folder import is_legacy
 from megatron_ext.params import GlobalTensor
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.params.parameter_names import split_global_name

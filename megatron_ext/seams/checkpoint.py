@@ -18,6 +18,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CheckpointRead, SaveContext, SavesState, SaveStart, hooks
 from megatron_ext.legacy_format import legacy_seam
+from megatron_ext.legacy_format.legacy_folder import is_legacy
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
 from megatron_ext.patching.bound_arguments import bound_with_defaults
@@ -297,7 +298,7 @@ def _damaged(directory: str | None, args: Any) -> str | None:
         return None
     folder = _folder(Path(directory), args)
     # The files of the legacy format say nothing of each other.
-    is_known = folder is not None and folder.is_dir() and not any(folder.glob("mp_rank_*"))
+    is_known = folder is not None and folder.is_dir() and not is_legacy(folder)
     return damaged_file(folder) if folder is not None and is_known else None
 
 

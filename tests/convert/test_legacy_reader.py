@@ -128,3 +128,9 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path):
     with pytest.raises(UserError, match=r"mp_rank_01_001.*missing"):
         back(run, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_an_iteration_whose_rank_files_are_gone_is_still_one_in_the_legacy_format(tmp_path: Path):
+    (tmp_path / "mp_rank_00").mkdir()
+    with pytest.raises(UserError, match=r"mp_rank_00/model_optim_rng\.pt: the checkpoint's file is missing"):
+        back(tmp_path, tmp_path / "back")
