@@ -127,8 +127,8 @@ COMMANDS = (
     Command(name="one_worker", line="python -m benchmarks.outer_methods one-worker", minutes=14),
     Command(name="sparse_messages", line="python -m benchmarks.outer_methods sparse", minutes=6),
     Command(name="spes_method_peers", line="python -m benchmarks.spes_method peers", minutes=4),
-    Command(name="spes_method_price", line="python -m benchmarks.spes_method price", minutes=12),
-    Command(name="spes_method_released", line="python -m benchmarks.spes_method released --seeds 2", minutes=12),
+    Command(name="spes_method_price", line="python -m benchmarks.spes_method price", minutes=30),
+    Command(name="spes_method_released", line="python -m benchmarks.spes_method released", minutes=6),
     Command(
         name="spes_convergence",
         line="python -m benchmarks.spes_convergence --methods centralized fedavg_h50 spes_h50",

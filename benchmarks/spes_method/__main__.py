@@ -6,8 +6,8 @@
     python -m benchmarks.spes_method released   # every peer with the batch of the centralized job, as it was released
 
 The replicas are plain PyTorch: a small GPT with a mixture of experts, masks in place of frozen experts, means in place
-of a server. All studies train on the source code of Python's standard library. A run of `price` and
-`released` that is finished is not made again, unless the code that trains has changed. docs/spes.md tells what came out.
+of a server. All studies train on the source code of Python's standard library. A run of `price` and `released` that is
+finished is not made again, unless the code that trains has changed. docs/spes.md tells what came out.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 
 from benchmarks.common import EachOnce, add_report_option, at_least, report, writable
 from benchmarks.spes_method.peers_study import study_peers
-from benchmarks.spes_method.price_study import RATES, study_price
+from benchmarks.spes_method.price_study import CHOOSING, RATES, study_price
 from benchmarks.spes_method.released_study import study_released
 from benchmarks.stdlib_corpus import tokenize_stdlib
 from tests.support.distributed import REPOSITORY
 
 __all__ = ["main", "parser"]
 
-_SEEDS = {"peers": [1], "price": [1, 2, 3, 4], "released": [2, 3, 4]}
+_SEEDS = {"peers": [1], "price": [4, 5, 6], "released": [2, 3, 4]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,11 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     seeds = options.seeds or _SEEDS[options.study]
     if options.study == "peers" and len(seeds) != 1:
         parser().error("--seeds: peers trains with one")
-    if options.rates is not None and options.study != "price":
-        parser().error(f"--rates has no effect on {options.study}; drop it")
-    rates = options.rates or RATES
-    if options.study == "price" and len(rates) > 1 and len(seeds) < 2:
-        parser().error("--seeds: price needs two or more, the first of which chooses between learning rates")
+    for option, value in (("--rates", options.rates), ("--choosing-seeds", options.choosing_seeds)):
+        if value is not None and options.study != "price":
+            parser().error(f"{option} has no effect on {options.study}; drop it")
+    choosing = options.choosing_seeds or CHOOSING
+    if options.study == "price" and (both := {*choosing} & {*seeds}):
+        parser().error(f"--seeds: {min(both)} chooses between learning rates; measure with others (--choosing-seeds)")
     # The replicas' tensors are small: more threads wait for each other.
     torch.set_num_threads(1)
     output = options.output.resolve()
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.study == "peers":
         cases = study_peers(corpus, seeds[0], picture)
     elif options.study == "price":
-        cases = study_price(output, corpus, seeds, picture, rates=rates)
+        cases = study_price(output, corpus, seeds, picture, rates=options.rates or RATES, choosing=choosing)
     else:
         cases = study_released(output, corpus, seeds, picture)
     report(cases, options.json)
@@ -73,14 +74,21 @@ def parser() -> argparse.ArgumentParser:
         type=at_least(0),
         nargs="+",
         action=EachOnce,
-        help="of the weights and the samples (peers: 1, price: 1 to 4, released: 2 to 4)",
+        help="of the weights and the samples (peers: 1, price: 4 to 6, released: 2 to 4)",
+    )
+    found.add_argument(
+        "--choosing-seeds",
+        type=at_least(0),
+        nargs="+",
+        action=EachOnce,
+        help=f"price: those that choose between learning rates ({' '.join(map(str, CHOOSING))})",
     )
     found.add_argument(
         "--rates",
         type=_rate,
         nargs="+",
         action=EachOnce,
-        help=f"price: learning rates to try ({' '.join(f'{rate:g}' for rate in RATES)}); with one, all seeds measure",
+        help=f"price: learning rates to try ({' '.join(f'{rate:g}' for rate in RATES)})",
     )
     found.add_argument(
         "--output",

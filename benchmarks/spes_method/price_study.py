@@ -23,8 +23,11 @@ SIZES = Sizes(hidden=32, width=16, context=32)
 SHARES = (0.35, 0.5, 0.7, 1.0, 1.4)
 """Lengths of the centralized runs that say what a loss is worth in tokens."""
 
-RATES = (3e-3, 6e-3, 1.2e-2)
-"""Learning rates that every method tries, on the first seed; with a single one, that seed measures too."""
+RATES = (6e-3, 1.2e-2, 2.4e-2, 4.8e-2)
+"""Learning rates that every method tries."""
+
+CHOOSING = (1, 2, 3)
+"""Seeds that choose between them; no other seed is measured with what it has chosen."""
 
 INTERVALS = (1, 10, 50)
 OWNERS = (4, 2, 1)
@@ -67,31 +70,35 @@ def study_price(
     picture: Path,
     methods: Methods = METHODS,
     rates: Sequence[float] = RATES,
+    choosing: Sequence[int] = CHOOSING,
 ) -> list[Case]:
     """Make the runs that are missing, print the table, draw the picture.
 
     Args:
         output: folder of runs and figures.
         corpus: prefix of the tokens.
-        seeds: the first one chooses between several learning rates, the others measure.
+        seeds: measure every method at its best learning rate.
         picture: the PNG to write.
         methods: what is compared.
         rates: learning rates to try.
+        choosing: seeds that choose between several rates, by the mean of their losses.
     """
     runs = Runs(output / "price", corpus)
-    first, fresh = seeds[0], seeds[1:] if len(rates) > 1 else seeds
-    runs.make_missing([trial for _, run in methods.values() for trial in _trials(run, first, rates)])
-    chosen = {name: best_of_rates(runs, run, first, rates) for name, (_, run) in methods.items()}
-    for seed in fresh:  # so that an interrupted study has pairs
+    if len(rates) > 1:
+        runs.make_missing(
+            [trial for _, run in methods.values() for rate in rates for trial in _trials(run, rate, choosing)]
+        )
+    chosen = {name: best_of_rates(runs, run, choosing, rates) for name, (_, run) in methods.items()}
+    for seed in seeds:  # so that an interrupted study has pairs
         of_seed = {name: dataclasses.replace(run, seed=seed) for name, run in chosen.items()}
         runs.make_missing([*of_seed.values(), *lengths_of(of_seed["centralized"], SHARES)])
-    references = [dataclasses.replace(chosen["centralized"], seed=seed) for seed in fresh]
+    references = [dataclasses.replace(chosen["centralized"], seed=seed) for seed in seeds]
     found = [
         outcome_of(
             runs,
             name,
             methods[name][0],
-            [dataclasses.replace(run, seed=seed) for seed in fresh],
+            [dataclasses.replace(run, seed=seed) for seed in seeds],
             references,
             SHARES,
         )
@@ -102,18 +109,18 @@ def study_price(
     return [one.case() for one in found if one.name != "centralized"]
 
 
-def _trials(run: Run, seed: int, rates: Sequence[float]) -> list[Run]:
-    return [dataclasses.replace(run, rate=rate, seed=seed) for rate in rates]
+def _trials(run: Run, rate: float, seeds: Sequence[int]) -> list[Run]:
+    return [dataclasses.replace(run, rate=rate, seed=seed) for seed in seeds]
 
 
-def best_of_rates(runs: Runs, run: Run, seed: int, rates: Sequence[float]) -> Run:
-    """Return a method's run with the rate of the lowest loss; one that diverges is the last choice."""
+def best_of_rates(runs: Runs, run: Run, seeds: Sequence[int], rates: Sequence[float]) -> Run:
+    """Return a method's run with the rate of the lowest mean loss; one that diverges is the last choice."""
 
-    def loss(trial: Run) -> float:
-        found = runs.final(trial)
+    def loss(rate: float) -> float:
+        found = statistics.mean(runs.final(trial) for trial in _trials(run, rate, seeds))
         return math.inf if math.isnan(found) else found
 
-    return min(_trials(run, seed, rates), key=loss)
+    return dataclasses.replace(run, rate=rates[0] if len(rates) == 1 else min(rates, key=loss))
 
 
 def _draw(found: Mapping[str, Outcome], picture: Path) -> None:

@@ -155,7 +155,20 @@ def test_a_rate_that_diverges_is_not_chosen(corpus: Path, tmp_path: Path):
     file = tmp_path / f"{dataclasses.replace(run, rate=diverging).name}.json"
     content = json.loads(file.read_text())
     file.write_text(json.dumps({**content, "validation": {"2": math.nan}}))
-    assert best_of_rates(runs, run, 1, (diverging, trained)).rate == trained
+    assert best_of_rates(runs, run, [1], (diverging, trained)).rate == trained
+
+
+def test_the_rate_with_the_lowest_mean_of_the_choosing_seeds_is_chosen(corpus: Path, tmp_path: Path):
+    runs = Runs(tmp_path, corpus)
+    run = dataclasses.replace(RELEASED["centralized"][1], steps=2, warmup=1, sequences=1, validations=1, sizes=TOY)
+    losses = {(1e-3, 1): 1.0, (1e-3, 2): 4.0, (2e-3, 1): 2.0, (2e-3, 2): 2.0}
+    trials = {key: dataclasses.replace(run, rate=key[0], seed=key[1]) for key in losses}
+    runs.make_missing(list(trials.values()))
+    for key, trial in trials.items():
+        file = tmp_path / f"{trial.name}.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "validation": {"2": losses[key]}}))
+    assert best_of_rates(runs, run, [1, 2], (1e-3, 2e-3)).rate == 2e-3
+    assert best_of_rates(runs, run, [1], (1e-3, 2e-3)).rate == 1e-3
 
 
 def test_a_run_of_other_code_is_made_again_and_a_missing_one_has_no_loss(corpus: Path, tmp_path: Path):
@@ -200,21 +213,22 @@ def test_a_study_reports_on_every_method_and_makes_no_finished_run_again(
         name: (title, dataclasses.replace(run, steps=10, warmup=2, sequences=1, validations=1, sizes=TOY))
         for name, (title, run) in whole.items()
     }
-    cases = make_study(tmp_path, corpus, [1, 2], tmp_path / "picture.png", toy)
+    cases = make_study(tmp_path, corpus, [4, 5], tmp_path / "picture.png", toy)
     assert [case.case for case in cases] == [f"{name}_loss_ratio" for name in toy if name != "centralized"]
     assert all(0.5 < case.value < 2 for case in cases)
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert [one["name"] for one in json.loads((tmp_path / f"{study}.json").read_text())] == list(toy)
     assert (tmp_path / f"{study}.md").read_text().count("\n") == 2 + len(toy)
     capsys.readouterr()
-    make_study(tmp_path, corpus, [1, 2], tmp_path / "picture.png", toy)
+    make_study(tmp_path, corpus, [4, 5], tmp_path / "picture.png", toy)
     assert all(" 0 of them still to make" in line for line in capsys.readouterr().out.splitlines() if "runs," in line)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("price --seeds 1", "needs two or more"),
+        ("price --seeds 1 7", "--seeds: 1 chooses between learning rates; measure with others (--choosing-seeds)"),
+        ("released --choosing-seeds 1", "no effect"),
         ("peers --seeds 1 2", "one"),
         ("released --rates 1e-3", "no effect"),
         ("price --rates 2", "between 0 and 1"),
