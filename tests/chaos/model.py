@@ -253,7 +253,8 @@ def _processes_stay(history: History) -> Iterator[str]:
 
 def _ends_processes(struck: Struck, end: End) -> bool:
     if end.who == SERVER:
-        return struck.fault.kind == "full disk" and "cannot be used: File too large" in end.said
+        # Whatever file it is that cannot be written, in whole or in part.
+        return struck.fault.kind == "full disk" and " cannot be used: " in end.said
     return struck.outcome.endswith(REBUILT)
 
 
