@@ -44,6 +44,9 @@ _OF_SCORES = 2
 _AGAIN = 4 / 3
 """Operations of a row whose forward pass is made twice, by those of one whose is made once."""
 
+_EXCHANGED = {"none": 4, "selective": 4, "full": 6}
+"""All-reduces of a layer's activations over TP ranks: two in each forward pass, two in the backward pass."""
+
 _GUEST_BYTES = 6
 """Of a guest's parameter: bf16, and an fp32 gradient."""
 
@@ -127,29 +130,39 @@ class ModelledTimes:
         return self.recompute if strategy.recompute == "none" else strategy.recompute
 
     def of(self, strategy: Strategy) -> Coefficients:
-        """Return the coefficients of a strategy, with what is computed again."""
-        once = self.measured.get((strategy.tp, strategy.pp)) or self._modelled(strategy)
+        """Return the coefficients of a strategy, with what is computed again.
+
+        Measured ones, of rows of which nothing is, grow as the modelled ones do.
+        """
         recompute = self.recomputed_by(strategy)
+        found, once = self._modelled(strategy, recompute), self.measured.get((strategy.tp, strategy.pp))
+        if once is None:
+            return found
+        modelled = self._modelled(strategy, "none")
         return Coefficients(
-            squared=once.squared * (1 if recompute == "none" else _AGAIN),
-            linear=once.linear * (_AGAIN if recompute == "full" else 1),
+            squared=once.squared * (found.squared / modelled.squared),
+            linear=once.linear * (found.linear / modelled.linear),
             constant=once.constant * (_AGAIN if recompute == "full" else 1),
         )
 
-    def _modelled(self, strategy: Strategy) -> Coefficients:
+    def _modelled(self, strategy: Strategy, recompute: Recompute) -> Coefficients:
         shape, machine = self.shape, self.machine
         layers = -(-shape.num_layers // strategy.pp)
+        # Of whole layers; the output layer is none of them.
+        of_layers, of_scores = (_AGAIN if recompute in kinds else 1 for kinds in (("full",), ("full", "selective")))
         # Scores and their use, 2 * 2 s^2 h operations; causal attention masks one half, which fused kernels leave out.
         attention = shape.num_attention_heads * shape.score_size * (2 if self.unfused_attention else 1)
-        squared = _BACKWARD * attention * layers / strategy.tp / machine.operations
-        weights = self.largest_stage(strategy.pp)
+        squared = _BACKWARD * of_scores * attention * layers / strategy.tp / machine.operations
+        weights = of_layers * (self.largest_stage(strategy.pp) - self._output_elements) + self._output_elements
         compute = _BACKWARD * 2 * weights / strategy.tp / machine.operations
-        # Two all-reduces of a layer's bf16 activations forward, two backward.
+        # All-reduces of a layer's bf16 activations.
         ring = 2 * (strategy.tp - 1) / strategy.tp
         crosses = strategy.tp > machine.gpus_per_node
         bandwidth = machine.links.between_nodes if crosses else machine.links.within_node
-        exchange = 4 * layers * ring * 2 * shape.hidden_size / bandwidth
-        return Coefficients(squared=squared, linear=compute + exchange, constant=layers * machine.layer_overhead)
+        exchange = _EXCHANGED[recompute] * layers * ring * 2 * shape.hidden_size / bandwidth
+        return Coefficients(
+            squared=squared, linear=compute + exchange, constant=of_layers * layers * machine.layer_overhead
+        )
 
     @property
     def _output_elements(self) -> int:
