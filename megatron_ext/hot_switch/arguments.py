@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
+from megatron_ext.hot_switch.data.conversations import conversation_problems
 from megatron_ext.hot_switch.data.corpora import check_corpora, training_corpora
 from megatron_ext.hot_switch.model_config import circumstance_of
 from megatron_ext.hot_switch.model_shape import shape_of
@@ -75,10 +76,13 @@ def argument_problems(args: Any, feature: str) -> list[str]:
 
 def _corpus_problems(args: Any) -> list[str]:
     """Return the problems of the data files, which Megatron opens before this run's own reader does."""
-    if args.mock_data:
+    if args.mock_data and not args.sft:
         return []
     try:
-        return check_corpora(training_corpora(args))
+        named = training_corpora(args)
+        if args.sft:
+            return conversation_problems(args, named.prefixes, named.option)
+        return check_corpora(named)
     except UserError as error:
         return [str(error)]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from megatron_ext.options.asked import asks_to_switch
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_ANY_JOB,
@@ -14,15 +15,17 @@ from megatron_ext.options.common_verdicts import (
     STRATEGIES,
 )
 from megatron_ext.options.row import differs, is_set, row, says
-from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
+from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["DATA_ORDER"]
 
 _OWN_ORDER = refused("hot switching reads documents in an order of its own", named="--dataloader-type")
-_PLAIN_DOCUMENTS = refused("hot switching reads plain documents", "drop them", named="--sft, --fim-data")
+_NO_MIDDLE = refused("hot switching reads documents from beginning to end")
 _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
 _BLENDS = tested(f"{STRATEGIES}data/test_blends.py::test_a_run_on_a_blend_does_not_depend_on_the_strategies")
 _HOT_SIZES = tested(f"{STRATEGIES}test_training.py::test_steps_have_as_many_sequences_as_megatron_says")
+_CONVERSATIONS = tested(f"{STRATEGIES}data/test_conversations.py::test_hot_equals_static_on_conversations")
+_OF_SWITCHING = accepted("the row on --sft without hot switching has the say")
 _IGNORED = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
@@ -87,12 +90,17 @@ DATA_ORDER = (
         ),
     ),
     row(
-        "--sft",
-        cpu=needs_gpu("Megatron's unfused attention takes no packed samples, which it makes"),
+        "--sft without hot switching",
+        lambda args: args.sft and not asks_to_switch(args),
+        cpu=needs_gpu(
+            "Megatron's unfused attention takes no packed samples, which it makes",
+            "drop it, or use hot switching, which takes conversations one by one",
+        ),
         local_sgd=refused("the lengths of its packed samples are added up over all ranks in every step"),
-        hot_switch=_PLAIN_DOCUMENTS,
+        hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
     ),
+    row("--sft", cpu=_CONVERSATIONS, local_sgd=_OF_SWITCHING, hot_switch=_CONVERSATIONS, sync_service=AS_ANY_JOB),
     row(
         "--num-workers 0",
         says("num_workers", 0),
@@ -129,7 +137,7 @@ DATA_ORDER = (
         sync_service=AS_ANY_JOB,
         flags=("--data-args-path", "--per-split-data-args-path", "--train-data-path"),
     ),
-    row("--fim-data", cpu=OPEN, local_sgd=OPEN, hot_switch=_PLAIN_DOCUMENTS, sync_service=AS_ANY_JOB),
+    row("--fim-data", cpu=OPEN, local_sgd=OPEN, hot_switch=_NO_MIDDLE, sync_service=AS_ANY_JOB),
     row(
         "--dataloader-inter-document-masking",
         cpu=OPEN,

@@ -4,16 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_ext.hot_switch.data.blends import order_of
+from megatron_ext.hot_switch.data.document_source import Documents
 from megatron_ext.hot_switch.data.packing import StrategyBatch, plan_batch
-from megatron_ext.hot_switch.data.rows import PackedBatch, pack_rows
+from megatron_ext.hot_switch.data.rows import Excerpt, PackedBatch, pack_rows
 from megatron_ext.hot_switch.data.sequences import Sequence
-from megatron_ext.hot_switch.data.training_documents import Documents
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 
 __all__ = ["BatchReader", "GlobalBatch"]
@@ -85,11 +84,11 @@ class BatchReader:
         part = batch.parts[strategy]
         assert part is not None
         return [
-            pack_rows([[self._tokens(batch.sequences[each]) for each in row] for row in rows], part.row_length)
+            pack_rows([[self._excerpt(batch.sequences[each]) for each in row] for row in rows], part.row_length)
             for rows in part.micro_batches[replica]
         ]
 
-    def _tokens(self, sequence: Sequence) -> Any:
-        return self._documents.read(sequence.document, sequence.offset, sequence.positions + 1)
-
-
+    def _excerpt(self, sequence: Sequence) -> Excerpt:
+        document, offset, positions = sequence.document, sequence.offset, sequence.positions
+        counted = self._documents.counted(document, offset + 1, positions)
+        return Excerpt(self._documents.read(document, offset, positions + 1), counted)

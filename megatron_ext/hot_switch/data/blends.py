@@ -9,8 +9,9 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.hot_switch.data.document_source import Documents
 from megatron_ext.hot_switch.data.sequences import Sequence, SequenceOrder
-from megatron_ext.hot_switch.data.training_documents import Documents, JoinedDocuments
+from megatron_ext.hot_switch.data.training_documents import JoinedDocuments
 
 __all__ = ["BlendedOrder", "order_of"]
 

@@ -10,9 +10,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["PackedBatch", "document_lengths", "document_mask", "pack_rows"]
+__all__ = ["Excerpt", "PackedBatch", "document_lengths", "document_mask", "pack_rows"]
 
 _PADDING = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Excerpt:
+    """What is read of a document for one sequence."""
+
+    tokens: npt.NDArray[np.integer]
+    """One more than the sequence has positions: the last one is only predicted."""
+
+    counted: npt.NDArray[np.bool_] | None = None
+    """For each position whether the token that it predicts counts in the loss; None where all of them do."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,7 +37,7 @@ class PackedBatch:
     """int64: the token that follows in the document."""
 
     loss_mask: torch.Tensor
-    """float32: 1 where a token is predicted, 0 where there is padding."""
+    """float32: 1 where a token is predicted that counts in the loss, 0 where one does not or there is padding."""
 
     position_ids: torch.Tensor
     """int64, from 0 in each sequence."""
@@ -35,11 +46,11 @@ class PackedBatch:
     """int64: which sequence of its row a position belongs to, from 0; -1 for padding."""
 
 
-def pack_rows(rows: Sequence[Sequence[npt.NDArray[np.integer]]], length: int) -> PackedBatch:
+def pack_rows(rows: Sequence[Sequence[Excerpt]], length: int) -> PackedBatch:
     """Lay sequences one behind the other.
 
     Args:
-        rows: for each row the tokens of its sequences, each with one token more than it has positions.
+        rows: for each row what its sequences are.
         length: positions of every row, at least as many as the sequences of a row have together.
     """
     shape = (len(rows), length)
@@ -57,10 +68,10 @@ def pack_rows(rows: Sequence[Sequence[npt.NDArray[np.integer]]], length: int) ->
     for row, sequences in enumerate(rows):
         first = 0
         for segment, sequence in enumerate(sequences):
-            end = first + len(sequence) - 1
-            tokens[row, first:end] = sequence[:-1]
-            labels[row, first:end] = sequence[1:]
-            loss_mask[row, first:end] = 1.0
+            end = first + len(sequence.tokens) - 1
+            tokens[row, first:end] = sequence.tokens[:-1]
+            labels[row, first:end] = sequence.tokens[1:]
+            loss_mask[row, first:end] = 1.0 if sequence.counted is None else sequence.counted
             position_ids[row, first:end] = np.arange(end - first)
             segments[row, first:end] = segment
             first = end

@@ -1,36 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documents that a run trains on: those of Megatron's .bin/.idx files, or made-up ones."""
+"""The documents that a run trains on: of Megatron's .bin/.idx files, conversations for --sft, or made-up ones."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_ext.data.corpus_files import check_corpus
 from megatron_ext.data.split import parts_of
 from megatron_ext.errors import UserError
+from megatron_ext.hot_switch.data.conversations import Conversations, dataset_config
 from megatron_ext.hot_switch.data.corpora import training_corpora
+from megatron_ext.hot_switch.data.document_source import Counted, Documents, Tokens, require_rows
 
-__all__ = ["Documents", "IndexedDocuments", "JoinedDocuments", "MockDocuments", "open_documents"]
+__all__ = ["IndexedDocuments", "JoinedDocuments", "MockDocuments", "open_documents"]
 
-Tokens = npt.NDArray[np.integer]
-
-
-class Documents(Protocol):
-    """Documents of tokens."""
-
-    @property
-    def lengths(self) -> Tokens:
-        """Tokens of each document."""
-
-    def read(self, document: int, offset: int, count: int) -> Tokens:
-        """Return `count` tokens of a document, from token `offset` on."""
-
-
-class IndexedDocuments:
+class IndexedDocuments(Documents):
     """The training part of a Megatron .bin/.idx pair, in the files' order.
 
     Like Megatron's GPT dataset this takes each of the file's sequences for a document.
@@ -68,18 +55,12 @@ class IndexedDocuments:
     def read(self, document: int, offset: int, count: int) -> Tokens:
         """Return `count` tokens of a document, from token `offset` on."""
         tokens: Tokens = self._file.get(self._begin + document, offset, count)
-        if self._rows is not None and not (tokens.min() >= 0 and tokens.max() < self._rows):
-            # Tensor parallelism would make zeros of them, and train on.
-            wrong = tokens[(tokens < 0) | (tokens >= self._rows)]
-            raise UserError(
-                f"{self._option} {self._prefix}: document {self._begin + document} has the token {wrong[0]}, and the "
-                f"vocabulary has the rows 0 to {self._rows - 1}; give the tokenizer or --vocab-size that the data were "
-                "made with"
-            )
+        where = f"{self._option} {self._prefix}: document {self._begin + document}"
+        require_rows(tokens, self._rows, where)
         return tokens
 
 
-class JoinedDocuments:
+class JoinedDocuments(Documents):
     """The documents of several corpora, numbered one corpus after the other.
 
     Attributes:
@@ -87,7 +68,7 @@ class JoinedDocuments:
         weights: share of each in the trained tokens; None where all are read as one corpus.
     """
 
-    def __init__(self, corpora: Sequence[IndexedDocuments], weights: Sequence[float] | None) -> None:
+    def __init__(self, corpora: Sequence[Documents], weights: Sequence[float] | None) -> None:
         """Number the documents.
 
         Args:
@@ -105,12 +86,22 @@ class JoinedDocuments:
 
     def read(self, document: int, offset: int, count: int) -> Tokens:
         """Return `count` tokens of a document, from token `offset` on."""
+        corpus, number = self._corpus_of(document)
+        return corpus.read(number, offset, count)
+
+    def counted(self, document: int, offset: int, count: int) -> Counted | None:
+        """Return which of these tokens count in the loss where they are predicted; None where all of them do."""
+        corpus, number = self._corpus_of(document)
+        return corpus.counted(number, offset, count)
+
+    def _corpus_of(self, document: int) -> tuple[Documents, int]:
+        """Return the corpus that has a document, and the document's number there."""
         number = int(np.searchsorted(self._ends, document, side="right"))
         first = int(self._ends[number - 1]) if number else 0
-        return self.corpora[number].read(document - first, offset, count)
+        return self.corpora[number], document - first
 
 
-class MockDocuments:
+class MockDocuments(Documents):
     """Documents for --mock-data, most of them short, few of them long. Each counts in steps of its own."""
 
     COUNT = 10_000
@@ -147,11 +138,21 @@ def open_documents(args: Any) -> Documents:
     Raises:
         UserError: they cannot be read.
     """
+    if args.sft:
+        return _open_conversations(args)
     if args.mock_data:
         vocab_size = args.vocab_size or args.padded_vocab_size
         return MockDocuments(longest=args.seq_length, vocab_size=vocab_size, seed=args.seed)
     named = training_corpora(args)
     corpora = [
         IndexedDocuments(prefix, named.split, args.padded_vocab_size, option=named.option) for prefix in named.prefixes
+    ]
+    return JoinedDocuments(corpora, named.weights)
+
+
+def _open_conversations(args: Any) -> Documents:
+    named, config = training_corpora(args), dataset_config(args)
+    corpora = [
+        Conversations(path, named.split, config, args.padded_vocab_size, option=named.option) for path in named.prefixes
     ]
     return JoinedDocuments(corpora, named.weights)

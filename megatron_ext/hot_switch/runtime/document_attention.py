@@ -163,7 +163,8 @@ def attend_by_document(model: torch.nn.Module) -> None:
     """Let a GPT take the lengths of documents in place of an attention mask.
 
     With a mask, as in evaluation, it does what it did, except for context parallelism, which Megatron's local attention
-    does not know. There a row is a document where there is no mask.
+    does not know. There a row is a document where there is no mask. Samples of conversations, which evaluation has with
+    --sft, say themselves where they begin; Megatron's local attention does not know these either.
 
     Args:
         model: the core attention modules of its layers are changed in place: `DotProductAttention` or
@@ -199,6 +200,13 @@ def _take_lengths(module: Any) -> None:
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *rest: Any, **kwargs: Any
     ) -> Any:
         group = module.pg_collection.cp
+        packed = kwargs.get("packed_seq_params")
+        # Megatron leaves out the dimension of rows, of which there is one then.
+        if packed is not None:
+            if group.size() > 1:
+                raise RuntimeError("attention over parts of rows takes no packed samples, but the model was given some")
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+            attention_mask = packed.cu_seqlens_q.diff().cpu().long()[None]
         if attention_mask is None:
             attention_mask = torch.full((query.shape[1], 1), query.shape[0] * group.size())
         elif not _are_lengths(attention_mask):

@@ -19,6 +19,7 @@ _ORDER = {
     "train_data_path": "--train-data-path",
     "per_split_data_args_path": "--per-split-data-args-path",
     "mock_data": "--mock-data",
+    "sft": "--sft",
     "split": "--split",
 }
 """What the order of sequences is made from, and how to call it."""

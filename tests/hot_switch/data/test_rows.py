@@ -6,11 +6,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_ext.hot_switch.data.rows import document_mask, pack_rows
+from megatron_ext.hot_switch.data.rows import Excerpt, document_mask, pack_rows
 
 
 def test_sequences_lie_one_behind_the_other_each_from_position_zero():
-    batch = pack_rows([[np.array([5, 6, 7]), np.array([8, 9])], []], 5)
+    batch = pack_rows([[Excerpt(np.array([5, 6, 7])), Excerpt(np.array([8, 9]))], []], 5)
     assert batch.tokens.tolist() == [[5, 6, 8, 0, 0], [0] * 5]
     assert batch.labels.tolist() == [[6, 7, 9, 0, 0], [0] * 5]
     assert batch.loss_mask.tolist() == [[1, 1, 1, 0, 0], [0] * 5]
@@ -21,7 +21,7 @@ def test_sequences_lie_one_behind_the_other_each_from_position_zero():
 
 @given(sizes=st.lists(st.integers(1, 5), max_size=5), padding=st.integers(0, 3))
 def test_a_position_sees_itself_and_what_precedes_it_in_its_sequence(sizes, padding):
-    batch = pack_rows([[np.arange(size + 1) for size in sizes]], max(1, sum(sizes) + padding))
+    batch = pack_rows([[Excerpt(np.arange(size + 1)) for size in sizes]], max(1, sum(sizes) + padding))
     mask = document_mask(batch.segments)
     segments = batch.segments[0].tolist()
     assert mask.shape == (1, 1, len(segments), len(segments))
@@ -33,7 +33,7 @@ def test_a_position_sees_itself_and_what_precedes_it_in_its_sequence(sizes, padd
 def test_attention_in_a_packed_row_is_that_of_each_document_alone():
     torch.manual_seed(0)
     sizes, width = [4, 1, 6], 8
-    batch = pack_rows([[np.arange(size + 1) for size in sizes]], 13)
+    batch = pack_rows([[Excerpt(np.arange(size + 1)) for size in sizes]], 13)
     query, key, value = (torch.randn(13, width, dtype=torch.float64) for _ in range(3))
 
     def attend(query, key, value, forbidden):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.hot_switch.data.row_parts import own_positions, row_parts
-from megatron_ext.hot_switch.data.rows import document_lengths, document_mask, pack_rows
+from megatron_ext.hot_switch.data.rows import Excerpt, document_lengths, document_mask, pack_rows
 from megatron_ext.hot_switch.runtime import document_attention
 from megatron_ext.hot_switch.runtime.document_attention import attend_within_documents
 
@@ -21,7 +21,7 @@ SCALE = 1 / math.sqrt(CHANNELS)
 def packed(rows, padding):
     """A batch of rows with documents of these lengths."""
     length = max(1, *(sum(sizes) for sizes in rows)) + padding
-    return pack_rows([[np.arange(size + 1) for size in sizes] for sizes in rows], length)
+    return pack_rows([[Excerpt(np.arange(size + 1)) for size in sizes] for sizes in rows], length)
 
 
 def tensors(batch, seed=0):
