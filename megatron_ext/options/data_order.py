@@ -11,6 +11,7 @@ from megatron_ext.options.common_verdicts import (
     BARE,
     HOT_STATIC,
     OPEN,
+    PEERS,
     ROUNDS,
     STRATEGIES,
 )
@@ -84,10 +85,7 @@ DATA_ORDER = (
         cpu=OPEN,
         local_sgd=ROUNDS,
         hot_switch=_HOT_SIZES,
-        sync_service=refused(
-            "a peer's place in the data is counted in steps of --global-batch-size, which it makes smaller",
-            "give the largest multiple of --micro-batch-size times the data-parallel size as --global-batch-size",
-        ),
+        sync_service=tested(f"{PEERS}test_resuming.py::test_steps_smaller_than_asked_are_counted_as_they_are"),
     ),
     row(
         "--sft without hot switching",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from megatron_ext.hooks import ModelBuilt
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.megatron.checkpoint import Begun
+from megatron_ext.sync_service.megatron.step_size import samples_of_step
 from megatron_ext.sync_service.peer.interval import Interval
 from megatron_ext.sync_service.protocol.report import Progress
 from megatron_ext.sync_service.protocol.resuming import Claim
@@ -20,12 +21,12 @@ __all__ = ["claim_of", "progress_after_step", "resume_after"]
 
 def progress_after_step(context: ModelBuilt) -> Progress:
     """Return how far training is after a step that Megatron has not counted yet, except for its schedules."""
-    args = context.args
+    args, batch = context.args, samples_of_step(context.args)
     return Progress(
         iteration=args.curr_iteration + 1,
-        samples=args.consumed_train_samples + args.global_batch_size,
+        samples=args.consumed_train_samples + batch,
         schedule=context.scheduler.num_steps,
-        batch=args.global_batch_size,
+        batch=batch,
     )
 
 
@@ -38,7 +39,7 @@ def claim_of(context: ModelBuilt, begun: Begun | None, interval: Interval, *, wh
         interval: what it makes.
         whole: whether all of the checkpoint was loaded, and not its weights alone.
     """
-    batch, steps = context.args.global_batch_size, interval.wanted_steps
+    batch, steps = samples_of_step(context.args), interval.wanted_steps
     now = _progress_before(context, 0, batch)
     if begun is None:
         return Claim(repeats=steps is not None, steps=steps, begin=now, now=now)

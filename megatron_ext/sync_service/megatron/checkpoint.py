@@ -16,6 +16,7 @@ from megatron_ext.hooks import LoadContext, RankFiles, SaveContext
 from megatron_ext.legacy_format.rank_file import read_rank_file, write_rank_file
 from megatron_ext.seams.arguments import say
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
+from megatron_ext.sync_service.megatron.step_size import samples_of_step
 from megatron_ext.sync_service.peer.parts import Part
 
 __all__ = [
@@ -162,7 +163,7 @@ def begun(context: LoadContext) -> Begun | None:
         number=saved["round"],
         digest=saved["digest"],
         steps=saved["steps"],
-        batch=_batch_of(context),
+        batch=samples_of_step(context.state["args"]),
     )
 
 
@@ -206,10 +207,10 @@ def take_state(context: LoadContext) -> dict[str, Any] | None:
             f"{where}: the residuals of its codec were saved by {saved['residuals_of']}, this run has "
             f"{_layout(args)}; give that layout, or start with --no-load-optim"
         )
-    then = _batch_of(context)
-    if then != args.global_batch_size:
+    then, now = samples_of_step(context.state["args"]), samples_of_step(args)
+    if then != now:
         raise UserError(
-            f"{where}: it was saved with --global-batch-size {then}, now it is {args.global_batch_size}, and its "
+            f"{where}: it was saved with --global-batch-size {then}, now it is {now}, and its "
             f"iterations are counted in batches; give --global-batch-size {then}, or start with --no-load-optim"
         )
     taken: dict[str, Any] = saved
@@ -241,11 +242,6 @@ def _is_of_this_run(saved: Mapping[str, Any], args: Any) -> bool:
     # A run of the same name may be another one, at a server that does not know the first.
     peers = saved.get("peers", args.sync_service_peers)
     return (saved["run"], peers) == (args.sync_service_run, args.sync_service_peers)
-
-
-def _batch_of(context: LoadContext) -> int:
-    """Return the global batch size of the job that saved."""
-    return int(context.state["args"].global_batch_size)
 
 
 def _of_this_rank(residuals: dict[str, torch.Tensor] | None) -> Any:

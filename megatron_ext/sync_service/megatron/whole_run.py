@@ -13,6 +13,7 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.seams.arguments import say
+from megatron_ext.sync_service.megatron.step_size import samples_of_step
 
 __all__ = ["count_schedule_in_own_samples", "resume_in_part"]
 
@@ -27,10 +28,11 @@ def count_schedule_in_own_samples(context: LoadContext) -> None:
     Args:
         context: the whole state that was read; its scheduler's state is changed in place.
     """
-    schedule = context.state.get(_SCHEDULE)
-    then = getattr(context.state.get("args"), "global_batch_size", None)
-    now = context.args.global_batch_size
-    if schedule is None or then in (None, now):
+    schedule, saved = context.state.get(_SCHEDULE), context.state.get("args")
+    if schedule is None or getattr(saved, "global_batch_size", None) is None:
+        return
+    then, now = samples_of_step(saved), samples_of_step(context.args)
+    if then == now:
         return
     for name in _COUNTS:
         count = schedule[name] * now / then

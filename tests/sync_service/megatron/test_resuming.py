@@ -90,6 +90,22 @@ def test_in_the_middle_of_a_batch_of_another_size_it_does_not_begin(make_service
     assert "--global-batch-size 12: this peer's part of the samples is trained up to iteration 8 of 4" in said
 
 
+def test_steps_smaller_than_asked_are_counted_as_they_are(make_service: MakeService, tmp_path: Path):
+    service = make_service({"demo": {"peers": 1}, "again": {"peers": 1}})
+    service.start()
+    kind = ("dp2", "bf16-distopt", 2)
+    options: Options = {"micro_batch_size": 2, "train_iters": 12}
+    fours = model_of(run_job(service, "a", kind, **options))
+    # Two replicas of two samples: steps have 4.
+    smaller: Options = {"global_batch_size": 6, "eval_global_batch_size": 4, "decrease_batch_size_if_needed": True}
+    options = {**options, **smaller, "sync_service_run": "again"}
+    failing_job(service, "a", kind, before=die_in_step(7), save=str(tmp_path), save_interval=5, **options)
+    resumed = run_job(service, "a", kind, load=str(tmp_path), **options)
+    assert same_bits(fours, model_of(resumed))
+    reported = [event["progress"][:2] for event in service.events("uploaded", run="again") if event["round"] > 0]
+    assert reported == [[4, 16], [8, 32], [12, 48]]
+
+
 @pytest.mark.parametrize("contributes", [True, False], ids=["after a contribution", "before any"])
 def test_weights_alone_from_the_first_interval_leave_no_sample_out(
     make_service: MakeService, tmp_path: Path, contributes: bool
