@@ -16,7 +16,7 @@ from megatron_ext.options.common_verdicts import (
     STRATEGIES,
 )
 from megatron_ext.options.row import differs, is_set, row, says
-from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
+from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
 
 __all__ = ["DATA_ORDER"]
 
@@ -26,7 +26,9 @@ _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
 _BLENDS = tested(f"{STRATEGIES}data/test_blends.py::test_a_run_on_a_blend_does_not_depend_on_the_strategies")
 _HOT_SIZES = tested(f"{STRATEGIES}test_training.py::test_steps_have_as_many_sequences_as_megatron_says")
 _CONVERSATIONS = tested(f"{STRATEGIES}data/test_conversations.py::test_hot_equals_static_on_conversations")
-_OF_SWITCHING = accepted("the row on --sft without hot switching has the say")
+_WORKERS_SWITCH = tested(
+    f"{STRATEGIES}data/test_conversations.py::test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval"
+)
 _IGNORED = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
@@ -98,7 +100,7 @@ DATA_ORDER = (
         hot_switch=OPEN,
         sync_service=AS_ANY_JOB,
     ),
-    row("--sft", cpu=_CONVERSATIONS, local_sgd=_OF_SWITCHING, hot_switch=_CONVERSATIONS, sync_service=AS_ANY_JOB),
+    row("--sft", cpu=_CONVERSATIONS, local_sgd=_WORKERS_SWITCH, hot_switch=_CONVERSATIONS, sync_service=AS_ANY_JOB),
     row(
         "--num-workers 0",
         says("num_workers", 0),

@@ -139,4 +139,27 @@ def conversation_problems(args: Any, paths: tuple[str, ...], option: str) -> lis
         )
     if importlib.util.find_spec("datasets") is None:
         problems.append("--sft: Megatron reads conversations with the package datasets; pip install datasets")
+    return problems + _evaluation_problems(args)
+
+
+def _evaluation_problems(args: Any) -> list[str]:
+    """Return why conversations could not be evaluated, which is done on Megatron's packed samples, a row each."""
+    if not args.eval_iters:
+        return []
+    problems, ways_out = [], "or --eval-iters 0"
+    if args.micro_batch_size > 1:
+        problems.append(
+            f"--sft: evaluation takes samples of conversations one by one, and --micro-batch-size is "
+            f"{args.micro_batch_size}; give 1, and rows per micro-batch in the strategy file, {ways_out}"
+        )
+    if args.transformer_impl == "local" and args.context_parallel_size > 1:
+        problems.append(
+            f"--sft: evaluation has packed samples, which attention over parts of rows does not take; drop "
+            f"--context-parallel-size, {ways_out}"
+        )
+    if args.transformer_impl == "local" and args.hot_switch_attention == "rows":
+        problems.append(
+            f"--sft: evaluation has packed samples, which Megatron's unfused attention does not take; use "
+            f"--hot-switch-attention documents, {ways_out}"
+        )
     return problems

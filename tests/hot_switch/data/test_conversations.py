@@ -214,6 +214,23 @@ def test_hot_equals_static_on_conversations(tmp_path, folder, with_datasets):
     assert_resumed(hot(load=saved), through, after=3)
 
 
+def test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval(tmp_path, folder, with_datasets):
+    file = tmp_path / "strategies.yaml"
+    file.write_text("bucket_sizes: [64, 32, 0]\nstrategies: [{dp: 2, tp: 1, pp: 1}, {dp: 1, tp: 2, pp: 1}]\n")
+    workers = {"use_local_sgd": True, "local_sgd_workers": 2, "local_sgd_sync_interval": 2, "global_batch_size": 16}
+    switching = {**the_data(folder), **workers, "hot_switch_strategy_file": os.fspath(file), "eval_iters": 1}
+    shared, script = of_conversations(folder), os.fspath(folder / "pretrain_conversations.py")
+
+    def run(**where):
+        command = toy_gpt(COMMON, shared, switching, eval_interval=2, **where)
+        return run_pretrain(command, 4, script=script, probe=full_parameters, before=with_datasets)
+
+    through = run(save=os.fspath(tmp_path / "saved"), save_interval=3)
+    (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("3")
+    assert_resumed(run(load=os.fspath(tmp_path / "saved")), through, after=3)
+    assert all(rank.parameters == through[0].parameters for rank in through)  # they end at a round
+
+
 def test_what_conversations_cannot_be_read_with_is_said(folder):
     data = the_data(folder, data_path=["nowhere.jsonl"])
     command = arguments(["1,1,1"], [LONGEST, 0], **of_conversations(folder, **data, tokenizer_type="NullTokenizer"))
@@ -221,3 +238,22 @@ def test_what_conversations_cannot_be_read_with_is_said(folder):
     assert "--data-path nowhere.jsonl: there is no such file" in exit_of_rank.stderr
     assert "--tokenizer-type is NullTokenizer; use SFTTokenizer" in exit_of_rank.stderr
     assert "Traceback" not in exit_of_rank.stderr
+
+
+@pytest.mark.parametrize(
+    ("strategies", "options", "said"),
+    [
+        (["1,1,1"], {"micro_batch_size": 2}, "--sft: evaluation takes samples of conversations one by one"),
+        (["1,1,1,2"], {"context_parallel_size": 2}, "which attention over parts of rows does not take"),
+        (["1,1,1"], {"hot_switch_attention": "rows"}, "which Megatron's unfused attention does not take; use"),
+    ],
+    ids=["micro-batches", "context parallelism", "rows"],
+)
+def test_conversations_that_could_not_be_evaluated_are_refused_before_training(
+    folder, with_datasets, strategies, options, said
+):
+    data = the_data(folder, eval_iters=1)
+    command = arguments(strategies, [LONGEST, 0], **of_conversations(folder, **data, **options))
+    for rank in run_failing_pretrain(command, int(options.get("context_parallel_size", 1)), before=with_datasets):
+        assert said in rank.stderr and "or --eval-iters 0" in rank.stderr
+        assert "Traceback" not in rank.stderr
