@@ -99,7 +99,7 @@ def check_lines(run: str, folder: Path, journal: bytes, newest: int) -> RunRecor
     found = newest_snapshot(folder)
     record = None
     if found == newest + 1:
-        record = whole_record(folder / "snapshots" / snapshot_name(found), run)
+        record = whole_record(folder / "snapshots" / snapshot_name(found), run, is_committed=False)
     if found > newest + 1 or (record is not None and not record.follows(journal)):
         raise lost_lines(run, folder, newest)
     return record
@@ -195,17 +195,27 @@ def newest_spooled(folder: Path) -> int:
     return max((number for path in _entries(folder / "spool") if (number := round_of(path)) is not None), default=-1)
 
 
-def whole_record(path: Path, run: str) -> RunRecord | None:
-    """Return the record in a snapshot that the journal does not name, if there is one, after looking at all checksums.
+def whole_record(path: Path, run: str, *, is_committed: bool) -> RunRecord | None:
+    """Return the record in a snapshot, if there is one, after looking at all checksums.
+
+    Args:
+        path: of the snapshot.
+        run: the run id.
+        is_committed: whether the journal commits its round.
 
     Raises:
-        UserError: it is damaged.
+        UserError: it is damaged, or not there.
     """
     try:
         with closing(Snapshot(path)) as found:
             found.check()
             return RunRecord.of(found)
     except (UserError, OSError) as error:
+        if is_committed:
+            what = "is damaged" if path.exists() else "is not there"
+            raise UserError(
+                f"run {run}: {path} {what}, and the journal commits its round; restore the file from a copy ({error})"
+            ) from error
         raise UserError(
             f"run {run}: {path} is damaged, and the journal does not say whether its round was committed; restore the "
             f"file from a copy, or move it out of the folder, which gives that round up ({error})"

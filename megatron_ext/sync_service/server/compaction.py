@@ -113,7 +113,7 @@ def _record_of(run: str, folder: Path, journal: JournalContent, url: str | None)
     if journal.newest < 0:
         return None
     path = folder / "snapshots" / snapshot_name(journal.newest)
-    record = whole_record(path, run)
+    record = whole_record(path, run, is_committed=True)
     if record is None:
         raise UserError(
             f"run {run}: {path} is of a release of megatron_ext whose snapshots say nothing of the run; make a round "

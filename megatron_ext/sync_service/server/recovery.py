@@ -204,7 +204,7 @@ def _rebuilt(run: str, folder: Path, places: Sequence[Path], journal: JournalCon
     if newest < 0:
         return _ALL_NAMED
     path = place / "snapshots" / snapshot_name(newest)
-    record = whole_record(path, run)
+    record = whole_record(path, run, is_committed=newest == journal.newest)
     if newest == journal.newest:
         state = _explained(run, folder, path, journal, record)
         if state is not None:

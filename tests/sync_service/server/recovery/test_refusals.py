@@ -49,6 +49,22 @@ def test_a_journal_that_is_damaged_before_any_round_is_refused_in_one_line(
     assert contents(folder_of(service)) == before
 
 
+def test_a_damaged_snapshot_of_a_round_that_the_journal_commits_is_not_to_be_moved_out(
+    service: Service, capsys: pytest.CaptureFixture[str]
+):
+    path = folder_of(service) / "snapshots" / snapshot_name(ROUNDS)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3000] + b"damage" + whole[-2994:])
+    for command in ("recover", "compact"):
+        assert main(["server", command, str(service.state)]) == 2
+        said = capsys.readouterr().err
+        assert f"{path} is damaged, and the journal commits its round; restore the file from a copy" in said
+        assert "move it out" not in said and len(said.splitlines()) == 1
+    path.unlink()
+    assert main(["server", "compact", str(service.state)]) == 2
+    assert f"{path} is not there, and the journal commits its round" in capsys.readouterr().err
+
+
 def test_what_cannot_be_recovered_is_refused_with_the_way_out(
     service: Service, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
