@@ -13,12 +13,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.common import writable
 from megatron_ext.errors import UserError, report
 from tests.chaos.report import as_table, figures
 from tests.chaos.schedule import Fault, draw, read_schedule, shrink, write_schedule
 from tests.chaos.settings import Settings, peer_name
 from tests.chaos.synthetic import run_synthetic
 from tests.sync_service.service import Zygote
+
+_MOST_FAULTS = 36_000
+"""Of an hour: what is more often than ten a second cannot begin at its time."""
+_MOST_RUNS = 1000
+"""To shrink a schedule with."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults-per-hour", type=float, default=600.0, help="how many begin in the mean (600)")
     parser.add_argument("--schedule", type=Path, metavar="FILE", help="the faults of this file instead")
     parser.add_argument("--dir", type=Path, help="an empty folder for all files of the run, which stay there")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures there too")
     parser.add_argument("--shrink", type=int, default=0, metavar="N", help="runs to shrink a failing schedule with (0)")
     return parser
 
@@ -49,6 +55,13 @@ def _run(options: argparse.Namespace) -> int:
     for name, value in (("--minutes", options.minutes), ("--faults-per-hour", options.faults_per_hour)):
         if not 0 < value < float("inf"):
             raise UserError(f"{name} is {value}; it must be above 0")
+    # What torch's generator takes.
+    if not 0 <= options.seed < 1 << 63:
+        raise UserError(f"--seed is {options.seed}; give 0 to 2^63 - 1")
+    if options.faults_per_hour > _MOST_FAULTS:
+        raise UserError(f"--faults-per-hour is {options.faults_per_hour:g}; give {_MOST_FAULTS} (ten a second) or less")
+    if not 0 <= options.shrink <= _MOST_RUNS:
+        raise UserError(f"--shrink is {options.shrink}; give 0 to {_MOST_RUNS}")
     settings = (Settings.of_jobs if options.jobs else Settings.of_seed)(options.seed)
     names = [peer_name(index) for index in range(settings.peers)]
     if options.schedule:
@@ -56,8 +69,12 @@ def _run(options: argparse.Namespace) -> int:
     else:
         faults = draw(options.seed, seconds=seconds, faults_per_hour=options.faults_per_hour, peers=names)
     folder = options.dir or Path(tempfile.mkdtemp(prefix=f"chaos-{options.seed}-"))
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        is_used = any(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"--dir {folder}: {error.strerror}; give a new folder that can be written") from error
+    if is_used:
         raise UserError(f"--dir {folder}: is not empty; give a new folder")
     zygote = Zygote()
     try:

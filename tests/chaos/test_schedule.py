@@ -99,11 +99,24 @@ def test_a_line_that_cannot_be_a_fault_of_this_run_is_named(tmp_path: Path, chan
         (["--faults-per-hour", "nan"], "--faults-per-hour is nan; it must be above 0"),
         (["--schedule", "nowhere"], "--schedule nowhere: No such file"),
         (["--dir", "/proc"], "--dir /proc: is not empty"),
+        (["--dir", "/proc/x"], "--dir /proc/x: No such file or directory; give a new folder"),
+        (["--dir", __file__], f"--dir {__file__}: File exists; give a new folder"),
+        (["--seed", "-1"], "--seed is -1; give 0 to 2^63 - 1"),
+        (["--seed", str(1 << 63)], f"--seed is {1 << 63}; give 0 to 2^63 - 1"),
+        (["--shrink", "-2"], "--shrink is -2; give 0 to 1000"),
+        (["--faults-per-hour", "1e9"], "--faults-per-hour is 1e+09; give 36000"),
     ],
-    ids=str,
+    ids=["minutes", "faults", "schedule", "full dir", "no dir", "file", "below 0", "seed", "shrink", "too many faults"],
 )
 def test_the_command_line_is_refused_before_anything_is_started(
     argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["--seed", "1", *argv]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_figures_that_could_not_be_written_are_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as end:
+        main(["--seed", "1", "--json", "/no/such/x.json"])
+    assert end.value.code == 2
+    assert "argument --json: /no/such/x.json cannot be written: No such file" in capsys.readouterr().err
