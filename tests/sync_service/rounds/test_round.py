@@ -254,6 +254,14 @@ def test_whatever_happens_the_promises_hold_and_a_replay_gives_the_same_state(st
     assert facts(again) == facts(machine.state)
 
 
+@pytest.mark.parametrize(("peers", "named"), [(5, "p0, p1, p2, p3, p4"), (9, "p0, p1, p2, p3, p4 and 4 others")])
+def test_a_full_run_names_five_of_its_peers_at_most(peers: int, named: str):
+    machine = Machine(peers=peers).join(*(f"p{index}" for index in range(peers)))
+    with pytest.raises(Refusal) as refused:
+        machine.join("late")
+    assert f"all {peers} places of the run are taken ({named}); one has to leave" in str(refused.value)
+
+
 def test_who_has_left_keeps_its_place_while_its_contribution_waits_for_a_round():
     machine = Machine(peers=2).join("a", "b").upload("a").close_and_commit_start()
     machine.upload("b")
