@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron_ext.errors import UserError
 
@@ -77,6 +78,15 @@ class Fault:
         return f"{self.at:7.1f} s  {self.kind:<26} {self.target:<8} {self.seconds:5.1f} s"
 
 
+_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "kind": ((str,), "a text"),
+    "at": ((int, float), "a number of seconds"),
+    "seconds": ((int, float), "a number of seconds"),
+    "target": ((str,), "a text"),
+    "dice": ((int,), "an integer"),
+}
+
+
 def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[str]) -> tuple[Fault, ...]:
     """Return the faults of a seed, in the order of their time; at most one at a time strikes the same process or link.
 
@@ -128,20 +138,41 @@ def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[
         UserError: there is no such file, or a line of it cannot be a fault of this run; names the line.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--schedule {path}: is no text; give a file that a run has written") from error
     except OSError as error:
         raise UserError(f"--schedule {path}: {error.strerror}; give a file that a run has written") from error
     found = []
     for number, line in enumerate(lines, 1):
         try:
-            fault = Fault(**json.loads(line))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"--schedule {path}: line {number} cannot be a fault ({error})") from error
+            content = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"--schedule {path}: line {number} is no JSON; give a file of a run") from error
+        problem = _problem_of_fields(content)
+        if problem:
+            raise UserError(f"--schedule {path}: line {number}: {problem}")
+        fault = Fault(**content)
         problem = _problem(fault, seconds, peers)
         if problem:
             raise UserError(f"--schedule {path}: line {number}: {problem}")
         found.append(fault)
     return tuple(sorted(found, key=lambda fault: fault.at))
+
+
+def _problem_of_fields(content: Any) -> str:
+    """Return what is wrong with the names and types of a line's fields; empty where nothing is."""
+    if not isinstance(content, dict):
+        return f"is {content!r:.40}; give an object with {', '.join(_FIELDS)}"
+    if content.keys() != _FIELDS.keys():
+        lacking, unknown = _FIELDS.keys() - content.keys(), content.keys() - _FIELDS.keys()
+        found = [f"{name!r:.40} is no field of a fault" for name in sorted(unknown)]
+        found += [f"{name!r} is not given" for name in _FIELDS if name in lacking]
+        return f"{', '.join(found)}; give {', '.join(_FIELDS)}"
+    for name, (types, what) in _FIELDS.items():
+        if not isinstance(content[name], types) or isinstance(content[name], bool):
+            return f"{name} is {content[name]!r:.40}; give {what}"
+    return ""
 
 
 def _problem(fault: Fault, seconds: float, peers: Sequence[str]) -> str:

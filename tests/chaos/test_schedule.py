@@ -80,7 +80,10 @@ GOOD = Fault(kind="server killed", at=1.0, seconds=1.0, target="server", dice=1)
         ({"at": 59.5}, "it lasts until second 60.5, but the run has 60 for faults; raise --minutes"),
         ({"at": -1.0}, "it lasts until second 0"),
         ({"at": float("nan")}, "it lasts until second nan"),
-        ({"when": 3}, "cannot be a fault"),
+        ({"when": 3}, "'when' is no field of a fault; give kind, at, seconds, target, dice"),
+        ({"at": "1"}, "at is '1'; give a number of seconds"),
+        ({"seconds": True}, "seconds is True; give a number of seconds"),
+        ({"kind": ["a"]}, "kind is ['a']; give a text"),
     ],
     ids=str,
 )
@@ -120,3 +123,21 @@ def test_figures_that_could_not_be_written_are_refused_before_the_run(capsys: py
         main(["--seed", "1", "--json", "/no/such/x.json"])
     assert end.value.code == 2
     assert "argument --json: /no/such/x.json cannot be written: No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"\xff\xfe", "is no text; give a file"),
+        (b"{}", "line 1: 'kind' is not given, 'at' is not given"),
+        (b"[1]", "line 1: is [1]; give an object with kind, at"),
+        (b"{", "line 1 is no JSON; give a file"),
+    ],
+    ids=["bytes", "empty", "list", "torn"],
+)
+def test_a_file_without_faults_is_named(tmp_path: Path, content: bytes, problem: str):
+    path = tmp_path / "faults"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_schedule(path, seconds=60, peers=PEERS)
+    assert str(caught.value).startswith(f"--schedule {path}: {problem}")
