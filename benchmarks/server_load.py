@@ -52,6 +52,10 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for and report."""
     options = parser().parse_args(arguments)
+    if max(options.peers) > 4096:
+        parser().error(f"--peers has {max(options.peers)}; a run takes 4096 at most")
+    if options.dir is not None and not options.dir.is_dir():
+        parser().error(f"--dir {options.dir}: is no folder; give one that exists")
     print(f"{options.values} values in {options.tensors} tensors, {options.rounds} rounds\n")
     found: dict[tuple[int, int], Measured] = {}
     for servers in options.servers:

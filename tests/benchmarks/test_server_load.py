@@ -38,3 +38,15 @@ def test_a_peer_that_fails_ends_the_measurement_with_its_reason(tmp_path):
     options = server_load.parser().parse_args(["--values", "8"])
     with pytest.raises(RuntimeError, match="a peer has failed: UserError"):
         SyntheticPeers("nowhere", 1, options)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [(["--dir", __file__], "is no folder; give one"), (["--peers", "8", "5000"], "--peers has 5000; a run takes 4096")],
+    ids=["dir", "peers"],
+)
+def test_what_cannot_be_measured_is_refused_at_once(words, problem, capsys):
+    with pytest.raises(SystemExit) as end:
+        server_load.main(words)
+    assert end.value.code == 2
+    assert problem in capsys.readouterr().err
