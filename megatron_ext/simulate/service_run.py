@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
+from megatron_ext.errors import UserError
 from megatron_ext.simulate.event_queue import EventQueue, SharedLink
 from megatron_ext.simulate.job_run import SimulatedRun
 from megatron_ext.simulate.service_peer import ServicePeer
@@ -29,6 +30,9 @@ __all__ = ["ServiceLoad", "ServiceRun"]
 _RUN = "simulated"
 _KEPT = 16
 """Rounds whose values asynchronous peers may resume from."""
+
+_MOST_FAILURES = 100
+"""Of a peer, in the mean, between two contributions of any that count: a run with more does not end in any time."""
 
 _ROUNDING = 1e-6
 """Seconds before its end at which a grace window is over."""
@@ -108,14 +112,25 @@ class ServiceRun:
         self._commit(self._state.closing or (), 0)
 
     def run(self) -> SimulatedRun:
-        """Return what becomes of it, once all steps have been contributed."""
+        """Return what becomes of it, once all steps have been contributed.
+
+        Raises:
+            UserError: failures come faster than rounds.
+        """
         for peer in self._peers:
             self._state.adopted(peer.name, 0)
             self._train(peer)
             self._plan_failure(peer)
-        while self._counted < self._load.steps and self._queue.step():
-            pass
         count = len(self._peers)
+        counted = failures = 0
+        while self._counted < self._load.steps and self._queue.step():
+            if self._counted > counted:
+                counted, failures = self._counted, self._failures
+            elif self._failures - failures > _MOST_FAILURES * count:
+                raise UserError(
+                    "the run does not get from one round to the next: a peer fails every "
+                    f"{self._load.mean_life:.3g} s; give a shorter --sync-service-interval or a larger --mtbf-hours"
+                )
         for peer in self._peers:
             peer.end(self._queue.now)
         return SimulatedRun(

@@ -130,10 +130,22 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
         (["--sweep", "local-sgd-codec=int4,int3"], "--sweep local-sgd-codec=int3: invalid choice"),
         (["--sweep", "bandwidth=1,-1"], "--bandwidth is -1"),
         (["--csv", "a.csv"], "--csv has no effect without --sweep"),
+        (["--sweep", "bandwidth=1,2", "--sweep", "bandwidth=3"], "--sweep bandwidth is given 2 times; give all its"),
+        (["--sweep", "bandwidth=1,2", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv: there is no folder nowhere"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
     assert main([*LLAMA, *words]) == 2
     error = capsys.readouterr().err
     assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("hours", ["1e-4", "0.001"])
+def test_peers_that_fail_faster_than_they_contribute_end_the_simulation(
+    hours: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*SERVICE, "--mtbf-hours", hours]) == 2
+    error = capsys.readouterr().err
+    assert "does not get from one round to the next" in error and "a larger --mtbf-hours" in error
     assert error.count("\n") == 1

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,6 +82,12 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
     from megatron_ext.simulate.sweep import combinations_of, draw_sweep, read_sweep, write_csv
 
     sweeps = [read_sweep(text) for text in options.sweep]
+    for name, times in Counter(sweep.flag.removeprefix("--") for sweep in sweeps).items():
+        if times > 1:
+            raise UserError(f"--sweep {name} is given {times} times; give all its values in one: {name}=V1,V2,...")
+    for flag, file in (("--csv", options.csv), ("--png", options.png)):
+        if file is not None and not file.parent.is_dir():  # better known before all simulations than after them
+            raise UserError(f"{flag} {file}: there is no folder {file.parent}; make it first")
     rows: list[dict[str, Any]] = []
     for values in combinations_of(sweeps):
         chosen = copy.copy(options)
