@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if max(options.peers) > 4096:
         parser().error(f"--peers has {max(options.peers)}; a run takes 4096 at most")
     if options.dir is not None and not options.dir.is_dir():
-        parser().error(f"--dir {options.dir}: is no folder; give one that exists")
+        parser().error(f"--dir {options.dir}: is not a folder; give one that exists")
     print(f"{options.values} values in {options.tensors} tensors, {options.rounds} rounds\n")
     found: dict[tuple[int, int], Measured] = {}
     for servers in options.servers:

@@ -42,7 +42,7 @@ def test_a_peer_that_fails_ends_the_measurement_with_its_reason(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "problem"),
-    [(["--dir", __file__], "is no folder; give one"), (["--peers", "8", "5000"], "--peers has 5000; a run takes 4096")],
+    [(["--dir", __file__], "is not a folder; give"), (["--peers", "8", "5000"], "--peers has 5000; a run takes 4096")],
     ids=["dir", "peers"],
 )
 def test_what_cannot_be_measured_is_refused_at_once(words, problem, capsys):

@@ -140,7 +140,7 @@ def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise UserError(f"--schedule {path}: is no text; give a file that a run has written") from error
+        raise UserError(f"--schedule {path}: is not text; give a file that a run has written") from error
     except OSError as error:
         raise UserError(f"--schedule {path}: {error.strerror}; give a file that a run has written") from error
     found = []
@@ -148,7 +148,7 @@ def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[
         try:
             content = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"--schedule {path}: line {number} is no JSON; give a file of a run") from error
+            raise UserError(f"--schedule {path}: line {number} is not JSON; give a file of a run") from error
         problem = _problem_of_fields(content)
         if problem:
             raise UserError(f"--schedule {path}: line {number}: {problem}")
@@ -161,12 +161,12 @@ def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[
 
 
 def _problem_of_fields(content: Any) -> str:
-    """Return what is wrong with the names and types of a line's fields; empty where nothing is."""
+    """Return the problems of the names and types of a line's fields; empty where nothing is."""
     if not isinstance(content, dict):
         return f"is {content!r:.40}; give an object with {', '.join(_FIELDS)}"
     if content.keys() != _FIELDS.keys():
         lacking, unknown = _FIELDS.keys() - content.keys(), content.keys() - _FIELDS.keys()
-        found = [f"{name!r:.40} is no field of a fault" for name in sorted(unknown)]
+        found = [f"{name!r:.40} is not a field of a fault" for name in sorted(unknown)]
         found += [f"{name!r} is not given" for name in _FIELDS if name in lacking]
         return f"{', '.join(found)}; give {', '.join(_FIELDS)}"
     for name, (types, what) in _FIELDS.items():

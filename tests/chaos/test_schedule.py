@@ -80,7 +80,7 @@ GOOD = Fault(kind="server killed", at=1.0, seconds=1.0, target="server", dice=1)
         ({"at": 59.5}, "it lasts until second 60.5, but the run has 60 for faults; raise --minutes"),
         ({"at": -1.0}, "it lasts until second 0"),
         ({"at": float("nan")}, "it lasts until second nan"),
-        ({"when": 3}, "'when' is no field of a fault; give kind, at, seconds, target, dice"),
+        ({"when": 3}, "'when' is not a field of a fault; give kind, at, seconds, target, dice"),
         ({"at": "1"}, "at is '1'; give a number of seconds"),
         ({"seconds": True}, "seconds is True; give a number of seconds"),
         ({"kind": ["a"]}, "kind is ['a']; give a text"),
@@ -128,10 +128,10 @@ def test_figures_that_could_not_be_written_are_refused_before_the_run(capsys: py
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (b"\xff\xfe", "is no text; give a file"),
+        (b"\xff\xfe", "is not text; give a file"),
         (b"{}", "line 1: 'kind' is not given, 'at' is not given"),
         (b"[1]", "line 1: is [1]; give an object with kind, at"),
-        (b"{", "line 1 is no JSON; give a file"),
+        (b"{", "line 1 is not JSON; give a file"),
     ],
     ids=["bytes", "empty", "list", "torn"],
 )
