@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +26,11 @@ _MOST_FAULTS = 36_000
 """Of an hour: what is more often than ten a second cannot begin at its time."""
 _MOST_RUNS = 1000
 """To shrink a schedule with."""
+
+_DIR = (
+    "an empty folder for all files of the run, which stay there (one in the system's temporary folder, removed where "
+    "no rule was violated)"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults happen (3)")
     parser.add_argument("--faults-per-hour", type=float, default=600.0, help="how many begin in the mean (600)")
     parser.add_argument("--schedule", type=Path, metavar="FILE", help="the faults of this file instead")
-    parser.add_argument("--dir", type=Path, help="an empty folder for all files of the run, which stay there")
+    parser.add_argument("--dir", type=Path, help=_DIR)
     parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures there too")
     parser.add_argument("--shrink", type=int, default=0, metavar="N", help="runs to shrink a failing schedule with (0)")
     return parser
@@ -84,6 +90,8 @@ def _run(options: argparse.Namespace) -> int:
             options.json.write_text(json.dumps(found, indent=1) + "\n")
         if found["violations"]:
             _say_how_to_run_again(options, settings, faults, folder, zygote)
+        elif options.dir is None:
+            shutil.rmtree(folder)
     finally:
         zygote.close()
     return int(bool(found["violations"]))

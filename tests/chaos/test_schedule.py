@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
 from tests.chaos.__main__ import main
+from tests.chaos.histories import history
+from tests.chaos.report import figures
 from tests.chaos.schedule import KINDS, Fault, draw, read_schedule, shrink, write_schedule
 from tests.chaos.settings import Settings
 
@@ -141,3 +143,30 @@ def test_a_file_without_faults_is_named(tmp_path: Path, content: bytes, problem:
     with pytest.raises(UserError) as caught:
         read_schedule(path, seconds=60, peers=PEERS)
     assert str(caught.value).startswith(f"--schedule {path}: {problem}")
+
+
+@pytest.mark.parametrize("violated", [False, True], ids=["well", "violated"])
+def test_a_run_without_a_folder_leaves_files_only_where_a_rule_was_violated(
+    violated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    found = figures(history())
+    found["violations"] = {"processes stay": ["p0 ended by itself"]} if violated else {}
+
+    def made(settings: Settings, faults: Sequence[Fault], seconds: float, folder: Path, zygote: object) -> dict:
+        folder.mkdir()
+        return found
+
+    monkeypatch.setattr("tests.chaos.__main__._made", made)
+    monkeypatch.setattr("tests.chaos.__main__.Zygote", Zygote)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert main(["--seed", "1", "--minutes", "0.1"]) == int(violated)
+    left = list(tmp_path.iterdir())
+    assert len(left) == int(violated)
+    assert not violated or f"files: {left[0]}" in capsys.readouterr().out
+
+
+class Zygote:
+    """In place of the process that all others are forked from."""
+
+    def close(self) -> None:
+        """Do nothing."""
