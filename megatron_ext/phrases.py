@@ -8,10 +8,10 @@ from collections.abc import Sequence
 __all__ = ["listed", "plural"]
 
 
-def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Return names for a message, the first few of them when there are many."""
+def listed(names: Sequence[str], limit: int = 5, more: str = "more unit") -> str:
+    """Return names for a message, the first few of them when there are many, and how many `more` there are."""
     rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more units" if rest > 0 else "")
+    return ", ".join(names[:limit]) + (f" and {plural(rest, more)}" if rest > 0 else "")
 
 
 def plural(number: int, noun: str) -> str:

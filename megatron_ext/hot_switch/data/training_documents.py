@@ -17,6 +17,7 @@ from megatron_ext.hot_switch.data.document_source import Counted, Documents, Tok
 
 __all__ = ["IndexedDocuments", "JoinedDocuments", "MockDocuments", "open_documents"]
 
+
 class IndexedDocuments(Documents):
     """The training part of a Megatron .bin/.idx pair, in the files' order.
 

@@ -10,10 +10,11 @@ their upload, or a grace window after a quorum of them has. Only who was in when
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, astuple
 from typing import Any, Literal
 
+from megatron_ext.phrases import listed
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
 from megatron_ext.sync_service.rounds.journal import Event
@@ -24,9 +25,6 @@ __all__ = ["KEPT_RESULTS", "Answer", "RunState"]
 
 KEPT_RESULTS = 16
 """How many rounds back a peer can ask what became of its contribution."""
-
-_MOST_NAMES = 5
-"""Of peers in one sentence."""
 
 Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
 """What is to be done by a peer that awaits a round, and why."""
@@ -276,14 +274,14 @@ class RunState:
             return index
         free = [place for place in range(count) if place not in taken and place not in left]
         if not free and left:
-            names = _some(list(left.values()))
+            names = listed(list(left.values()), more="other")
             raise Refusal(
                 "later",
                 f"what {names} contributed before leaving still counts in round {self.open_round}; a place is free "
                 "after that",
             )
         if not free:
-            names = _some([taken[place] for place in sorted(taken)])
+            names = listed([taken[place] for place in sorted(taken)], more="other")
             raise Refusal(
                 "state", f"all {count} places of the run are taken ({names}); one has to leave or be evicted first"
             )
@@ -487,9 +485,3 @@ class RunState:
 
 def _evicted_because(peer: str, reason: str) -> str:
     return f"peer {peer!r} was evicted: {reason}; a new process of that name may register again"
-
-
-def _some(names: Sequence[str]) -> str:
-    """Return names for a sentence: of many the first ones, and how many others there are."""
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} other{'s' * (more > 1)}" if more > 0 else "")
