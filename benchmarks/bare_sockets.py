@@ -13,12 +13,17 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
+
+from benchmarks.bare_messages import messages, parts_of
 
 __all__ = ["SocketClient"]
 
-MESSAGE = bytes(1 << 20)
 _UP, _DOWN, _TAKEN = b"u", b"d", b"k"
 _LENGTH_BYTES = 8
+_READ_BYTES = 1 << 20
 
 
 class SocketClient:
@@ -50,28 +55,18 @@ class SocketClient:
 
         self._on_each(take, count)
 
-    def close(self) -> None:
-        """End it."""
-        self._pool.shutdown()
-        for connection in self._connections:
-            connection.close()
-
     def _on_each(self, move: Callable[[socket.socket, int], None], count: int) -> None:
-        streams = len(self._connections)
-        parts = [count // streams + (index < count % streams) for index in range(streams)]
-        list(self._pool.map(move, self._connections, parts))
+        list(self._pool.map(move, self._connections, parts_of(count, len(self._connections))))
 
 
 def _send(connection: socket.socket, count: int) -> None:
-    whole, rest = divmod(count, len(MESSAGE))
-    for _ in range(whole):
-        connection.sendall(MESSAGE)
-    connection.sendall(memoryview(MESSAGE)[:rest])
+    for message in messages(count):
+        connection.sendall(message)
 
 
 def _receive(connection: socket.socket, count: int) -> int:
     """Return how many bytes are missing at the end."""
-    memory = memoryview(bytearray(len(MESSAGE)))
+    memory = memoryview(bytearray(_READ_BYTES))
     while count:
         found = connection.recv_into(memory[: min(count, len(memory))])
         if not found:

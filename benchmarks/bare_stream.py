@@ -14,11 +14,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
+from benchmarks.bare_messages import messages, parts_of
 from megatron_ext.sync_service.protocol.protocol import MAX_MESSAGE, grpc
 
 __all__ = ["BareClient"]
 
-MESSAGE = bytes(1 << 20)
 _OPTIONS = [("grpc.max_receive_message_length", MAX_MESSAGE), ("grpc.max_send_message_length", MAX_MESSAGE)]
 
 
@@ -34,7 +34,7 @@ class BareClient:
 
     def upload(self, count: int) -> None:
         """Send bytes."""
-        list(self._pool.map(lambda part: self._up(_messages(part)), self._parts(count)))
+        list(self._pool.map(lambda part: self._up(messages(part)), parts_of(count, self._streams)))
 
     def download(self, count: int) -> None:
         """Receive bytes."""
@@ -42,31 +42,16 @@ class BareClient:
         def take(part: int) -> int:
             return sum(len(message) for message in self._down(part.to_bytes(8)))
 
-        if sum(self._pool.map(take, self._parts(count))) != count:
+        if sum(self._pool.map(take, parts_of(count, self._streams))) != count:
             raise RuntimeError("the bare stream has lost bytes")
 
-    def close(self) -> None:
-        """End it."""
-        self._pool.shutdown()
-        self._channel.close()
 
-    def _parts(self, count: int) -> list[int]:
-        return [count // self._streams + (index < count % self._streams) for index in range(self._streams)]
-
-
-def _messages(count: int) -> Iterator[bytes]:
-    for _ in range(count // len(MESSAGE)):
-        yield MESSAGE
-    if count % len(MESSAGE):
-        yield MESSAGE[: count % len(MESSAGE)]
-
-
-def _up(messages: Iterator[bytes], _context: Any) -> bytes:
-    return sum(len(message) for message in messages).to_bytes(8)
+def _up(sent: Iterator[bytes], _context: Any) -> bytes:
+    return sum(len(message) for message in sent).to_bytes(8)
 
 
 def _down(request: bytes, _context: Any) -> Iterator[bytes]:
-    return _messages(int.from_bytes(request))
+    return messages(int.from_bytes(request))
 
 
 def _serve() -> None:

@@ -16,6 +16,7 @@ __all__ = ["Job", "Measured", "merge_bytes", "model", "peer_rounds"]
 
 Shapes = dict[str, tuple[int, ...]]
 
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What every peer does."""
