@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
+from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
 from megatron_ext.params.tensors import (
     EMBEDDING_UNIT,
     FINAL_NORM_UNIT,
@@ -23,17 +24,6 @@ from megatron_ext.params.tensors import (
 
 WORD_EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_WEIGHT = "output_layer.weight"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What tensors belong to."""
-
-    unit: str
-    """Their unit."""
-
-    layer: int | None = None
-    """Their decoder layer, None outside the decoder layers."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +62,11 @@ def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
     """
     tensors = list(_embedding(shape))
     for layer in range(shape.num_layers):
-        place = _Place(layer_unit(layer), layer)
+        place = UnitPlace(layer_unit(layer), layer)
         tensors += _layer(shape, f"decoder.layers.{layer}.", place, shape.is_moe_layer(layer))
     for depth in range(shape.mtp_num_layers):
         tensors += _prediction_layer(shape, depth)
-    tensors += _norm(shape, "decoder.final_layernorm", shape.hidden_size, _Place(FINAL_NORM_UNIT))
+    tensors += norm(shape, "decoder.final_layernorm", shape.hidden_size, UnitPlace(FINAL_NORM_UNIT))
     if not shape.share_embeddings_and_output_weights:
         tensors.append(_vocabulary(shape, OUTPUT_WEIGHT, OUTPUT_UNIT, ()))
     return tuple(tensors)
@@ -126,10 +116,10 @@ def _vocabulary(shape: GptShape, name: str, unit: str, shared_with: tuple[str, .
     )
 
 
-def _layer(shape: GptShape, prefix: str, place: _Place, has_experts: bool) -> Iterator[GlobalTensor]:
-    yield from _norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
+def _layer(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) -> Iterator[GlobalTensor]:
+    yield from norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
     yield from _attention(shape, prefix + "self_attention.", place)
-    yield from _norm(shape, prefix + "pre_mlp_layernorm", shape.hidden_size, place)
+    yield from norm(shape, prefix + "pre_mlp_layernorm", shape.hidden_size, place)
     if has_experts:
         yield from _experts(shape, prefix + "mlp.", place)
     else:
@@ -138,78 +128,78 @@ def _layer(shape: GptShape, prefix: str, place: _Place, has_experts: bool) -> It
 
 def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
     """A layer of multi-token prediction: it is of the last decoder layer's kind."""
-    prefix, place = f"mtp.layers.{depth}.", _Place(prediction_unit(depth))
+    prefix, place = f"mtp.layers.{depth}.", UnitPlace(prediction_unit(depth))
     for name in ("enorm", "hnorm"):
-        yield from _norm(shape, prefix + name, shape.hidden_size, place)
-    yield _column(shape, prefix + "eh_proj.weight", (shape.hidden_size, 2 * shape.hidden_size), place, None)
+        yield from norm(shape, prefix + name, shape.hidden_size, place)
+    yield column(shape, prefix + "eh_proj.weight", (shape.hidden_size, 2 * shape.hidden_size), place, None)
     yield from _layer(shape, prefix + "mtp_model_layer.", place, shape.is_moe_layer(shape.num_layers - 1))
-    yield from _norm(shape, prefix + "final_layernorm", shape.hidden_size, place)
+    yield from norm(shape, prefix + "final_layernorm", shape.hidden_size, place)
 
 
-def _attention(shape: GptShape, prefix: str, place: _Place) -> Iterator[GlobalTensor]:
+def _attention(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
     if shape.latent_attention is not None:
         yield from _latent_attention(shape, shape.latent_attention, prefix, place)
         return
     heads = shape.num_attention_heads * shape.head_size
     fused = qkv_rows(shape)[-1].value[1]
     if shape.learnable_softmax:
-        yield _column(
+        yield column(
             shape, prefix + "core_attention.softmax_offset", (shape.num_attention_heads,), place, None
         )
-    yield from _linear(
+    yield from row(
         shape, prefix + "linear_proj", (shape.hidden_size, heads), place, None, bias=shape.add_bias_linear
     )
-    yield _column(shape, prefix + "linear_qkv.weight", (fused, shape.hidden_size), place, None)
+    yield column(shape, prefix + "linear_qkv.weight", (fused, shape.hidden_size), place, None)
     if shape.add_bias_linear or shape.add_qkv_bias:
-        yield _column(shape, prefix + "linear_qkv.bias", (fused,), place, None)
+        yield column(shape, prefix + "linear_qkv.bias", (fused,), place, None)
     if shape.qk_layernorm:
         over_heads = shape.qk_norm_over_heads
         for name, count in (("q_layernorm", shape.num_attention_heads), ("k_layernorm", shape.query_groups)):
-            yield from _norm(shape, prefix + name, (count if over_heads else 1) * shape.head_size, place)
+            yield from norm(shape, prefix + name, (count if over_heads else 1) * shape.head_size, place)
 
 
 def _latent_attention(
-    shape: GptShape, latent: LatentAttention, prefix: str, place: _Place
+    shape: GptShape, latent: LatentAttention, prefix: str, place: UnitPlace
 ) -> Iterator[GlobalTensor]:
     heads = shape.num_attention_heads
     query = latent.qk_head_dim + latent.qk_pos_emb_head_dim
     common = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
-    down = _column if latent.cut_down_projections else _whole
+    down = column if latent.cut_down_projections else whole
     if shape.learnable_softmax:
-        yield _column(shape, prefix + "core_attention.softmax_offset", (heads,), place, None)
+        yield column(shape, prefix + "core_attention.softmax_offset", (heads,), place, None)
     values = (shape.hidden_size, heads * latent.v_head_dim)
-    yield from _linear(shape, prefix + "linear_proj", values, place, None, bias=shape.add_bias_linear)
+    yield from row(shape, prefix + "linear_proj", values, place, None, bias=shape.add_bias_linear)
     if latent.q_lora_rank is None:
-        yield _column(shape, prefix + "linear_q_proj.weight", (heads * query, shape.hidden_size), place, None)
+        yield column(shape, prefix + "linear_q_proj.weight", (heads * query, shape.hidden_size), place, None)
     else:
         yield down(shape, prefix + "linear_q_down_proj.weight", (latent.q_lora_rank, shape.hidden_size), place, None)
-        yield _column(shape, prefix + "linear_q_up_proj.weight", (heads * query, latent.q_lora_rank), place, None)
+        yield column(shape, prefix + "linear_q_up_proj.weight", (heads * query, latent.q_lora_rank), place, None)
     yield down(shape, prefix + "linear_kv_down_proj.weight", (common, shape.hidden_size), place, None)
     rows = heads * (latent.qk_head_dim + latent.v_head_dim)
-    yield _column(shape, prefix + "linear_kv_up_proj.weight", (rows, latent.kv_lora_rank), place, None)
+    yield column(shape, prefix + "linear_kv_up_proj.weight", (rows, latent.kv_lora_rank), place, None)
     if shape.qk_layernorm:
         if latent.q_lora_rank is not None:
-            yield from _norm(shape, prefix + "q_layernorm", latent.q_lora_rank, place)
-        yield from _norm(shape, prefix + "kv_layernorm", latent.kv_lora_rank, place)
+            yield from norm(shape, prefix + "q_layernorm", latent.q_lora_rank, place)
+        yield from norm(shape, prefix + "kv_layernorm", latent.kv_lora_rank, place)
 
 
 def _mlp(
-    shape: GptShape, prefix: str, place: _Place, expert: int | None, width: int, bias: bool
+    shape: GptShape, prefix: str, place: UnitPlace, expert: int | None, width: int, bias: bool
 ) -> Iterator[GlobalTensor]:
     blocks = (width, width) if shape.gated_linear_unit else (width,)
-    yield _column(
+    yield column(
         shape, prefix + "linear_fc1.weight", (sum(blocks), shape.hidden_size), place, expert, blocks
     )
     if bias:
-        yield _column(shape, prefix + "linear_fc1.bias", (sum(blocks),), place, expert, blocks)
-    yield from _linear(shape, prefix + "linear_fc2", (shape.hidden_size, width), place, expert, bias=bias)
+        yield column(shape, prefix + "linear_fc1.bias", (sum(blocks),), place, expert, blocks)
+    yield from row(shape, prefix + "linear_fc2", (shape.hidden_size, width), place, expert, bias=bias)
 
 
-def _experts(shape: GptShape, prefix: str, place: _Place) -> Iterator[GlobalTensor]:
+def _experts(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
     experts = shape.num_moe_experts or 0
-    yield _replicated(shape, prefix + "router.weight", (experts, shape.hidden_size), place)
+    yield whole(shape, prefix + "router.weight", (experts, shape.hidden_size), place)
     if shape.add_bias_linear:
-        yield _replicated(shape, prefix + "router.bias", (experts,), place)
+        yield whole(shape, prefix + "router.bias", (experts,), place)
     for name, present in (
         ("expert_bias", shape.moe_router_enable_expert_bias),
         ("qb_beta", shape.moe_router_quantile_balancing),
@@ -230,63 +220,7 @@ def _experts(shape: GptShape, prefix: str, place: _Place) -> Iterator[GlobalTens
         )
     if shape.moe_shared_expert_intermediate_size is not None:
         if shape.moe_shared_expert_gate:
-            yield _replicated(shape, prefix + "shared_experts.gate_weight", (1, shape.hidden_size), place)
+            yield whole(shape, prefix + "shared_experts.gate_weight", (1, shape.hidden_size), place)
         yield from _mlp(
             shape, prefix + "shared_experts.", place, None, shape.moe_shared_expert_intermediate_size, False
         )
-
-
-def _linear(
-    shape: GptShape, prefix: str, size: tuple[int, int], place: _Place, expert: int | None, *, bias: bool
-) -> Iterator[GlobalTensor]:
-    """A row parallel linear layer: the input axis is cut, the bias is not."""
-    yield GlobalTensor(
-        name=prefix + ".weight",
-        shape=size,
-        dtype=shape.dtype,
-        unit=place.unit,
-        layer=place.layer,
-        expert=expert,
-        split=Split(axis=1, blocks=(size[1],)),
-    )
-    if bias:
-        yield GlobalTensor(
-            name=prefix + ".bias",
-            shape=size[:1],
-            dtype=shape.dtype,
-            unit=place.unit,
-            layer=place.layer,
-            expert=expert,
-        )
-
-
-def _column(
-    shape: GptShape,
-    name: str,
-    size: tuple[int, ...],
-    place: _Place,
-    expert: int | None,
-    blocks: tuple[int, ...] = (),
-) -> GlobalTensor:
-    return GlobalTensor(
-        name=name,
-        shape=size,
-        dtype=shape.dtype,
-        unit=place.unit,
-        layer=place.layer,
-        expert=expert,
-        split=Split(axis=0, blocks=blocks or size[:1]),
-    )
-
-
-def _whole(shape: GptShape, name: str, size: tuple[int, ...], place: _Place, expert: int | None) -> GlobalTensor:
-    return GlobalTensor(name=name, shape=size, dtype=shape.dtype, unit=place.unit, layer=place.layer, expert=expert)
-
-
-def _replicated(shape: GptShape, name: str, size: tuple[int, ...], place: _Place) -> GlobalTensor:
-    return GlobalTensor(name=name, shape=size, dtype=shape.dtype, unit=place.unit, layer=place.layer)
-
-
-def _norm(shape: GptShape, prefix: str, size: int, place: _Place) -> Iterator[GlobalTensor]:
-    for name in ("weight", "bias") if shape.normalization == "LayerNorm" else ("weight",):
-        yield _replicated(shape, f"{prefix}.{name}", (size,), place)
