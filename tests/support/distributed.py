@@ -40,6 +40,8 @@ SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM
 
 CONTEXT = multiprocessing.get_context("forkserver")
 _starting = threading.Lock()
+_servers: dict[Path, forkserver.ForkServer] = {}
+"""Beside the usual one, by the folder whose packages their ranks find."""
 
 
 class RankFailure(Exception):
@@ -129,21 +131,16 @@ def server_with_packages(folder: Path) -> Iterator[None]:
     """Fork ranks from a server of their own that finds the packages of this folder besides.
 
     What can be imported decides what Megatron's modules contain once they are, so that ranks of the usual server come
-    too late.
+    too late. Each server imports once, and stays until the session ends: other modules want it, too.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-        _stop_server()
-        try:
-            yield
-        finally:
-            _stop_server()
-
-
-def _stop_server() -> None:
-    """Let the next ranks come from another server; the module has no public way to say so."""
-    with _starting:
-        forkserver._forkserver._stop()
+        server = _servers.setdefault(folder, forkserver.ForkServer())
+        # The module has one server, whose methods are its functions, and no public way to have another one.
+        patch.setattr(forkserver, "_forkserver", server)
+        for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+            patch.setattr(forkserver, name, getattr(server, name))
+        yield
 
 
 @contextmanager
