@@ -73,8 +73,14 @@ def main() -> None:
 def config_and_datasets(args: argparse.Namespace) -> tuple[Any, ...]:
     """Return the first arguments of `pretrain`: the configuration, how to build datasets and, up to 0.18, the model."""
     if hasattr(argument_utils, "gpt_config_from_args"):
-        model = argument_utils.gpt_config_from_args(args)
+        kind = "hybrid" if args.hybrid_layer_pattern else "gpt"
+        model = getattr(argument_utils, f"{kind}_config_from_args")(args)
         return argument_utils.pretrain_cfg_container_from_args(args, model), build_datasets
+    if args.hybrid_layer_pattern:
+        raise UserError(
+            "--hybrid-layer-pattern: examples/pretrain_gpt.py builds hybrid models from Megatron 0.19 on; "
+            "run Megatron's own pretrain_mamba.py with `python -m megatron_ext`"
+        )
     from gpt_provider import build_gpt
 
     return argument_utils.pretrain_cfg_container_from_args(args), build_datasets, build_gpt

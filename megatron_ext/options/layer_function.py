@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, NO_TE_ON_CPU, OF_THE_MODEL, OPEN, UNKNOWN_TENSORS
+from megatron_ext.options.common_verdicts import (
+    AS_ANY_JOB,
+    EXPERTS,
+    NO_TE_ON_CPU,
+    OF_THE_MODEL,
+    OPEN,
+    PEERS,
+    UNKNOWN_TENSORS,
+    WORKERS,
+)
 from megatron_ext.options.row import differs, given, is_set, row
-from megatron_ext.options.verdict import needs_gpu, refused
+from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["LAYER_FUNCTION"]
 
@@ -235,5 +244,41 @@ LAYER_FUNCTION = (
         local_sgd=OPEN,
         hot_switch=refused("the parameter view knows Megatron's own GPT layers only"),
         sync_service=AS_ANY_JOB,
+    ),
+    row(
+        "--hybrid-layer-pattern",
+        cpu=needs_gpu("its layers are Transformer Engine's and mamba_ssm's, which are CUDA kernels", "drop it"),
+        local_sgd=tested(
+            f"{WORKERS}test_hybrid_models.py::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
+        ),
+        hot_switch=refused(
+            "state-space layers carry what they have seen from one document of a row into the next", "drop it"
+        ),
+        sync_service=tested(
+            f"{PEERS}test_hybrid_peers.py"
+            "::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
+        ),
+        spes=tested(
+            f"{EXPERTS}test_hybrid_models.py::test_a_peer_trains_its_own_experts_and_all_other_layers"
+        ),
+        # Bars are where a peer has cut its own pipeline.
+        peers_share=lambda args: (args.hybrid_layer_pattern or "").replace("|", ""),
+    ),
+    *(
+        row(
+            f"--mamba-{size}",
+            given(field),
+            cpu=OPEN,
+            local_sgd=OF_THE_MODEL,
+            hot_switch=OF_THE_MODEL,
+            sync_service=AS_ANY_JOB,
+            peers_share=field,
+        )
+        for size, field in (
+            ("state-dim", "mamba_state_dim"),
+            ("head-dim", "mamba_head_dim"),
+            ("num-groups", "mamba_num_groups"),
+            ("num-heads", "mamba_num_heads"),
+        )
     ),
 )

@@ -11,7 +11,7 @@ from megatron_ext.params.boxes import Piece, cut
 from megatron_ext.params.fsdp_shards import first_row, is_sharded, local_part, number_of_shards, pieces_of_rows
 from megatron_ext.params.parameter_names import checkpoint_key, local_layer, prediction_layer
 from megatron_ext.params.placement import Placement
-from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.tensors import GlobalTensor, ParamsError
 from megatron_ext.params.view import LocalParameter
 
 
@@ -77,6 +77,12 @@ def check_chunk(
                 f"{entry.tensor.name}: this view and sharded_state_dict disagree about "
                 f"{entry.name_local}: {ours} against {theirs}"
             )
+        # Blocks with names of their own could lie in any order in the tensor: only the parameter tells.
+        told = getattr(entry.parameter, "partition_sizes", None)
+        if told is not None and list(told) != (blocks := _blocks_of_rows(entry)):
+            raise ParamsError(
+                f"{entry.tensor.name}: {entry.name_local} has blocks of {list(told)} rows, expected {blocks}"
+            )
 
 
 def expected_shards(
@@ -109,9 +115,28 @@ def expected_shards(
             entry.name_local, first_layer=_first_layer(entry), homogeneous=homogeneous, renamed=renamed
         )
     return sorted(
-        CheckedShard(key, (*leading_shape, *tensor.shape), (*leading_offset, *piece.global_start), piece.shape)
+        CheckedShard(key + name, (*leading_shape, *shape), (*leading_offset, *start), piece.shape)
         for piece in _stored_pieces(entry)
+        for name, shape, start in (_stored_tensor(tensor, piece),)
     )
+
+
+def _stored_tensor(tensor: GlobalTensor, piece: Piece) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return what a piece is stored in: what its key has added, the shape, and where the piece begins there.
+
+    That is the tensor, or the piece's block where checkpoints keep the blocks as tensors of their own.
+    """
+    split = tensor.split
+    if split is None or not split.names:
+        return "", tensor.shape, piece.global_start
+    axis, first = split.axis, 0
+    for name, size in zip(split.names, split.blocks, strict=True):
+        if piece.global_start[axis] < first + size:
+            shape, start = list(tensor.shape), list(piece.global_start)
+            shape[axis], start[axis] = size, start[axis] - first
+            return f".{name}", tuple(shape), tuple(start)
+        first += size
+    raise AssertionError(f"{tensor.name}: no block holds the piece at {piece.global_start}")
 
 
 def _first_layer(entry: LocalParameter) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of every tensor of a GPT, in the order of the model."""
+"""The list of every tensor of a GPT or a hybrid model, in the order of the model."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
+from megatron_ext.params.state_space import LayerKind
+from megatron_ext.params.state_space_layer import state_space_layer
 from megatron_ext.params.tensors import (
     EMBEDDING_UNIT,
     FINAL_NORM_UNIT,
@@ -46,7 +48,7 @@ class QkvRows:
 # A comparison of layouts asks for the same model again and again.
 @functools.lru_cache(maxsize=16)
 def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
-    """Every parameter and persistent buffer of a GPT.
+    """Every parameter and persistent buffer of a GPT or a hybrid model.
 
     The list is the same for all layer implementations: norms have names of their own
     (``input_layernorm``, ``pre_mlp_layernorm``) even where Transformer Engine keeps them inside the
@@ -63,10 +65,15 @@ def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
     tensors = list(_embedding(shape))
     for layer in range(shape.num_layers):
         place = UnitPlace(layer_unit(layer), layer)
-        tensors += _layer(shape, f"decoder.layers.{layer}.", place, shape.is_moe_layer(layer))
+        prefix = f"decoder.layers.{layer}."
+        if shape.layer_kinds:
+            tensors += _layer_of_kind(shape, prefix, place, shape.layer_kinds[layer])
+        else:
+            tensors += _layer(shape, prefix, place, shape.is_moe_layer(layer))
     for depth in range(shape.mtp_num_layers):
         tensors += _prediction_layer(shape, depth)
-    tensors += norm(shape, "decoder.final_layernorm", shape.hidden_size, UnitPlace(FINAL_NORM_UNIT))
+    final_norm = "decoder.final_norm" if shape.layer_kinds else "decoder.final_layernorm"
+    tensors += norm(shape, final_norm, shape.hidden_size, UnitPlace(FINAL_NORM_UNIT))
     if not shape.share_embeddings_and_output_weights:
         tensors.append(_vocabulary(shape, OUTPUT_WEIGHT, OUTPUT_UNIT, ()))
     return tuple(tensors)
@@ -117,8 +124,26 @@ def _vocabulary(shape: GptShape, name: str, unit: str, shared_with: tuple[str, .
 
 
 def _layer(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) -> Iterator[GlobalTensor]:
+    yield from _attention_part(shape, prefix, place)
+    yield from _mlp_part(shape, prefix, place, has_experts)
+
+
+def _layer_of_kind(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerKind) -> Iterator[GlobalTensor]:
+    """A layer of a hybrid model."""
+    if kind == "state_space":
+        yield from state_space_layer(shape, prefix, place)
+    elif kind == "attention":
+        yield from _attention_part(shape, prefix, place)
+    else:
+        yield from _mlp_part(shape, prefix, place, kind == "experts")
+
+
+def _attention_part(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
     yield from norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
     yield from _attention(shape, prefix + "self_attention.", place)
+
+
+def _mlp_part(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) -> Iterator[GlobalTensor]:
     yield from norm(shape, prefix + "pre_mlp_layernorm", shape.hidden_size, place)
     if has_experts:
         yield from _experts(shape, prefix + "mlp.", place)
@@ -127,12 +152,17 @@ def _layer(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) ->
 
 
 def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
-    """A layer of multi-token prediction: it is of the last decoder layer's kind."""
+    """A layer of multi-token prediction: it has one of the last decoder layer's kind, or what the pattern says."""
     prefix, place = f"mtp.layers.{depth}.", UnitPlace(prediction_unit(depth))
+    inner = prefix + "mtp_model_layer."
     for name in ("enorm", "hnorm"):
         yield from norm(shape, prefix + name, shape.hidden_size, place)
     yield column(shape, prefix + "eh_proj.weight", (shape.hidden_size, 2 * shape.hidden_size), place, None)
-    yield from _layer(shape, prefix + "mtp_model_layer.", place, shape.is_moe_layer(shape.num_layers - 1))
+    if shape.layer_kinds:
+        for number, kind in enumerate(shape.mtp_layer_kinds):
+            yield from _layer_of_kind(shape, f"{inner}layers.{number}.", place, kind)
+    else:
+        yield from _layer(shape, inner, place, shape.is_moe_layer(shape.num_layers - 1))
     yield from norm(shape, prefix + "final_layernorm", shape.hidden_size, place)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sizes and options of a GPT that decide which tensors it has."""
+"""The sizes and options of a GPT, or of a hybrid model, that decide which tensors it has."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from megatron_ext.params.state_space import LayerKind, StateSpace
 from megatron_ext.params.tensors import ParamsError
 
 
@@ -47,7 +48,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class GptShape:
-    """Everything about a dense or mixture-of-experts GPT that its parameters' shapes depend on.
+    """Everything about a dense, mixture-of-experts or hybrid GPT that its parameters' shapes depend on.
 
     Names are those of Megatron's ``TransformerConfig`` wherever it has one.
     """
@@ -121,6 +122,15 @@ class GptShape:
     moe_layers: tuple[bool, ...] = ()
     """Which layers have experts; empty for all of them (with experts) or none (without)."""
 
+    layer_kinds: tuple[LayerKind, ...] = ()
+    """What each layer of a hybrid model is; empty for a GPT."""
+
+    mtp_layer_kinds: tuple[LayerKind, ...] = ()
+    """The same of what one layer of multi-token prediction is made of."""
+
+    state_space: StateSpace | None = None
+    """Sizes of the state-space layers; None without any."""
+
     moe_shared_expert_intermediate_size: int | None = None
     """Inner width of the shared expert; None for none."""
 
@@ -170,6 +180,14 @@ class GptShape:
                 f"GPT shape: moe_layers must have one entry per layer ({self.num_layers}), "
                 f"got {len(self.moe_layers)}"
             )
+        if self.layer_kinds and len(self.layer_kinds) != self.num_layers:
+            raise ParamsError(
+                f"GPT shape: layer_kinds must have one entry per layer ({self.num_layers}), got {len(self.layer_kinds)}"
+            )
+        if self.layer_kinds and self.mtp_num_layers and not self.mtp_layer_kinds:
+            raise ParamsError("GPT shape: mtp_num_layers asks for layers, but mtp_layer_kinds does not say of what")
+        if "state_space" in self.layer_kinds + self.mtp_layer_kinds and self.state_space is None:
+            raise ParamsError("GPT shape: layer_kinds asks for state-space layers, but state_space is not set")
         if any(self.moe_layers) and not self.num_moe_experts:
             raise ParamsError("GPT shape: moe_layers asks for experts, but num_moe_experts is not set")
 

@@ -52,6 +52,7 @@ def column(
     place: UnitPlace,
     expert: int | None,
     blocks: tuple[int, ...] = (),
+    names: tuple[str, ...] = (),
 ) -> GlobalTensor:
     """A tensor whose first axis is cut, evenly or block by block."""
     return GlobalTensor(
@@ -61,7 +62,7 @@ def column(
         unit=place.unit,
         layer=place.layer,
         expert=expert,
-        split=Split(axis=0, blocks=blocks or size[:1]),
+        split=Split(axis=0, blocks=blocks or size[:1], names=names),
     )
 
 

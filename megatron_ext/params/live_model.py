@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the parameter view from a live Megatron GPT. The only module here that knows Megatron's model."""
+"""Build the parameter view from a live GPT or hybrid model of Megatron's. The only module here that knows those."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
+from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
 from megatron_ext.params.placement import Placement
+from megatron_ext.params.state_space import StateSpace
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
@@ -22,7 +25,6 @@ UNSUPPORTED_OPTIONS = {
     "experimental_attention_variant": "an experimental attention variant",
     "linear_attention_freq": "linear attention",
     "heterogeneous_block_specs": "heterogeneous layers",
-    "is_hybrid_model": "a hybrid (Mamba) model",
     "moe_latent_size": "latent experts",
     "moe_single_grouped_weight": "one weight for all experts of a rank",
     "moe_single_grouped_bias": "one bias for all experts of a rank",
@@ -38,7 +40,7 @@ def build_view(
     chunks = [unwrap_model(chunk) for chunk in model_chunks]
     _refuse_unsupported(chunks)
     groups = chunks[0].pg_collection if pg_collection is None else pg_collection
-    layout = layout_of(chunks[0].config, groups, len(chunks))
+    layout = layout_of(chunks[0], groups, len(chunks))
     placement = Placement(shape_of(chunks[0], vocab_size), layout)
     place = coordinates_of(groups)
     entries: list[LocalParameter] = []
@@ -53,7 +55,7 @@ def build_view(
 
 
 def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
-    """The shape of a ``GPTModel``, read from its config.
+    """The shape of a ``GPTModel`` or ``HybridModel``, read from its config and its pattern of layers.
 
     Args:
         model: any chunk of the model, unwrapped.
@@ -62,6 +64,7 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
     config = model.config
     learned_positions = model.position_embedding_type == "learned_absolute"
     balancing = config.moe_router_load_balancing_type
+    kinds, predicting = kinds_of_pattern(model.hybrid_layer_pattern) if isinstance(model, HybridModel) else ((), ())
     return GptShape(
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -84,7 +87,10 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         normalization=config.normalization,
         num_moe_experts=config.num_moe_experts,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
-        moe_layers=_moe_layers(config),
+        moe_layers=tuple(kind == "experts" for kind in kinds) or _moe_layers(config),
+        layer_kinds=kinds,
+        mtp_layer_kinds=predicting,
+        state_space=_state_space(config) if "state_space" in kinds + predicting else None,
         mtp_num_layers=_prediction_layers(config),
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
         moe_shared_expert_gate=config.moe_shared_expert_gate,
@@ -105,11 +111,21 @@ def _latent_attention(config: Any) -> LatentAttention:
     )
 
 
-def layout_of(config: Any, groups: Any, chunks: int) -> Layout:
+def _state_space(config: Any) -> StateSpace:
+    return StateSpace(
+        # Megatron's layers are twice as wide as the model unless they are told.
+        heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
+        head_dim=config.mamba_head_dim,
+        groups=config.mamba_num_groups,
+        state_dim=config.mamba_state_dim,
+    )
+
+
+def layout_of(model: Any, groups: Any, chunks: int) -> Layout:
     """The layout of a running job.
 
     Args:
-        config: the ``TransformerConfig``.
+        model: any chunk of the model, unwrapped.
         groups: the ``ProcessGroupCollection``; its data parallel groups may be a worker's own.
         chunks: model chunks per rank.
     """
@@ -123,7 +139,7 @@ def layout_of(config: Any, groups: Any, chunks: int) -> Layout:
         dp=groups.dp.size(),
         cp=groups.cp.size(),
         order=_order_of(groups),
-        layers_per_chunk=_layers_per_chunk(config, pp, chunks),
+        layers_per_chunk=_layers_per_chunk(model, pp, chunks),
     )
 
 
@@ -147,7 +163,10 @@ def _order_of(groups: Any) -> str:
     return "tp-cp-ep-pp-dp" if neighbours and groups.dp.size() > 1 else DEFAULT_ORDER
 
 
-def _layers_per_chunk(config: Any, pp: int, vpp: int) -> tuple[int, ...]:
+def _layers_per_chunk(model: Any, pp: int, vpp: int) -> tuple[int, ...]:
+    config = model.config
+    if isinstance(model, HybridModel) and pp > 1 and len(segments := stages_of_pattern(model.hybrid_layer_pattern)) > 1:
+        return tuple(map(len, segments))
     stages = config.pipeline_model_parallel_layout
     if stages is not None:
         return tuple(
@@ -188,9 +207,9 @@ def _persistent_buffers(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]
 
 def _refuse_unsupported(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
-        if not isinstance(chunk, GPTModel):
+        if not isinstance(chunk, GPTModel | HybridModel):
             raise ParamsError(
-                f"the model is a {type(chunk).__name__}; the global parameter view knows GPTModel only"
+                f"the model is a {type(chunk).__name__}; the global parameter view knows GPTModel and HybridModel only"
             )
     config = chunks[0].config
     used = [

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # The layer of the decoder's kind in each of those for multi-token prediction; checkpoints call it by its former name.
 _PREDICTION = re.compile(r"(mtp\.layers\.\d+\.)mtp_model_layer\.(.+)")
+# In a hybrid model that layer is several, one thing each.
+_HYBRID_PREDICTION = re.compile(r"(mtp\.layers\.\d+\.mtp_model_layer\.layers\.\d+\.)(.+)")
 _OF_PREDICTION = re.compile(r"mtp\.layers\.(\d+)\.(?:mtp_model_layer\.)?(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # Transformer Engine's grouped linear keeps its experts as weight0, weight1, ... of one module.
@@ -20,7 +22,10 @@ FUSED_NORMS = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "mixer.in_proj.layer_norm_": "norm.",
 }
+# The convolution was a module of its own before Megatron 0.19, and still is in checkpoints.
+_FORMER_NAMES = {"mixer.conv1d_": "mixer.conv1d."}
 
 
 def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
@@ -39,6 +44,8 @@ def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
     """
     if match := _LAYER.fullmatch(local_name):
         prefix = f"decoder.layers.{first_layer + int(match[1])}."
+    elif match := _HYBRID_PREDICTION.fullmatch(local_name):
+        prefix = match[1]
     elif match := _PREDICTION.fullmatch(local_name):
         prefix = f"{match[1]}mtp_model_layer."
     else:
@@ -48,10 +55,7 @@ def global_name(local_name: str, *, first_layer: int, first_expert: int) -> str:
     if expert is not None:
         number, leaf = expert
         rest = f"mlp.experts.{first_expert + number}.{leaf}"
-    for fused, separate in FUSED_NORMS.items():
-        if rest.startswith(fused):
-            rest = separate + rest.removeprefix(fused)
-    return prefix + rest
+    return prefix + _renamed(rest, {**FUSED_NORMS, **_FORMER_NAMES})
 
 
 def split_global_name(name: str) -> tuple[int | None, int | None, str]:
@@ -98,6 +102,8 @@ def checkpoint_key(
     """
     if match := _LAYER.fullmatch(local_name):
         prefix = "decoder.layers." if homogeneous else f"decoder.layers.{first_layer + int(match[1])}."
+    elif match := _HYBRID_PREDICTION.fullmatch(local_name):
+        prefix = match[1]
     elif match := _PREDICTION.fullmatch(local_name):
         prefix = f"{match[1]}transformer_layer."
     else:
@@ -106,11 +112,15 @@ def checkpoint_key(
     expert = _expert_of(rest)
     if expert is not None:
         rest = f"mlp.experts.experts.{expert[1]}"
-    for old, new in renamed.items():
-        if rest.startswith(old):
-            rest = new + rest.removeprefix(old)
-            break
-    return prefix + rest
+    return prefix + _renamed(rest, {**renamed, **_FORMER_NAMES})
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """Return the name with what the table has for the prefix that it begins with."""
+    for old, new in prefixes.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
 
 
 def local_layer(local_name: str) -> int | None:
@@ -120,7 +130,9 @@ def local_layer(local_name: str) -> int | None:
 
 
 def prediction_layer(local_name: str) -> str | None:
-    """The path of the layer of the decoder's kind that multi-token prediction has there, or None elsewhere."""
+    """The path of the layer of the decoder's kinds that multi-token prediction has there, or None elsewhere."""
+    if match := _HYBRID_PREDICTION.fullmatch(local_name):
+        return match[1].removesuffix(".")
     match = _PREDICTION.fullmatch(local_name)
     return None if match is None else f"{match[1]}mtp_model_layer"
 

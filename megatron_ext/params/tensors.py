@@ -45,6 +45,9 @@ class Split:
     blocks: tuple[int, ...]
     """Block sizes along the axis, in elements; their sum is the axis' size."""
 
+    names: tuple[str, ...] = ()
+    """Under which name Megatron's checkpoints keep each block as a tensor of its own; empty where they keep one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalTensor:

@@ -78,6 +78,22 @@ LATENT: Options = MappingProxyType(
 )
 """Multi-latent attention."""
 
+HYBRID: Options = MappingProxyType(
+    {
+        "num_layers": None,
+        "hybrid_layer_pattern": "M*-M",
+        "transformer_impl": "transformer_engine",
+        "attention_backend": "auto",
+        "position_embedding_type": "none",
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "mamba_state_dim": 16,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": 2,
+    }
+)
+"""State-space layers beside attention and an MLP, on Transformer Engine's layers: Megatron has no others for them."""
+
 PRECISIONS: Mapping[str, Options] = MappingProxyType(
     {
         "fp32": {},

@@ -17,7 +17,12 @@ def accept_transformer_engine() -> None:
     from megatron_ext.options import table
     from megatron_ext.options.verdict import accepted
 
-    ours = {"--transformer-impl transformer_engine", "--moe-grouped-gemm", "--defer-embedding-wgrad-compute"}
+    ours = {
+        "--transformer-impl transformer_engine",
+        "--moe-grouped-gemm",
+        "--defer-embedding-wgrad-compute",
+        "--hybrid-layer-pattern",
+    }
     here = accepted("the double does it")
     table.ROWS = tuple(
         dataclasses.replace(row, verdicts={**row.verdicts, "cpu": here}) if row.option in ours else row

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patterns of hybrid models (``--hybrid-layer-pattern``).
+
+A letter stands for a layer, a bar separates pipeline stages, and behind each slash is what one layer of multi-token
+prediction is made of.
+"""
+
+from __future__ import annotations
+
+from megatron_ext.params.state_space import LayerKind
+from megatron_ext.params.tensors import ParamsError
+
+KINDS: dict[str, LayerKind] = {
+    "M": "state_space",
+    "*": "attention",
+    "+": "attention",
+    "-": "mlp",
+    "E": "experts",
+}
+"""What Megatron's letters stand for; ``+`` is multi-latent attention, which the model's other options tell too."""
+
+UNKNOWN = {"G": "gated delta nets", "D": "DeepSeek's sparse attention"}
+"""Letters of layers that this package does not know."""
+
+
+def kinds_of_pattern(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...]]:
+    """Return what each layer of the decoder is, and what each layer of multi-token prediction is made of.
+
+    Raises:
+        ParamsError: the pattern has layers that the parameter view does not know.
+    """
+    for letter in pattern:
+        if letter not in KINDS and letter not in "|/":
+            what = UNKNOWN.get(letter, "a kind of layers")
+            raise ParamsError(
+                f"--hybrid-layer-pattern {pattern}: {letter} ({what}) is not known here; the layers can be "
+                + ", ".join(KINDS)
+            )
+    # All layers of multi-token prediction are alike.
+    predicting = pattern.partition("/")[2].partition("/")[0]
+    return (
+        tuple(KINDS[letter] for stage in stages_of_pattern(pattern) for letter in stage),
+        tuple(KINDS[letter] for letter in predicting),
+    )
+
+
+def stages_of_pattern(pattern: str) -> list[str]:
+    """Return the letters of each model chunk in the model's order; all of them where the pattern has no bars."""
+    return pattern.partition("/")[0].split("|")
