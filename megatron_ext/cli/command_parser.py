@@ -5,21 +5,34 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 __all__ = ["CommandParser"]
+
+_NEGATIVE = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
+"""How a value begins that argparse would take for an option; its own expression misses -1e9 and -1,4,2."""
 
 
 class CommandParser(argparse.ArgumentParser):
     """Reads the words of one command, and knows the others.
 
-    Subcommands get a parser of this kind too. What one does not know it refuses itself, with its own usage: argparse
-    leaves that to the outermost parser, whose usage has none of the command's options.
+    Subcommands get a parser of this kind too. What one does not know it refuses itself, under its own name: argparse
+    leaves that to the outermost parser, which has none of the command's options.
     """
 
     root: CommandParser | None = None
     """The outermost parser, once `join` was called on it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make a parser as argparse does, to which a dash before a number is the number's sign."""
+        super().__init__(*args, **kwargs)
+        self._negative_number_matcher = _NEGATIVE
+
+    def error(self, message: str) -> NoReturn:
+        """End the program with one line. The usage, a page of it for most commands, is left to --help."""
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}; see {self.prog} --help\n")
 
     def join(self) -> Self:
         """Let the parsers of all subcommands know this one, so that they say where a command is."""

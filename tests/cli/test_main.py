@@ -40,12 +40,47 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_every_command_refuses_an_unknown_option_with_its_own_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_refuses_an_unknown_option_in_one_line_under_its_own_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     parsers = list(make_parser()._below())
     assert len(parsers) > 25
     for parser in parsers:
-        # Without what a command needs, that is said first, and with the same usage.
-        assert refusal([*parser.prog.split()[1:], "--no-such-option"], capsys).startswith(f"usage: {parser.prog} ")
+        # Without what a command needs, that is said first.
+        said = refusal([*parser.prog.split()[1:], "--no-such-option"], capsys)
+        assert said.startswith(f"{parser.prog}: error: ") and said.endswith(f"; see {parser.prog} --help\n")
+        assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("simulate local-sgd --bandwidth", "local-sgd: error: argument --bandwidth: expected one argument; see"),
+        ("simulate local-sgd --steps 1e4", "argument --steps: invalid int value: '1e4'"),
+        ("simulate local-sgd --steps -1e9", "argument --steps: invalid int value: '-1e9'"),
+        ("simulate local-sgd --tflops -1e9 --steps x", "argument --steps: invalid int value: 'x'"),
+        ("hot-switch plan --algorithm best", "argument --algorithm: invalid choice: 'best' (choose from "),
+        ("data", "megatron-ext data: error: the following arguments are required: "),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_told_in_one_line(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(words.split(), capsys)
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", ["-1e9", "-.5E-3", "-1.", "-7", "-inf", "-NaN"])
+def test_a_negative_number_is_a_value_however_it_is_written(value: str) -> None:
+    suggest = ["local-sgd", "suggest", "--workers", "2", "--step-seconds", "1"]
+    options = make_parser().parse_args([*suggest, "--bandwidth", value])
+    assert str(options.bandwidth) == str(float(value))
+
+
+def test_a_strategy_with_a_negative_size_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["hot-switch", "plan", "--model", "llama-7b", "--strategies", "-1,4,2"]) == 2
+    assert 'strategy "-1,4,2" is not of the form' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -55,7 +90,7 @@ def test_every_command_refuses_an_unknown_option_with_its_own_usage(capsys: pyte
         ("data prepare x --output-prefix y --json-key=k", "arguments: --json-key=k; did you mean --jsonl-key?"),
         ("patches --chek extra", "patches: error: unrecognized arguments: --chek extra; did you mean --check?"),
         ("explain --num-layers 4", "unrecognized arguments: --num-layers; what Megatron gets comes after --"),
-        ("--no-such patches", "usage: megatron-ext [-h]"),
+        ("--no-such patches", "megatron-ext: error: unrecognized arguments: --no-such; see megatron-ext --help"),
     ],
 )
 def test_an_unknown_option_is_told_with_the_one_that_is_nearly_spelled_so(
