@@ -13,6 +13,7 @@ from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, 
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.phrases import plural
 from megatron_ext.simulate.fleet import SimulatedFleet
 from megatron_ext.simulate.job_run import SimulatedJob, SimulatedRun, run_job
 from megatron_ext.simulate.local_sgd_job import LocalSGDJob
@@ -67,7 +68,7 @@ class JobSetup:
         elif self.local_sgd.local_sgd_sync_interval > steps - warmup:
             found.append(
                 f"--local-sgd-sync-interval {self.local_sgd.local_sgd_sync_interval} is longer than the run's "
-                f"{steps - warmup} local steps, so that no round falls into it; lower it or raise --steps"
+                f"{plural(steps - warmup, 'local step')}, so that no round falls into it; lower it or raise --steps"
             )
         if found:
             raise combine(found, "simulate")

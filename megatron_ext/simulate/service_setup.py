@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.errors import combine
 from megatron_ext.outer.codecs.all_codecs import build_codec
+from megatron_ext.phrases import plural
 from megatron_ext.simulate.job_run import SimulatedRun
 from megatron_ext.simulate.service_run import ServiceLoad, ServiceRun
 from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
@@ -65,8 +66,8 @@ class ServiceSetup:
         interval = self.service.sync_service_interval
         if interval is not None and interval > self.training.steps:
             found.append(
-                f"--sync-service-interval {interval} is longer than the run's {self.training.steps} steps, so that no "
-                "round falls into it; lower it or raise --steps"
+                f"--sync-service-interval {interval} is longer than the run's {plural(self.training.steps, 'step')}, "
+                "so that no round falls into it; lower it or raise --steps"
             )
         if found:
             raise combine(found, "simulate")

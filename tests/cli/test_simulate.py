@@ -16,7 +16,7 @@ LLAMA = [*JOB, "--model", "llama-7b", "--local-sgd-sync-interval", "100", "--loc
 def test_a_run_is_shown_beside_synchronous_training(capsys: pytest.CaptureFixture[str]):
     assert main([*LLAMA, "--step-tokens", "1000000"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("4 workers with 1 GPUs each, 6.73 billion parameters, 10000 steps of 5 s\n")
+    assert out.startswith("4 workers with 1 GPU each, 6.73 billion parameters, 10000 steps of 5 s\n")
     rows = {line[:20].strip(): line.split()[-1] for line in out.splitlines()[2:]}
     # As `local-sgd suggest` has it.
     assert rows["utilisation"] == "0.969"
@@ -75,6 +75,9 @@ def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
     assert found["seconds"] == pytest.approx(10 * 196 - 32, abs=1)
     assert main([*SERVICE, "--sweep", "sync-service-interval=50,100", "--sweep", "quorum=3,4"]) == 0
     assert capsys.readouterr().out.count("sync service") == 4
+    assert main([*SERVICE, "--peers", "1", "--sync-service-interval", "1", "--steps", "1"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("1 peer with 1 GPU each, 1.00 billion parameters, 1 step of 1 s\n")
 
 
 @pytest.mark.parametrize(

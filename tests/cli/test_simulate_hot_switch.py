@@ -137,7 +137,7 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
         (["--length-spread", "1"], "--length-spread has no effect with --lengths; drop it"),
         (["--hot-switch-strategies", "1,8,1", "8,1,2"], "strategy 8,1,2 is for 16 ranks, but the first strategy"),
         (["--hot-switch-strategies", "1,1,8", "1,1,-8"], 'strategy "1,1,-8" is not of the form dp,tp,pp'),
-        (["--hot-switch-strategies", "1,8,1"], "1 strategies need 2 bucket sizes"),
+        (["--hot-switch-strategies", "1,8,1"], "1 strategy needs 2 bucket sizes"),
         (["--hot-switch-strategies", "8,1,1", "1,8,1"], "--global-batch-size 68 is not a multiple of home's dp, 8"),
         (["--hot-switch-gpus-per-node", "3"], "nodes of 3 GPUs; set --hot-switch-gpus-per-node to a divisor of 8"),
         (["--hot-switch-gpus-per-node", "0"], "nodes of 0 GPUs; set --hot-switch-gpus-per-node to a divisor of 8"),

@@ -14,6 +14,7 @@ from megatron_ext.cli.shape_options import add_shape_options, add_topk_option, r
 from megatron_ext.cli.simulation.simulation_output import add_output_options
 from megatron_ext.config_options import flag_of
 from megatron_ext.errors import UserError, combine
+from megatron_ext.phrases import plural
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.hot_switching.switching_run import SwitchingRun
@@ -129,8 +130,8 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingR
     runs = setup.runs()
     whose = options.lengths or f"assumed: log-normal, {setup.data.mean_length:g} in the mean"
     return (
-        f"{listed.home.world_size} GPUs with {setup.cluster.memory_gib:g} GiB, {setup.data.steps} steps of "
-        f"{setup.data.global_batch_size} sequences, lengths {whose}\n"
+        f"{plural(listed.home.world_size, 'GPU')} with {setup.cluster.memory_gib:g} GiB, "
+        f"{plural(setup.data.steps, 'step')} of {plural(setup.data.global_batch_size, 'sequence')}, lengths {whose}\n"
         f"times are modelled, not measured: hot switching is {_gains(HOT, runs)}",
         runs,
     )

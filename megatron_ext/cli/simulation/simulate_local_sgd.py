@@ -13,6 +13,7 @@ from megatron_ext.cli.simulation.model_options import add_parameters_option, uni
 from megatron_ext.cli.simulation.simulated_flags import ProductFlags
 from megatron_ext.cli.simulation.simulation_output import add_output_options
 from megatron_ext.errors import combine
+from megatron_ext.phrases import plural
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.job_run import SimulatedRun
@@ -93,7 +94,8 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
     )
     setup.check()
     said = (
-        f"{fleet.workers} workers with {fleet.worker_gpus} GPUs each, {setup.parameters / 1e9:.2f} billion parameters, "
-        f"{setup.training.steps} steps of {setup.step_seconds:.4g} s"
+        f"{plural(fleet.workers, 'worker')} with {plural(fleet.worker_gpus, 'GPU')} each, "
+        f"{setup.parameters / 1e9:.2f} billion parameters, "
+        f"{plural(setup.training.steps, 'step')} of {setup.step_seconds:.4g} s"
     )
     return said, {"synchronous": setup.baseline(), "local SGD": setup.run()}

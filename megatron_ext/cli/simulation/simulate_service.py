@@ -14,6 +14,7 @@ from megatron_ext.cli.simulation.model_options import add_parameters_option, uni
 from megatron_ext.cli.simulation.simulation_output import add_output_options
 from megatron_ext.errors import UserError
 from megatron_ext.extras import pip_install_extra
+from megatron_ext.phrases import plural
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.job_run import SimulatedRun
@@ -85,7 +86,8 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
     )
     setup.check()
     said = (
-        f"{peers.peers} peers with {peers.peer_gpus} GPUs each, {setup.parameters / 1e9:.2f} billion parameters, "
-        f"{setup.training.steps} steps of {setup.step_seconds:.4g} s"
+        f"{plural(peers.peers, 'peer')} with {plural(peers.peer_gpus, 'GPU')} each, "
+        f"{setup.parameters / 1e9:.2f} billion parameters, "
+        f"{plural(setup.training.steps, 'step')} of {setup.step_seconds:.4g} s"
     )
     return said, {"sync service": setup.run()}

@@ -56,9 +56,10 @@ def bucket_problems(sizes: Sequence[int], strategies: Sequence[Strategy | None],
     problems = []
     text = " ".join(map(str, sizes))
     if len(sizes) != len(strategies) + 1:
+        who = "1 strategy needs" if len(strategies) == 1 else f"{len(strategies)} strategies need"
         problems.append(
-            f"{len(strategies)} strategies need {len(strategies) + 1} bucket sizes (every bucket's upper bound, "
-            f"then 0), but there are {len(sizes)}: {text or 'none'}"
+            f"{who} {len(strategies) + 1} bucket sizes (every bucket's upper bound, then 0), but there are "
+            f"{len(sizes)}: {text or 'none'}"
         )
     if any(upper <= lower for upper, lower in pairwise(sizes)):
         problems.append(f"bucket sizes {text} do not descend; sort them from the longest to 0, each only once")
