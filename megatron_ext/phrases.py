@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["listed", "plural"]
+__all__ = ["listed", "plural", "short_number"]
+
+_DIGITS = 20
+"""Of a whole number that a message has in full."""
 
 
 def listed(names: Sequence[str], limit: int = 5, more: str = "more unit") -> str:
@@ -17,3 +20,10 @@ def listed(names: Sequence[str], limit: int = 5, more: str = "more unit") -> str
 def plural(number: int, noun: str) -> str:
     """Return a number of things in words."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def short_number(value: float) -> str:
+    """Return a number of any size for a message; `:g` cannot be used of a whole one that no float can hold."""
+    if not isinstance(value, int):
+        return f"{value:g}"
+    return str(value) if abs(value) < 10**_DIGITS else f"a number of more than {_DIGITS} digits"

@@ -8,16 +8,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.errors import combine
+from megatron_ext.phrases import short_number
 
 if TYPE_CHECKING:
     from megatron_ext.params import GptShape
 
-__all__ = ["add_shape_options", "add_topk_option", "read_shape", "topk_problems"]
+__all__ = ["MOST_EXPERTS", "add_shape_options", "add_topk_option", "read_shape", "topk_problems"]
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
 
-_MOST_EXPERTS = 1_000_000
+MOST_EXPERTS = 1_000_000
 """Of all layers together, a dense one counting as one: far more than any model has, and planned in minutes."""
+
+_LARGEST = 10_000_000
+"""Of a size, far beyond those of any model: the bytes of a tensor are still a number of 64 bits."""
 
 _FIELDS = (
     *_REQUIRED,
@@ -110,15 +114,26 @@ def _planned(shape: GptShape) -> GptShape:
         UserError: it has too many layers or experts.
     """
     experts = shape.num_moe_experts or 1
-    if shape.num_layers * experts <= _MOST_EXPERTS:
+    if shape.num_layers * experts <= MOST_EXPERTS:
         return shape
-    each = f", with {experts} experts in each" if shape.num_moe_experts else ""
-    problem = f"is {shape.num_layers}{each}; models of more than {_MOST_EXPERTS} in all cannot be planned"
+    each = f", with {short_number(experts)} experts in each" if shape.num_moe_experts else ""
+    problem = f"is {short_number(shape.num_layers)}{each}; models of more than {MOST_EXPERTS} in all cannot be planned"
     raise combine([problem], "--num-layers")
 
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of `GptShape` that the command line sets."""
+    """The fields of `GptShape` that the command line sets.
+
+    Raises:
+        UserError: a size is beyond all models', or missing.
+    """
+    too_large = [
+        f"--{name.replace('_', '-')} is {short_number(size)}; give at most {_LARGEST}"
+        for name in (*_FIELDS, "max_position_embeddings")
+        if name != "num_layers" and isinstance(size := getattr(options, name), int) and size > _LARGEST
+    ]
+    if too_large:
+        raise combine(too_large, "model")
     given = {name: getattr(options, name) for name in _FIELDS}
     given["num_moe_experts"] = options.num_experts
     given["gated_linear_unit"] = options.swiglu

@@ -3,10 +3,29 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["SimulatedFleet"]
+from megatron_ext.simulate.number_rules import BANDWIDTH, LATENCY, SECONDS, SEED, NumberRule, number_problems
+
+__all__ = ["GPUS", "JITTER", "MTBF_HOURS", "SLOW_FACTOR", "SPEED_SPREAD", "SimulatedFleet"]
+
+GPUS = NumberRule(least=1, most=1_000_000)
+"""Of a worker or peer."""
+
+SLOW_FACTOR = NumberRule(least=1, most=1000)
+"""By which some are slower."""
+
+SPEED_SPREAD = NumberRule(least=1e-6, most=1, or_zero=True)
+"""Of lasting speeds."""
+
+JITTER = NumberRule(least=1e-6, most=3, or_zero=True)
+"""Of steps. At 3 nearly all of the time is in one step of ten."""
+
+MTBF_HOURS = NumberRule(least=1e-6, most=1e9, or_zero=True)
+"""Of a GPU."""
+
+_WORKERS = NumberRule(least=2, most=100_000)
+"""Of a job. The slowest of all of them is drawn for some dozens of steps at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,31 +87,26 @@ class SimulatedFleet:
 
     def problems(self) -> list[str]:
         """Return what cannot be, one sentence each."""
-        rules = (
-            ("workers", self.workers >= 2, "at least 2"),
-            ("worker-gpus", self.worker_gpus >= 1, "at least 1"),
-            ("bandwidth", 0 < self.bandwidth < math.inf, "above 0"),
-            ("latency", 0 <= self.latency < math.inf, "0 or more"),
-            ("sites", 1 <= self.sites <= max(self.workers, 1), f"from 1 to --workers {self.workers}"),
-            ("site-bandwidth", 0 <= self.site_bandwidth < math.inf, "above 0"),
-            ("site-latency", 0 <= self.site_latency < math.inf, "0 or more"),
-            ("overlap", 0 <= self.overlap <= 1, "from 0 to 1"),
-            ("slow-workers", 0 <= self.slow_workers <= self.workers, f"from 0 to --workers {self.workers}"),
-            ("slow-factor", 1 <= self.slow_factor < math.inf, "1 or more"),
-            ("speed-spread", 0 <= self.speed_spread < 1, "0 or more, below 1"),
-            ("jitter", 0 <= self.jitter < math.inf, "0 or more"),
-            ("mtbf-hours", 0 <= self.mtbf_hours < math.inf, "0 or more"),
-            ("restart-seconds", 0 <= self.restart_seconds < math.inf, "0 or more"),
-            ("save-interval", self.save_interval >= 0, "0 or more"),
-            ("save-seconds", 0 <= self.save_seconds < math.inf, "0 or more"),
-            ("seed", self.seed >= 0, "0 or more"),
-        )
-        found = [
-            f"--{flag} is {getattr(self, flag.replace('-', '_')):g}; give a number {rule}"
-            for flag, fits, rule in rules
-            if not fits
-        ]
-        return found or self._contradictions()
+        rules = {
+            "workers": _WORKERS,
+            "worker_gpus": GPUS,
+            "bandwidth": BANDWIDTH,
+            "latency": LATENCY,
+            "sites": NumberRule(least=1, most=max(self.workers, 1), of_most="--workers"),
+            "site_bandwidth": replace(BANDWIDTH, or_zero=True),
+            "site_latency": LATENCY,
+            "overlap": NumberRule(least=0, most=1),
+            "slow_workers": NumberRule(least=0, most=max(self.workers, 1), of_most="--workers"),
+            "slow_factor": SLOW_FACTOR,
+            "speed_spread": SPEED_SPREAD,
+            "jitter": JITTER,
+            "mtbf_hours": MTBF_HOURS,
+            "restart_seconds": SECONDS,
+            "save_interval": NumberRule(least=0),
+            "save_seconds": SECONDS,
+            "seed": SEED,
+        }
+        return number_problems(self, rules) or self._contradictions()
 
     def _contradictions(self) -> list[str]:
         together = {

@@ -9,14 +9,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_ext.errors import UserError
+from megatron_ext.simulate.event_limits import FailureGuard
 from megatron_ext.simulate.fleet import SimulatedFleet
 from megatron_ext.simulate.time_ledger import Cause, TimeLedger
 
 __all__ = ["SimulatedJob", "SimulatedRun", "run_job"]
-
-_MOST_FAILURES_IN_A_ROW = 1000
-"""Between two checkpoints, after which a run is not going to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +127,8 @@ def run_job(job: SimulatedJob, fleet: SimulatedFleet, step_tokens: int = 0) -> S
     due = every
     fails = random.exponential(mean) if mean else np.inf
     saved = job.ledger.copy(), job.state(), due
-    failures = in_a_row = 0
+    failures = saves_made = 0
+    guard = FailureGuard(to_next="checkpoint", fails=f"a GPU fails every {mean:.3g} s", shorter="--save-interval")
     while not job.finished:
         job.advance(due)
         saves = due is not None and job.iteration >= due
@@ -138,19 +136,15 @@ def run_job(job: SimulatedJob, fleet: SimulatedFleet, step_tokens: int = 0) -> S
             job.land()
             job.ledger.spend("saving", fleet.save_seconds)
         if fails <= job.ledger.now:
-            failures, in_a_row = failures + 1, in_a_row + 1
-            if in_a_row > _MOST_FAILURES_IN_A_ROW:
-                raise UserError(
-                    f"the run does not get from one checkpoint to the next: a GPU fails every {mean:.3g} s; give a "
-                    "shorter --save-interval or a larger --mtbf-hours"
-                )
+            failures += 1
+            guard.check(saves_made, failures)
             job.ledger.fail(saved[0], fails, fleet.restart_seconds)
             job.restore(saved[1])
             due = saved[2]
             fails = job.ledger.now + random.exponential(mean)
         elif saves and due is not None and every is not None:
             due += every
-            saved, in_a_row = (job.ledger.copy(), job.state(), due), 0
+            saved, saves_made = (job.ledger.copy(), job.state(), due), saves_made + 1
     job.ledger.meet()
     return SimulatedRun(
         seconds=job.ledger.now,

@@ -14,6 +14,7 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
+from megatron_ext.simulate.event_limits import MOST_EVENTS, too_many
 from megatron_ext.simulate.fleet import SimulatedFleet
 from megatron_ext.simulate.job_run import SimulatedJob, SimulatedRun, run_job
 from megatron_ext.simulate.local_sgd_job import LocalSGDJob
@@ -51,27 +52,65 @@ class JobSetup:
         Raises:
             UserError: naming every setting.
         """
+        found = (
+            self._field_problems()
+            or self.training.model_problems(self.parameters, self.fleet.worker_gpus)
+            or self._schedule_problems()
+            or self._too_long()
+        )
+        if found:
+            raise combine(found, "simulate")
+
+    def _field_problems(self) -> list[str]:
+        """Return what cannot be, whatever the others are."""
         found = self.fleet.problems() + self.training.problems() + self.local_sgd.problems()
         found += method_problems(
             self.local_sgd, OuterOptimizerConfig(), GTAConfig(), self.streaming, Where.JOB
         )
         layers = layer_count(list(self.units))
-        too_many = fragment_problem(self.streaming.fragments, layers, "the model's layers,")
-        if too_many is not None:
-            found.append(too_many)
+        too_many_parts = fragment_problem(self.streaming.fragments, layers, "the model's layers,")
+        return found if too_many_parts is None else [*found, too_many_parts]
+
+    def _schedule_problems(self) -> list[str]:
+        """Return what does not fit into the run."""
         steps, warmup = self.training.steps, self.local_sgd.local_sgd_warmup_steps
         if self.local_sgd.use_async:
             if warmup:
-                found.append("--local-sgd-warmup-steps with --local-sgd-use-async is not simulated; drop one of them")
+                return ["--local-sgd-warmup-steps with --local-sgd-use-async is not simulated; drop one of them"]
         elif warmup >= steps:
-            found.append(f"--local-sgd-warmup-steps {warmup} leaves no local step of --steps {steps}; lower it")
+            return [f"--local-sgd-warmup-steps {warmup} leaves no local step of --steps {steps}; lower it"]
         elif self.local_sgd.local_sgd_sync_interval > steps - warmup:
-            found.append(
+            return [
                 f"--local-sgd-sync-interval {self.local_sgd.local_sgd_sync_interval} is longer than the run's "
                 f"{plural(steps - warmup, 'local step')}, so that no round falls into it; lower it or raise --steps"
-            )
-        if found:
-            raise combine(found, "simulate")
+            ]
+        return []
+
+    def _too_long(self) -> list[str]:
+        """Return why the simulation would not end in minutes."""
+        config, parts, steps = self.local_sgd, self.streaming.fragments, self.training.steps
+        interval, save_interval = config.local_sgd_sync_interval, self.fleet.save_interval
+        found = []
+        if config.use_async:
+            windows = min(self._seconds / config.local_sgd_sync_time, steps)
+            found += too_many(f"--local-sgd-sync-time {config.local_sgd_sync_time:g}", windows, "rounds")
+        else:
+            rounds = (steps - config.local_sgd_warmup_steps) // interval * parts
+            what = "rounds of fragments" if parts > 1 else "rounds"
+            found += too_many(f"--local-sgd-sync-interval {interval}", rounds, what)
+            if interval * parts > MOST_EVENTS:
+                found.append(
+                    f"--local-sgd-sync-interval {interval} with {plural(parts, 'fragment')} is too long to be "
+                    f"simulated; their product is {MOST_EVENTS} at most"
+                )
+        if save_interval:
+            found += too_many(f"--save-interval {save_interval}", steps // save_interval, "checkpoints")
+        return found
+
+    @property
+    def _seconds(self) -> float:
+        """Of the training of the whole run."""
+        return StepTimer(self.fleet, self.step_seconds).run_seconds(self.training.steps)
 
     @property
     def parameters(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.errors import combine
 from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.phrases import plural
+from megatron_ext.simulate.event_limits import too_many
 from megatron_ext.simulate.job_run import SimulatedRun
 from megatron_ext.simulate.service_run import ServiceLoad, ServiceRun
 from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
@@ -57,20 +58,50 @@ class ServiceSetup:
         Raises:
             UserError: naming every setting.
         """
-        found = self.peers.problems() + self.server.problems() + self.training.problems()
-        found += self.service.problems()
-        if not found:
-            found += self.run_config.problems()
-        if self.training.round_work:
-            found.append("--round-work is of workers inside a job; drop it")
-        interval = self.service.sync_service_interval
-        if interval is not None and interval > self.training.steps:
-            found.append(
-                f"--sync-service-interval {interval} is longer than the run's {plural(self.training.steps, 'step')}, "
-                "so that no round falls into it; lower it or raise --steps"
-            )
+        found = (
+            self._field_problems()
+            or self.run_config.problems()
+            or self.training.model_problems(self.parameters, self.peers.peer_gpus)
+            or self._schedule_problems()
+            or self._too_long()
+        )
         if found:
             raise combine(found, "simulate")
+
+    def _field_problems(self) -> list[str]:
+        """Return what cannot be, whatever the others are."""
+        found = self.peers.problems() + self.server.problems() + self.training.problems() + self.service.problems()
+        return found or (["--round-work is of workers inside a job; drop it"] if self.training.round_work else [])
+
+    def _schedule_problems(self) -> list[str]:
+        """Return what does not fit into the run."""
+        interval = self.service.sync_service_interval
+        if interval is not None and interval > self.training.steps:
+            return [
+                f"--sync-service-interval {interval} is longer than the run's {plural(self.training.steps, 'step')}, "
+                "so that no round falls into it; lower it or raise --steps"
+            ]
+        return []
+
+    def _too_long(self) -> list[str]:
+        """Return why the simulation would not end in minutes."""
+        service, peers, steps = self.service, self.peers.peers, self.training.steps
+        if service.sync_service_interval is not None:
+            option = f"--sync-service-interval {service.sync_service_interval}"
+            return too_many(option, peers * (steps // service.sync_service_interval), "contributions")
+        seconds = service.sync_service_interval_seconds
+        assert seconds is not None, "an interval is of steps or of seconds"
+        option, each = f"--sync-service-interval-seconds {seconds:g}", min(self._seconds / seconds, steps)
+        return too_many(option, peers * each, "contributions")
+
+    @property
+    def _seconds(self) -> float:
+        """Of the training of the whole run."""
+        return self._timer.run_seconds(self.training.steps)
+
+    @property
+    def _timer(self) -> StepTimer:
+        return StepTimer(self.peers.speeds, self.step_seconds, each=True)
 
     @property
     def parameters(self) -> int:
@@ -101,6 +132,5 @@ class ServiceSetup:
             restart_seconds=peers.restart_seconds,
             steps=peers.peers * self.training.steps,
         )
-        timer = StepTimer(peers.speeds, self.step_seconds, each=True)
-        found = ServiceRun(self.run_config.policy, load, timer, peers.seed).run()
+        found = ServiceRun(self.run_config.policy, load, self._timer, peers.seed).run()
         return replace(found, tokens=float(self.training.step_tokens) * found.worker_steps)

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from megatron_ext.simulate.fleet import SimulatedFleet
+from megatron_ext.simulate.fleet import GPUS, JITTER, MTBF_HOURS, SLOW_FACTOR, SPEED_SPREAD, SimulatedFleet
+from megatron_ext.simulate.number_rules import BANDWIDTH, LATENCY, SECONDS, SEED, NumberRule, number_problems
 
 __all__ = ["SimulatedPeers", "SimulatedServer"]
 
@@ -51,24 +51,20 @@ class SimulatedPeers:
 
     def problems(self) -> list[str]:
         """Return what cannot be, one sentence each."""
-        rules = (
-            ("peers", self.peers >= 1, "at least 1"),
-            ("peer-gpus", self.peer_gpus >= 1, "at least 1"),
-            ("bandwidth", 0 < self.bandwidth < math.inf, "above 0"),
-            ("latency", 0 <= self.latency < math.inf, "0 or more"),
-            ("slow-peers", 0 <= self.slow_peers <= self.peers, f"from 0 to --peers {self.peers}"),
-            ("slow-factor", 1 <= self.slow_factor < math.inf, "1 or more"),
-            ("speed-spread", 0 <= self.speed_spread < 1, "0 or more, below 1"),
-            ("jitter", 0 <= self.jitter < math.inf, "0 or more"),
-            ("mtbf-hours", 0 <= self.mtbf_hours < math.inf, "0 or more"),
-            ("restart-seconds", 0 <= self.restart_seconds < math.inf, "0 or more"),
-            ("seed", self.seed >= 0, "0 or more"),
-        )
-        found = [
-            f"--{flag} is {getattr(self, flag.replace('-', '_')):g}; give a number {rule}"
-            for flag, fits, rule in rules
-            if not fits
-        ]
+        rules = {
+            "peers": NumberRule(least=1),  # how many at most is for the run to say
+            "peer_gpus": GPUS,
+            "bandwidth": BANDWIDTH,
+            "latency": LATENCY,
+            "slow_peers": NumberRule(least=0, most=max(self.peers, 1), of_most="--peers"),
+            "slow_factor": SLOW_FACTOR,
+            "speed_spread": SPEED_SPREAD,
+            "jitter": JITTER,
+            "mtbf_hours": MTBF_HOURS,
+            "restart_seconds": SECONDS,
+            "seed": SEED,
+        }
+        found = number_problems(self, rules)
         if not found and (self.slow_peers > 0) != (self.slow_factor > 1):
             found.append("--slow-peers and --slow-factor need each other; give both or neither")
         return found
@@ -111,8 +107,4 @@ class SimulatedServer:
 
     def problems(self) -> list[str]:
         """Return what cannot be of the link and the reduction; the rest is the run's own to check."""
-        return [
-            f"--{flag} is {value:g}; give a number above 0"
-            for flag, value in (("server-bandwidth", self.server_bandwidth), ("reduction", self.reduction))
-            if not 0 < value < math.inf
-        ]
+        return number_problems(self, {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH})

@@ -59,6 +59,10 @@ class StepTimer:
     def _gamma(self, means: Seconds, spread: float) -> Seconds:
         return np.asarray(self._random.gamma(1 / spread**2, spread**2, len(means)) * means, dtype=np.float64)
 
+    def run_seconds(self, steps: int) -> float:
+        """Return the seconds in which all workers together make `steps` steps per worker, each at its own speed."""
+        return float(self.counts.sum() / (self.counts / self.own).sum()) * steps
+
     def steps(self, count: int | NDArray[np.int64]) -> Seconds:
         """Return how long every worker takes for a number of steps of its own, 0 for none."""
         if not self._jitter:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["SimulatedTraining"]
+from megatron_ext.phrases import short_number
+from megatron_ext.simulate.number_rules import SECONDS, STEP_SECONDS, TFLOPS, NumberRule, number_problems
+
+__all__ = ["MOST_PARAMETERS", "SimulatedTraining"]
 
 _OPERATIONS = 6
 """Of a parameter for a token: 2 forward, 4 backward."""
+
+MOST_PARAMETERS = 10**15
+"""Of a model, a thousand times those of the largest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +40,33 @@ class SimulatedTraining:
 
     def problems(self) -> list[str]:
         """Return what cannot be, one sentence each."""
-        rules = (
-            ("steps", self.steps >= 1, "at least 1"),
-            ("step-seconds", 0 <= self.step_seconds < math.inf, "above 0"),
-            ("step-tokens", self.step_tokens >= 0, "0 or more"),
-            ("tflops", 0 <= self.tflops < math.inf, "above 0"),
-            ("round-work", 0 <= self.round_work < math.inf, "0 or more"),
-        )
-        found = [
-            f"--{flag} is {getattr(self, flag.replace('-', '_')):g}; give a number {rule}"
-            for flag, fits, rule in rules
-            if not fits
-        ]
+        rules = {
+            "steps": NumberRule(least=1, most=10_000_000),
+            "step_seconds": STEP_SECONDS,
+            "step_tokens": NumberRule(least=0, most=10**12),
+            "tflops": replace(TFLOPS, or_zero=True),
+            "round_work": SECONDS,
+        }
+        found = number_problems(self, rules)
         if not found and (self.step_seconds > 0) == (self.tflops > 0):
             found.append("give either --step-seconds or --tflops, above 0")
         if not found and self.tflops > 0 and not self.step_tokens:
             found.append("--tflops needs --step-tokens; give it")
         return found
+
+    def model_problems(self, parameters: int, gpus: int) -> list[str]:
+        """Return why steps of a model cannot be simulated, one sentence each; where `problems` has none.
+
+        Args:
+            parameters: of the model.
+            gpus: of the worker.
+        """
+        if parameters > MOST_PARAMETERS:
+            return [f"the model has {short_number(parameters)} parameters; at most {MOST_PARAMETERS:g} are simulated"]
+        seconds = self.seconds(parameters, gpus)
+        if not STEP_SECONDS.allows(seconds):
+            return [f"--tflops {self.tflops:g} makes a step of {seconds:g} s; a step is {STEP_SECONDS} s"]
+        return []
 
     def seconds(self, parameters: int, gpus: int) -> float:
         """Return the time of a step of a worker of average speed.

@@ -83,10 +83,10 @@ def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--peers", "0"], "--peers is 0; give a number at least 1"),
+        (["--peers", "0"], "--peers is 0; give a number of at least 1"),
         (["--peers", "5000"], "peers is 5000; it must be 1 to 4096"),
-        (["--server-bandwidth", "-1"], "--server-bandwidth is -1; give a number above 0"),
-        (["--reduction", "0"], "--reduction is 0; give a number above 0"),
+        (["--server-bandwidth", "-1"], "--server-bandwidth is -1; give a number from 1e-06 to 1e+09"),
+        (["--reduction", "0"], "--reduction is 0; give a number from 1e-06 to 1e+09"),
         (["--quorum", "5"], "quorum is 5; it must be 1 to peers (4)"),
         (["--rounds", "sometimes"], "rounds is sometimes; it must be synchronous or asynchronous"),
         (["--rounds", "asynchronous", "--quorum", "3"], "quorum has no meaning with rounds: asynchronous"),
@@ -108,8 +108,8 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--workers", "1"], "--workers is 1; give a number at least 2"),
-        (["--bandwidth", "-1"], "--bandwidth is -1; give a number above 0"),
+        (["--workers", "1"], "--workers is 1; give a number from 2 to 100000"),
+        (["--bandwidth", "-1"], "--bandwidth is -1; give a number from 1e-06 to 1e+09"),
         (["--latency", "nan"], "--latency is nan"),
         (["--sites", "8", "--site-bandwidth", "1"], "--sites is 8; give a number from 1 to --workers 4"),
         (["--sites", "3", "--site-bandwidth", "1"], "--sites 3 does not divide --workers 4"),
@@ -142,6 +142,86 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+ENORMOUS = "1" + "0" * 400
+"""A whole number that no float holds."""
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "said"),
+    [
+        (LLAMA, ["--workers", "1000000000000000000"], "--workers is 1000000000000000000; give a number from 2 to"),
+        (LLAMA, ["--workers", ENORMOUS], "--workers is a number of more than 20 digits; give a number from 2 to"),
+        (LLAMA, ["--worker-gpus", "1000001"], "--worker-gpus is 1000001; give a number from 1 to 1000000"),
+        (LLAMA, ["--bandwidth", "1e-300"], "--bandwidth is 1e-300; give a number from 1e-06 to 1e+09"),
+        (LLAMA, ["--bandwidth", "-1e9"], "--bandwidth is -1e+09; give a number from 1e-06 to 1e+09"),
+        (LLAMA, ["--step-seconds", "1e300"], "--step-seconds is 1e+300; give a number from 1e-06 to 1e+06, or 0 for"),
+        (LLAMA, ["--jitter", "1e-200"], "--jitter is 1e-200; give a number from 1e-06 to 3, or 0 for none"),
+        (LLAMA, ["--speed-spread", "1e-200"], "--speed-spread is 1e-200; give a number from 1e-06 to 1, or 0"),
+        (LLAMA, ["--seed", ENORMOUS], "--seed is a number of more than 20 digits; give a number from 0 to 92233720"),
+        (LLAMA, ["--steps", "1000000000"], "--steps is 1000000000; give a number from 1 to 10000000"),
+        (
+            LLAMA,
+            ["--steps", "10000000", "--local-sgd-sync-interval", "1"],
+            "--local-sgd-sync-interval 1 makes 10000000 rounds, of which at most 1000000 are simulated; raise it or",
+        ),
+        (
+            LLAMA,
+            ["--steps", "10000000", "--local-sgd-sync-interval", "50", "--local-sgd-fragments", "8"],
+            "--local-sgd-sync-interval 50 makes 1600000 rounds of fragments",
+        ),
+        (
+            LLAMA,
+            ["--steps", "10000000", "--local-sgd-sync-interval", "500000", "--local-sgd-fragments", "8"],
+            "--local-sgd-sync-interval 500000 with 8 fragments is too long to be simulated",
+        ),
+        (LLAMA, ["--steps", "10000000", "--save-interval", "1", "--save-seconds", "1"], "makes 10000000 checkpoints"),
+        (LLAMA, ["--hidden-size", ENORMOUS], "--hidden-size is a number of more than 20 digits; give at most 10000000"),
+        (LLAMA, ["--ffn-hidden-size", "10000000", "--hidden-size", "10000000"], "has 22400613140000000 parameters"),
+        (JOB, ["--parameters", "1e300"], "--parameters is 1e+300; give a number from 1 to 1000000000000000"),
+        (JOB, ["--parameters", "1e9", "--num-layers", "2000000"], "--num-layers is 2000000; give a number from 1 to"),
+        (
+            JOB,
+            ["--parameters", "1e9", "--local-sgd-fragments", ENORMOUS],
+            "--local-sgd-fragments is a number of more than 20 digits; give a number from 1 to 1000000",
+        ),
+        (
+            [*JOB, "--parameters", "1e9", "--step-seconds", "0"],
+            ["--tflops", "1e-6", "--step-tokens", "1000000000000"],
+            "--tflops 1e-06 makes a step of 6e+15 s; a step is from 1e-06 to 1e+06",
+        ),
+        (SERVICE, ["--latency", "1e300"], "--latency is 1e+300; give a number from 0 to 1e+06"),
+        (SERVICE, ["--mtbf-hours", "1e-300"], "--mtbf-hours is 1e-300; give a number from 1e-06 to 1e+09, or 0"),
+        (SERVICE, ["--steps", "0"], "--steps is 0; give a number from 1 to 10000000"),
+        (
+            SERVICE,
+            ["--steps", "1000000", "--sync-service-interval", "1"],
+            "--sync-service-interval 1 makes 4000000 contributions, of which at most 1000000 are simulated",
+        ),
+    ],
+)
+def test_numbers_that_no_run_has_are_refused_by_name_in_one_line(
+    command: list[str], words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*command, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--step-seconds", "1e-6", "--bandwidth", "1e-6", "--latency", "1e6", "--jitter", "3"],
+        ["--step-seconds", "1e6", "--bandwidth", "1e9", "--slow-workers", "1", "--slow-factor", "1000"],
+        ["--local-sgd-use-async", "--local-sgd-sync-interval", "1", "--local-sgd-sync-time", "1e-300"],
+    ],
+)
+def test_the_ends_of_what_is_allowed_give_figures(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([*LLAMA, "--steps", "1000", *words, "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert all(run["worker_steps"] == 4000 and 0 <= run["utilisation"] <= 1 for run in runs.values())
 
 
 @pytest.mark.parametrize("hours", ["1e-4", "0.001"])

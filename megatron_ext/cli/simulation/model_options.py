@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Mapping
 
-from megatron_ext.cli.shape_options import read_shape
+from megatron_ext.cli.shape_options import MOST_EXPERTS, read_shape
 from megatron_ext.errors import UserError
+from megatron_ext.phrases import short_number
 
 __all__ = ["add_parameters_option", "units_from"]
 
@@ -34,14 +34,20 @@ def units_from(options: argparse.Namespace, fragments: int) -> Mapping[str, int]
         UserError: there is no such model.
     """
     from megatron_ext.simulate.model_units import equal_layers, units_of
+    from megatron_ext.simulate.number_rules import NumberRule
+    from megatron_ext.simulate.training_work import MOST_PARAMETERS
 
     if options.parameters is None:
         return units_of(read_shape(options))
-    if not 1 <= options.parameters < math.inf:
-        raise UserError(f"simulate: --parameters is {options.parameters:g}; give a number of at least 1")
+    allowed = NumberRule(least=1, most=MOST_PARAMETERS)
+    if not allowed.allows(options.parameters):
+        raise UserError(f"simulate: --parameters is {short_number(options.parameters)}; give a number {allowed}")
     if options.model is not None or options.hidden_size is not None:
         raise UserError("simulate: --parameters is given beside the model's shape; drop one of them")
-    layers = options.num_layers if options.num_layers is not None else max(fragments, 1)
-    if not 1 <= layers <= options.parameters:
-        raise UserError(f"simulate: --num-layers is {layers}; give a number from 1 to --parameters")
+    flag, layers = "--num-layers", options.num_layers
+    if layers is None:
+        flag, layers = "--local-sgd-fragments", max(fragments, 1)
+    allowed = NumberRule(least=1, most=min(MOST_EXPERTS, int(options.parameters)))
+    if not allowed.allows(layers):
+        raise UserError(f"simulate: {flag} is {short_number(layers)}; give a number {allowed}")
     return equal_layers(int(options.parameters), layers)

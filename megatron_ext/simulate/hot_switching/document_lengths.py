@@ -10,6 +10,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from megatron_ext.simulate.number_rules import SEED, NumberRule, number_problems
+
 __all__ = ["SimulatedDocuments", "log_normal_lengths"]
 
 _DOCUMENTS = 100_000
@@ -17,6 +19,15 @@ _DOCUMENTS = 100_000
 
 _LONGEST_MEAN = 100_000
 """Tokens. Beyond it, an assumed corpus has more sequences than can be put into an order."""
+
+_STEPS = NumberRule(least=1, most=100_000)
+"""Of a run."""
+
+_SEQUENCES = NumberRule(least=1, most=50_000)
+"""Of a step, whose packing takes half a minute then."""
+
+_ALL_SEQUENCES = 1_000_000
+"""Of a run."""
 
 _WIDEST_SPREAD = 2.0
 """With a wider one, documents that are too rare to be among the assumed ones have much of the tokens: 4 % of them at 3,
@@ -48,18 +59,19 @@ class SimulatedDocuments:
         Args:
             measured: whether a corpus tells the lengths.
         """
-        rules = (
-            ("steps", self.steps >= 1, "at least 1"),
-            ("global-batch-size", self.global_batch_size >= 1, "at least 1"),
-            ("mean-length", self.mean_length == 0 or 2 <= self.mean_length <= _LONGEST_MEAN, f"2 to {_LONGEST_MEAN}"),
-            ("length-spread", 0 <= self.length_spread <= _WIDEST_SPREAD, f"0 to {_WIDEST_SPREAD:g}"),
-            ("seed", self.seed >= 0, "0 or more"),
-        )
-        found = [
-            f"--{flag} is {getattr(self, flag.replace('-', '_')):g}; give a number {rule}"
-            for flag, fits, rule in rules
-            if not fits
-        ]
+        rules = {
+            "steps": _STEPS,
+            "global_batch_size": _SEQUENCES,
+            "mean_length": NumberRule(least=2, most=_LONGEST_MEAN, or_zero=True),
+            "length_spread": NumberRule(least=0, most=_WIDEST_SPREAD),
+            "seed": SEED,
+        }
+        found = number_problems(self, rules)
+        if not found and self.steps * self.global_batch_size > _ALL_SEQUENCES:
+            found.append(
+                f"--steps {self.steps} of --global-batch-size {self.global_batch_size} have more than "
+                f"{_ALL_SEQUENCES} sequences in all, which take too long to pack; lower one of them"
+            )
         if not found and measured == (self.mean_length > 0):
             found.append("give either --lengths or --mean-length")
         if not found and measured and self.length_spread:

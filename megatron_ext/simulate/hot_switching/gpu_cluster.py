@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megatron_ext.simulate.number_rules import BANDWIDTH, TFLOPS, NumberRule, number_problems
 
 if TYPE_CHECKING:
     from megatron_ext.hot_switch.cost_model.step_time import Machine
@@ -33,11 +34,13 @@ class SimulatedCluster:
 
     def problems(self) -> list[str]:
         """Return what cannot be, one sentence each."""
-        return [
-            f"--{flag} is {value:g}; give a number above 0"
-            for flag in ("memory-gib", "tflops", "intra-node-bandwidth", "inter-node-bandwidth")
-            if not 0 < (value := getattr(self, flag.replace("-", "_"))) < math.inf
-        ]
+        rules = {
+            "memory_gib": NumberRule(least=1e-3, most=1e6),
+            "tflops": TFLOPS,
+            "intra_node_bandwidth": BANDWIDTH,
+            "inter_node_bandwidth": BANDWIDTH,
+        }
+        return number_problems(self, rules)
 
     def machine(self, gpus_per_node: int) -> Machine:
         """Return the cost model's machine.
