@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron_ext.errors import UserError
 from megatron_ext.phrases import short_number
 
-__all__ = ["MOST_EVENTS", "FailureGuard", "too_many"]
+__all__ = ["MOST_EVENTS", "FailureGuard", "longer_than_run", "too_many"]
 
 MOST_EVENTS = 1_000_000
 """Of a kind, such as rounds, checkpoints or failures: a minute or two of simulation."""
@@ -28,6 +28,22 @@ def too_many(option: str, events: float, what: str) -> list[str]:
     return [
         f"{option} makes {short_number(events)} {what}, of which at most {MOST_EVENTS} are simulated; raise it or "
         "lower --steps"
+    ]
+
+
+def longer_than_run(option: str, seconds: float, run_seconds: float) -> list[str]:
+    """Return why no round falls into a run whose rounds are by time, in one sentence; nothing where one does.
+
+    Args:
+        option: that says how long an interval is.
+        seconds: its value.
+        run_seconds: of the run's training.
+    """
+    if seconds <= run_seconds:
+        return []
+    return [
+        f"{option} {seconds:g} is longer than the {run_seconds:.4g} s of the run's training, so that no round falls "
+        "into it; lower it or raise --steps"
     ]
 
 

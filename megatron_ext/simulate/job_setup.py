@@ -14,7 +14,7 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import plural
-from megatron_ext.simulate.event_limits import MOST_EVENTS, too_many
+from megatron_ext.simulate.event_limits import MOST_EVENTS, longer_than_run, too_many
 from megatron_ext.simulate.fleet import SimulatedFleet
 from megatron_ext.simulate.job_run import SimulatedJob, SimulatedRun, run_job
 from megatron_ext.simulate.local_sgd_job import LocalSGDJob
@@ -73,18 +73,31 @@ class JobSetup:
 
     def _schedule_problems(self) -> list[str]:
         """Return what does not fit into the run."""
-        steps, warmup = self.training.steps, self.local_sgd.local_sgd_warmup_steps
         if self.local_sgd.use_async:
-            if warmup:
-                return ["--local-sgd-warmup-steps with --local-sgd-use-async is not simulated; drop one of them"]
-        elif warmup >= steps:
+            return self._problems_by_time()
+        steps, warmup = self.training.steps, self.local_sgd.local_sgd_warmup_steps
+        if warmup >= steps:
             return [f"--local-sgd-warmup-steps {warmup} leaves no local step of --steps {steps}; lower it"]
-        elif self.local_sgd.local_sgd_sync_interval > steps - warmup:
+        if self.local_sgd.local_sgd_sync_interval > steps - warmup:
             return [
                 f"--local-sgd-sync-interval {self.local_sgd.local_sgd_sync_interval} is longer than the run's "
                 f"{plural(steps - warmup, 'local step')}, so that no round falls into it; lower it or raise --steps"
             ]
         return []
+
+    def _problems_by_time(self) -> list[str]:
+        """Return what does not fit into a run whose workers meet by time."""
+        config, steps = self.local_sgd, self.fleet.workers * self.training.steps
+        found = []
+        if config.local_sgd_warmup_steps:
+            found.append("--local-sgd-warmup-steps with --local-sgd-use-async is not simulated; drop one of them")
+        found += longer_than_run("--local-sgd-sync-time", config.local_sgd_sync_time, self._seconds)
+        if config.min_total_global_steps > steps:
+            found.append(
+                f"--local-sgd-min-total-global-steps {config.min_total_global_steps} is more than the {steps} steps of "
+                "all workers together, so that no round falls into the run; lower it or raise --steps"
+            )
+        return found
 
     def _too_long(self) -> list[str]:
         """Return why the simulation would not end in minutes."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from megatron_ext.errors import combine
 from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.phrases import plural
-from megatron_ext.simulate.event_limits import too_many
+from megatron_ext.simulate.event_limits import longer_than_run, too_many
 from megatron_ext.simulate.job_run import SimulatedRun
 from megatron_ext.simulate.service_run import ServiceLoad, ServiceRun
 from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
@@ -81,7 +81,8 @@ class ServiceSetup:
                 f"--sync-service-interval {interval} is longer than the run's {plural(self.training.steps, 'step')}, "
                 "so that no round falls into it; lower it or raise --steps"
             ]
-        return []
+        seconds = self.service.sync_service_interval_seconds
+        return [] if seconds is None else longer_than_run("--sync-service-interval-seconds", seconds, self._seconds)
 
     def _too_long(self) -> list[str]:
         """Return why the simulation would not end in minutes."""

@@ -144,6 +144,52 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert error.count("\n") == 1
 
 
+BY_TIME = [*JOB, "--parameters", "1e9", "--local-sgd-use-async", "--steps", "30"]
+SERVICE_BY_TIME = [*SERVICE[:-2], "--sync-service-interval-seconds"]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            [*BY_TIME, "--local-sgd-sync-time", "150.1"],
+            "--local-sgd-sync-time 150.1 is longer than the 150 s of the run's training, so that no round falls into",
+        ),
+        # Half of the workers take twice as long: together they make three steps in the time of two.
+        (
+            [*BY_TIME, "--slow-workers", "2", "--slow-factor", "2", "--local-sgd-sync-time", "201"],
+            "--local-sgd-sync-time 201 is longer than the 200 s of the run's training",
+        ),
+        (BY_TIME, "--local-sgd-sync-time 600 is longer than the 150 s"),
+        (
+            [*BY_TIME, "--local-sgd-sync-time", "50", "--local-sgd-min-total-global-steps", "121"],
+            "--local-sgd-min-total-global-steps 121 is more than the 120 steps of all workers together, so that no",
+        ),
+        ([*SERVICE_BY_TIME, "1001"], "--sync-service-interval-seconds 1001 is longer than the 1000 s of the run's"),
+    ],
+)
+def test_rounds_by_time_that_no_run_has_time_for_are_refused(
+    command: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert said in error and "lower it or raise --steps" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*BY_TIME, "--local-sgd-sync-time", "150", "--local-sgd-min-total-global-steps", "120"],
+        [*SERVICE_BY_TIME, "1000"],
+    ],
+)
+def test_a_round_by_time_at_the_end_of_the_run_is_one(command: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main([*command, "--json"]) == 0
+    *_, run = json.loads(capsys.readouterr().out).values()
+    assert run["rounds"] == 1
+
+
 ENORMOUS = "1" + "0" * 400
 """A whole number that no float holds."""
 
