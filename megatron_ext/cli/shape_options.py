@@ -13,7 +13,7 @@ from megatron_ext.phrases import short_number
 if TYPE_CHECKING:
     from megatron_ext.params import GptShape
 
-__all__ = ["MOST_EXPERTS", "add_shape_options", "add_topk_option", "read_shape", "topk_problems"]
+__all__ = ["MOST_EXPERTS", "add_shape_options", "add_topk_option", "read_shape", "shape_flags", "topk_problems"]
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "padded_vocab_size")
 
@@ -66,6 +66,15 @@ def add_shape_options(parser: argparse.ArgumentParser) -> None:
 def add_topk_option(parser: argparse.ArgumentParser) -> None:
     """Add the flag for how many experts a token meets, for commands that tell times."""
     parser.add_argument("--moe-router-topk", type=int, default=1, metavar="K", help="experts per token (default 1)")
+
+
+def shape_flags(options: argparse.Namespace) -> list[str]:
+    """Return the flags of a GPT that were given."""
+    names = ("model", *_FIELDS, "num_experts", "max_position_embeddings", "swiglu", "disable_bias_linear")
+    given = [name for name in (*names, "untie_embeddings_and_output_weights") if getattr(options, name) is not None]
+    if options.position_embedding_type != "rope":
+        given.append("position_embedding_type")
+    return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def topk_problems(topk: int, shape: GptShape) -> list[str]:

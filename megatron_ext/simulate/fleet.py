@@ -7,7 +7,10 @@ from dataclasses import dataclass, replace
 
 from megatron_ext.simulate.number_rules import BANDWIDTH, LATENCY, SECONDS, SEED, NumberRule, number_problems
 
-__all__ = ["GPUS", "JITTER", "MTBF_HOURS", "SLOW_FACTOR", "SPEED_SPREAD", "SimulatedFleet"]
+__all__ = ["GPUS", "JITTER", "MTBF_HOURS", "NO_RESTART", "SLOW_FACTOR", "SPEED_SPREAD", "SimulatedFleet"]
+
+NO_RESTART = "--restart-seconds has no effect without --mtbf-hours; give it or drop this"
+"""What is said where nothing fails."""
 
 GPUS = NumberRule(least=1, most=1_000_000)
 """Of a worker or peer."""
@@ -123,8 +126,11 @@ class SimulatedFleet:
             "--mtbf-hours needs --save-interval, after whose checkpoint a job restarts; give it": (
                 self.mtbf_hours > 0 and not self.save_interval
             ),
+            NO_RESTART: self.restart_seconds != type(self).restart_seconds and not self.mtbf_hours,
             "--save-seconds has no effect without --save-interval; give it or drop this": (
                 self.save_seconds > 0 and not self.save_interval
             ),
+            f"--site-latency {self.site_latency:g} is below --latency {self.latency:g}, which every message has; raise "
+            "it or drop it": 0 < self.site_latency < self.latency,
         }
         return [problem for problem, holds in together.items() if holds]

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_ext.errors import combine
 from megatron_ext.local_sgd.combinations import method_problems
@@ -13,7 +14,7 @@ from megatron_ext.local_sgd.streaming import StreamingConfig, assign_fragments, 
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.phrases import plural
+from megatron_ext.phrases import plural, short_number
 from megatron_ext.simulate.event_limits import MOST_EVENTS, longer_than_run, too_many
 from megatron_ext.simulate.fleet import SimulatedFleet
 from megatron_ext.simulate.job_run import SimulatedJob, SimulatedRun, run_job
@@ -74,7 +75,7 @@ class JobSetup:
     def _schedule_problems(self) -> list[str]:
         """Return what does not fit into the run."""
         if self.local_sgd.use_async:
-            return self._problems_by_time()
+            return self._problems_by_time() or self._save_problems()
         steps, warmup = self.training.steps, self.local_sgd.local_sgd_warmup_steps
         if warmup >= steps:
             return [f"--local-sgd-warmup-steps {warmup} leaves no local step of --steps {steps}; lower it"]
@@ -82,6 +83,21 @@ class JobSetup:
             return [
                 f"--local-sgd-sync-interval {self.local_sgd.local_sgd_sync_interval} is longer than the run's "
                 f"{plural(steps - warmup, 'local step')}, so that no round falls into it; lower it or raise --steps"
+            ]
+        return self._save_problems()
+
+    def _save_problems(self) -> list[str]:
+        """Return why checkpoints would have no effect."""
+        fleet = self.fleet
+        if not fleet.save_interval:
+            return []
+        if not (fleet.save_seconds or fleet.mtbf_hours or self.streaming.in_background or self.streaming.eager):
+            return ["--save-interval has no effect without --save-seconds or --mtbf-hours; give one or drop this"]
+        if fleet.save_interval > self._iterations:
+            length = plural(self._iterations, "round" if self.local_sgd.use_async else "step")
+            return [
+                f"--save-interval {short_number(fleet.save_interval)} is longer than the run's {length}, so that no "
+                "checkpoint falls into it; lower it or raise --steps"
             ]
         return []
 
@@ -117,8 +133,15 @@ class JobSetup:
                     f"simulated; their product is {MOST_EVENTS} at most"
                 )
         if save_interval:
-            found += too_many(f"--save-interval {save_interval}", steps // save_interval, "checkpoints")
+            found += too_many(f"--save-interval {save_interval}", self._iterations // save_interval, "checkpoints")
         return found
+
+    @property
+    def _iterations(self) -> int:
+        """Of the run, in which checkpoints are counted: its steps, or about as many rounds as it has time for."""
+        if not self.local_sgd.use_async:
+            return self.training.steps
+        return min(math.ceil(self._seconds / self.local_sgd.local_sgd_sync_time), self.training.steps)
 
     @property
     def _seconds(self) -> float:
@@ -174,6 +197,10 @@ class JobSetup:
         Raises:
             UserError: it does not end.
         """
+        fleet = self.fleet
+        if fleet.save_interval:  # after as much training, where rounds are counted
+            every = round(fleet.save_interval * self.training.steps / self._iterations)
+            fleet = replace(fleet, save_interval=max(every, 1))
         job = SynchronousJob(
             StepTimer(self.fleet, self.step_seconds),
             WorkerLinks(self.fleet),
@@ -182,7 +209,7 @@ class JobSetup:
             step_seconds=self.step_seconds,
             steps=self.training.steps,
         )
-        return run_job(job, self.fleet, self.training.step_tokens)
+        return run_job(job, fleet, self.training.step_tokens)
 
     def fragments(self) -> list[int]:
         """Return the number of values of every fragment."""

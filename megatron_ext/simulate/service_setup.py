@@ -82,7 +82,11 @@ class ServiceSetup:
                 "so that no round falls into it; lower it or raise --steps"
             ]
         seconds = self.service.sync_service_interval_seconds
-        return [] if seconds is None else longer_than_run("--sync-service-interval-seconds", seconds, self._seconds)
+        if seconds is not None:
+            found = longer_than_run("--sync-service-interval-seconds", seconds, self._seconds)
+            if found:
+                return found
+        return self.server.problems_among(self.peers.peers)
 
     def _too_long(self) -> list[str]:
         """Return why the simulation would not end in minutes."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.simulate.fleet import GPUS, JITTER, MTBF_HOURS, SLOW_FACTOR, SPEED_SPREAD, SimulatedFleet
+from megatron_ext.phrases import short_number
+from megatron_ext.simulate.fleet import GPUS, JITTER, MTBF_HOURS, NO_RESTART, SLOW_FACTOR, SPEED_SPREAD, SimulatedFleet
 from megatron_ext.simulate.number_rules import BANDWIDTH, LATENCY, SECONDS, SEED, NumberRule, number_problems
 
 __all__ = ["SimulatedPeers", "SimulatedServer"]
+
+_ANY_STALENESS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +70,8 @@ class SimulatedPeers:
         found = number_problems(self, rules)
         if not found and (self.slow_peers > 0) != (self.slow_factor > 1):
             found.append("--slow-peers and --slow-factor need each other; give both or neither")
+        if not found and self.restart_seconds != type(self).restart_seconds and not self.mtbf_hours:
+            found.append(NO_RESTART)
         return found
 
     @property
@@ -102,9 +107,20 @@ class SimulatedServer:
     grace_seconds: float = 60.0
     """As the run's field of that name"""
 
-    max_staleness: int = -1
+    max_staleness: int = _ANY_STALENESS
     """As the run's field of that name; -1 for no limit"""
 
     def problems(self) -> list[str]:
-        """Return what cannot be of the link and the reduction; the rest is the run's own to check."""
-        return number_problems(self, {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH})
+        """Return what cannot be and is not the run's own to check, one sentence each."""
+        found = number_problems(self, {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH})
+        if self.max_staleness < _ANY_STALENESS:
+            value = short_number(self.max_staleness)
+            found.append(f"--max-staleness is {value}; give 0 or more, or {_ANY_STALENESS} for no limit")
+        return found
+
+    def problems_among(self, peers: int) -> list[str]:
+        """Return what has no effect on rounds of this many peers; where the run has no problems."""
+        waits_for_all = self.rounds == "synchronous" and self.quorum in (0, peers)
+        if waits_for_all and self.grace_seconds != type(self).grace_seconds:
+            return ["--grace-seconds has no effect with a quorum of all peers; give a smaller --quorum or drop this"]
+        return []

@@ -115,6 +115,15 @@ def test_workers_that_meet_by_time_make_steps_at_their_own_speed():
     assert run.worker_steps / run.seconds > 1.4 * together.worker_steps / together.seconds
 
 
+def test_checkpoints_that_are_counted_in_rounds_come_after_as_much_training_in_the_baseline():
+    fleet = {"save_interval": 5, "save_seconds": 10.0}
+    by_time = {"use_async": True, "local_sgd_sync_time": 100.0}
+    setup = setup_of(fleet=fleet, training={"steps": 1000}, **by_time)
+    setup.check()
+    # 2000 s are 20 rounds of 50 steps.
+    assert setup.run().time["saving"] == setup.baseline().time["saving"] == 40.0
+
+
 def test_meetings_with_too_few_steps_make_no_round():
     by_time = {"use_async": True, "local_sgd_sync_time": 9.0, "min_total_global_steps": 50}
     run = setup_of(training={"steps": 1000}, **by_time).run()

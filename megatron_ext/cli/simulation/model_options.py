@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 
-from megatron_ext.cli.shape_options import MOST_EXPERTS, read_shape
+from megatron_ext.cli.shape_options import MOST_EXPERTS, read_shape, shape_flags
 from megatron_ext.errors import UserError
 from megatron_ext.phrases import short_number
 
@@ -42,8 +42,9 @@ def units_from(options: argparse.Namespace, fragments: int) -> Mapping[str, int]
     allowed = NumberRule(least=1, most=MOST_PARAMETERS)
     if not allowed.allows(options.parameters):
         raise UserError(f"simulate: --parameters is {short_number(options.parameters)}; give a number {allowed}")
-    if options.model is not None or options.hidden_size is not None:
-        raise UserError("simulate: --parameters is given beside the model's shape; drop one of them")
+    beside = [flag for flag in shape_flags(options) if flag != "--num-layers"]
+    if beside:
+        raise UserError(f"simulate: --parameters is given beside the model's shape; drop it, or {', '.join(beside)}")
     flag, layers = "--num-layers", options.num_layers
     if layers is None:
         flag, layers = "--local-sgd-fragments", max(fragments, 1)
