@@ -7,10 +7,15 @@ import argparse
 import ast
 import inspect
 import textwrap
+from collections.abc import Mapping
 from dataclasses import fields
+from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["add_fields", "field_docstrings", "from_options"]
+__all__ = ["METAVARS", "add_fields", "field_docstrings", "from_options"]
+
+METAVARS: Mapping[type, str] = MappingProxyType({int: "N", float: "X", str: "TEXT"})
+"""What the help calls a value."""
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -46,7 +51,7 @@ def add_fields(parser: argparse._ActionsContainer, cls: type) -> None:
             type=str if choices else hint,
             choices=choices,
             default=entry.default,
-            metavar=None if choices else {int: "N", float: "X", str: "TEXT"}[hint],
+            metavar=None if choices else METAVARS[hint],
             help=f"{told[entry.name].rstrip('.')} (default: {entry.default})".replace("%", "%%"),
         )
 

@@ -102,6 +102,10 @@ def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
         (["--sync-service-interval-seconds", "60"], "counts steps and --sync-service-interval-seconds time"),
         (["--slow-factor", "2"], "--slow-peers and --slow-factor need each other"),
         (["--round-work", "1"], "--round-work is of workers inside a job"),
+        (["--sync-service-peers", "4"], "--sync-service-peers is --peers here; give that"),
+        (["--sync-service", "host:1"], "--sync-service is where a run's server is, and a simulation has one of its"),
+        (["--sync-service-streams", "4"], "--sync-service-streams decides how much of a link is reached; give what"),
+        (["--sync-service-take-over"], "--sync-service-take-over decides over no time and no byte that are simulated"),
     ],
 )
 def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -141,7 +145,11 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
         (["--local-sgd-use-async"], "drop --local-sgd-sync-interval"),
         (["--local-sgd-skip-anomaly"], "--local-sgd-skip-anomaly decides over no time and no byte"),
         (["--outer-optimizer", "adam"], "--outer-optimizer decides over no time"),
-        (["--local-sgd-sync-in-forward"], "--local-sgd-sync-in-forward decides over no time"),
+        (["--local-sgd-sync-in-forward"], "--local-sgd-sync-in-forward lets rounds overlap with the forward pass"),
+        (["--local-sgd-workers", "4"], "--local-sgd-workers is --workers here; give that"),
+        (["--use-local-sgd"], "--use-local-sgd is what is simulated in any case; drop it"),
+        (["--local-sgd-cpu-offload"], "takes a worker's own time in a round; give that time as --round-work"),
+        (["--local-sgd-pseudo-grad-reducer", "pairwise"], "--local-sgd-pseudo-grad-reducer is not simulated"),
         (["--parameters", "1e9"], "--parameters is given beside the model's shape; drop it, or --model"),
         (["--sweep", "bandwidth"], "write NAME=V1,V2"),
         (["--sweep", "bandwidth=1:0:3"], "must be above 0"),

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.cli.shape_options import add_shape_options, add_topk_option, read_shape, topk_problems
+from megatron_ext.cli.simulation.simulated_flags import ProductFlags
 from megatron_ext.cli.simulation.simulation_output import add_output_options
-from megatron_ext.config_options import flag_of
 from megatron_ext.errors import UserError, combine
 from megatron_ext.phrases import plural
 
@@ -28,12 +27,26 @@ rows and switches and the memory come from the functions of a run and of `hot-sw
 what is modelled and what is not.
 """
 
-_SIMULATED = ("strategies", "bucket_sizes", "strategy_file", "gpus_per_node", "attention")
+_SIMULATED = frozenset(
+    (
+        *("hot_switch_strategies", "hot_switch_bucket_sizes", "hot_switch_strategy_file"),
+        *("hot_switch_gpus_per_node", "hot_switch_attention"),
+    )
+)
+
+_REASONS = {
+    "hot_switch_algorithm": "is balanced in a simulation; drop it, and compare the others with `hot-switch plan`",
+}
+
+
+def _flags() -> ProductFlags:
+    from megatron_ext.hot_switch.config import HotSwitchConfig
+
+    return ProductFlags((HotSwitchConfig,), _SIMULATED, _REASONS)
 
 
 def add_hot_switch(actions: Any) -> None:
     """Add the kind to the simulate subcommand."""
-    from megatron_ext.hot_switch.config import HotSwitchConfig
     from megatron_ext.simulate.hot_switching.choices import Kernels, Recomputing
     from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments
     from megatron_ext.simulate.hot_switching.gpu_cluster import SimulatedCluster
@@ -71,9 +84,7 @@ def add_hot_switch(actions: Any) -> None:
         help="what the list's strategies and its home alone compute again in the backward pass: no more than each of "
         "them needs to fit (default), nothing, attention's scores, or whole layers",
     )
-    for entry in fields(HotSwitchConfig):
-        if entry.name.removeprefix("hot_switch_") not in _SIMULATED:
-            parser.add_argument(flag_of(entry), nargs="*", dest=entry.name, default=None, help=argparse.SUPPRESS)
+    _flags().add_refused(parser)
     add_fields(parser.add_argument_group("GPUs"), SimulatedCluster)
     data = parser.add_argument_group("data")
     data.add_argument(
@@ -90,17 +101,12 @@ def add_hot_switch(actions: Any) -> None:
 
 def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingRun]]:
     from megatron_ext.hot_switch import read_strategies, read_strategy_file
-    from megatron_ext.hot_switch.config import HotSwitchConfig
     from megatron_ext.hot_switch.data.lengths import read_lengths
     from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments
     from megatron_ext.simulate.hot_switching.gpu_cluster import SimulatedCluster
     from megatron_ext.simulate.hot_switching.switching_setup import HOT, SwitchingSetup
 
-    refused = [
-        f"{flag_of(entry)} decides over no time that is simulated; drop it"
-        for entry in fields(HotSwitchConfig)
-        if entry.name.removeprefix("hot_switch_") not in _SIMULATED and getattr(options, entry.name) is not None
-    ]
+    refused = _flags().problems(options)
     shape = read_shape(options)
     if refused or (refused := topk_problems(options.moe_router_topk, shape)):
         raise combine(refused, "simulate")

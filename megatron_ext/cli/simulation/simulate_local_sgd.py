@@ -34,6 +34,15 @@ _SIMULATED = frozenset(
     )
 )
 
+_REASONS = {
+    "use_local_sgd": "is what is simulated in any case; drop it",
+    "local_sgd_workers": "is --workers here; give that",
+    "sync_in_forward": "lets rounds overlap with the forward pass, which is not simulated; drop it",
+    "cpu_offload": "takes a worker's own time in a round; give that time as --round-work",
+    "local_sgd_replay_meetings": "meets as another run did, and here the simulated clock decides; drop it",
+    "reducer": "is not simulated, but the way of a mean of all workers' pseudo-gradients; drop it",
+}
+
 
 def _flags() -> ProductFlags:
     from megatron_ext.local_sgd.config import LocalSGDConfig
@@ -43,7 +52,7 @@ def _flags() -> ProductFlags:
     from megatron_ext.outer.reducer_config import GTAConfig
 
     return ProductFlags(
-        (LocalSGDConfig, StreamingConfig, MeetingsConfig, OuterOptimizerConfig, GTAConfig), _SIMULATED
+        (LocalSGDConfig, StreamingConfig, MeetingsConfig, OuterOptimizerConfig, GTAConfig), _SIMULATED, _REASONS
     )
 
 
@@ -75,7 +84,7 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
     from megatron_ext.simulate.training_work import SimulatedTraining
 
     flags = _flags()
-    refused = flags.problems(options, "decides over no time and no byte that are simulated; drop it")
+    refused = flags.problems(options)
     if refused:
         raise combine(refused, "simulate")
     fleet = from_options(SimulatedFleet, options)

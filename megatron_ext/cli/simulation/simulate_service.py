@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.cli.shape_options import add_shape_options
 from megatron_ext.cli.simulation.model_options import add_parameters_option, units_from
+from megatron_ext.cli.simulation.simulated_flags import ProductFlags
 from megatron_ext.cli.simulation.simulation_output import add_output_options
-from megatron_ext.errors import UserError
+from megatron_ext.errors import UserError, combine
 from megatron_ext.extras import pip_install_extra
 from megatron_ext.phrases import plural
 
@@ -26,10 +27,30 @@ Simulate peers that meet at a sync service, event by event. When a round closes,
 where a peer resumes is decided by the server's own state machine; docs/simulate.md says what is modelled.
 """
 
+_SIMULATED = frozenset(
+    ("sync_service_interval", "sync_service_interval_seconds", "sync_service_delay", "sync_service_codec")
+)
+
+_REASONS = {
+    "sync_service": "is where a run's server is, and a simulation has one of its own; drop it",
+    "sync_service_peers": "is --peers here; give that",
+    "sync_service_run": "names a run at a server, and a simulation has one alone; drop it",
+    "sync_service_peer": "names one peer, and a simulation has all; drop it",
+    "sync_service_index": "is of one peer, and a simulation has all; drop it",
+    "sync_service_streams": "decides how much of a link is reached; give what is reached as --bandwidth",
+    "sync_service_round_seconds": "ends a peer that waits, which no simulated one does; drop it",
+    "sync_service_patience_seconds": "is for a server that is away, which the simulated one never is; drop it",
+}
+
+
+def _flags() -> ProductFlags:
+    from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
+
+    return ProductFlags((SyncServiceConfig,), _SIMULATED, _REASONS)
+
 
 def add_sync_service(actions: Any) -> None:
     """Add the kind to the simulate subcommand."""
-    from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
     from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
     from megatron_ext.simulate.training_work import SimulatedTraining
 
@@ -43,17 +64,7 @@ def add_sync_service(actions: Any) -> None:
     add_fields(parser.add_argument_group("peers, links, failures"), SimulatedPeers)
     add_fields(parser.add_argument_group("server"), SimulatedServer)
     add_fields(parser.add_argument_group("training"), SimulatedTraining)
-    group = parser.add_argument_group("rounds, as for a peer")
-    group.add_argument("--sync-service-interval", type=int, metavar="H", help="steps between two rounds")
-    group.add_argument(
-        "--sync-service-interval-seconds", type=float, metavar="S", help="in their place, seconds between two rounds"
-    )
-    group.add_argument(
-        "--sync-service-delay", type=int, default=0, metavar="TAU", help="steps made while a round is (default: 0)"
-    )
-    group.add_argument(
-        "--sync-service-codec", choices=CODECS.names(), default=EXACT_CODEC, help="of contributions (default: fp32)"
-    )
+    _flags().add(parser, "rounds, as for a peer")
     add_shape_options(parser)
     add_parameters_option(parser)
     add_output_options(parser, _simulate)
@@ -67,21 +78,23 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
     from megatron_ext.simulate.training_work import SimulatedTraining
     from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 
+    flags = _flags()
+    refused = flags.problems(options)
+    if refused:
+        raise combine(refused, "simulate")
     peers = from_options(SimulatedPeers, options)
     setup = ServiceSetup(
         peers=peers,
         server=from_options(SimulatedServer, options),
         training=from_options(SimulatedTraining, options),
         units=units_from(options, fragments=1),
-        service=SyncServiceConfig(
+        service=flags.read(
+            SyncServiceConfig,
+            options,
             sync_service="localhost:50051",
             sync_service_run="simulated",
             sync_service_peer="peer",
             sync_service_peers=max(peers.peers, 1),
-            sync_service_interval=options.sync_service_interval,
-            sync_service_interval_seconds=options.sync_service_interval_seconds,
-            sync_service_delay=options.sync_service_delay,
-            sync_service_codec=options.sync_service_codec,
         ),
     )
     setup.check()
