@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.ending import ended_by_sigterm
+from megatron_ext.cli.output_files import output_problems
 from megatron_ext.cli.shape_options import add_shape_options, add_topk_option, read_shape, topk_problems
 from megatron_ext.errors import UserError, combine
 
@@ -163,10 +164,7 @@ def _check(options: argparse.Namespace, shape: GptShape) -> None:
             problems += [problem.replace(f"strategy {strategy.label}", f"--tp {tp}") for problem in found]
         if any(tp > 1 and length % tp for length in options.lengths):
             problems.append(f"--lengths cannot all be divided by --tp {tp}; give multiples of it")
-    if options.output.is_dir():
-        problems.append(f"--output {options.output} is a folder; name a file")
-    if not options.output.parent.is_dir():
-        problems.append(f"--output {options.output}: there is no folder {options.output.parent}; make it first")
+    problems += output_problems("--output", options.output)
     if problems:
         raise combine(problems, "hot-switch profile")
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["Sweep", "combinations_of", "draw_sweep", "read_sweep", "write_csv"]
+__all__ = ["Sweep", "combinations_of", "draw_sweep", "picture_problems", "read_sweep", "write_csv"]
 
 _MOST = 10_000
 """Simulations of a sweep."""
@@ -80,23 +80,38 @@ def write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
 
 
+def picture_problems(option: str, file: Path) -> list[str]:
+    """Return why a picture cannot be drawn, in one sentence; nothing where it can.
+
+    Args:
+        option: that names the picture's file.
+        file: its path, whose ending says the format.
+    """
+    from megatron_ext.extras import pip_install
+
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return [f"{option} needs matplotlib; install it with: {pip_install('matplotlib')}"]
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() in formats:
+        return []
+    return [f"{option} {file}: its ending names no kind of picture; give a name that ends in .png or .svg"]
+
+
 def draw_sweep(rows: Sequence[dict[str, Any]], sweeps: Sequence[Sweep], file: Path) -> None:
     """Draw utilisation over the first sweep's values, a line for every way to train and value of the others.
 
     Args:
         rows: with the sweeps' flags, `method` and `utilisation`.
         sweeps: one or more.
-        file: replaced.
+        file: replaced; without problems.
 
     Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
+        UserError: the file cannot be written.
     """
-    from megatron_ext.extras import pip_install
+    import matplotlib
 
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError(f"a picture needs matplotlib; install it with: {pip_install('matplotlib')}") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -119,8 +134,6 @@ def draw_sweep(rows: Sequence[dict[str, Any]], sweeps: Sequence[Sweep], file: Pa
         figure.savefig(file, dpi=120)
     except OSError as error:
         raise UserError(f"{file} cannot be written: {error.strerror}") from None
-    except ValueError as error:  # matplotlib's for an unknown file ending
-        raise UserError(f"{file} cannot be drawn: {error}") from None
     finally:
         pyplot.close(figure)
 

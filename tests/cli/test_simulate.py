@@ -159,6 +159,10 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
         (["--csv", "a.csv"], "--csv has no effect without --sweep"),
         (["--sweep", "bandwidth=1,2", "--sweep", "bandwidth=3"], "--sweep bandwidth is given 2 times; give all its"),
         (["--sweep", "bandwidth=1,2", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv: there is no folder nowhere"),
+        (["--sweep", "bandwidth=1,2", "--csv", "."], "--csv . is a folder; name a file"),
+        (["--sweep", "bandwidth=1,2", "--png", "a.txt"], "--png a.txt: its ending names no kind of picture; give a"),
+        (["--sweep", "bandwidth=1,2", "--png", "a"], "--png a: its ending names no kind of picture; give a name that"),
+        (["--sweep", "bandwidth=1,2", "--csv", "a.png", "--png", "./a.png"], "--csv and --png are both a.png; name"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.CaptureFixture[str]):

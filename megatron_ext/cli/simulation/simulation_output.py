@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_ext.errors import UserError
+from megatron_ext.cli.output_files import output_problems
+from megatron_ext.errors import UserError, combine
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.sweep import Sweep
@@ -85,9 +86,7 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
     for name, times in Counter(sweep.flag.removeprefix("--") for sweep in sweeps).items():
         if times > 1:
             raise UserError(f"--sweep {name} is given {times} times; give all its values in one: {name}=V1,V2,...")
-    for flag, file in (("--csv", options.csv), ("--png", options.png)):
-        if file is not None and not file.parent.is_dir():  # better known before all simulations than after them
-            raise UserError(f"{flag} {file}: there is no folder {file.parent}; make it first")
+    _check_files(options.csv, options.png)
     rows: list[dict[str, Any]] = []
     for values in combinations_of(sweeps):
         chosen = copy.copy(options)
@@ -112,6 +111,23 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
     for row in rows:
         print("  ".join(f"{_number(row[name]):>{max(len(name), 12)}}" for name in names))
     return 0
+
+
+def _check_files(table: Path | None, picture: Path | None) -> None:
+    """Look at where results go, which is better known before all simulations than after them.
+
+    Raises:
+        UserError: they cannot go there.
+    """
+    from megatron_ext.simulate.sweep import picture_problems
+
+    problems = [] if table is None else output_problems("--csv", table)
+    if picture is not None:
+        problems += output_problems("--png", picture) or picture_problems("--png", picture)
+        if table is not None and table.resolve() == picture.resolve():
+            problems = [f"--csv and --png are both {picture}; name two files"]
+    if problems:
+        raise combine(problems, "simulate")
 
 
 def _set(parser: argparse.ArgumentParser, options: argparse.Namespace, sweep: Sweep, value: str) -> None:

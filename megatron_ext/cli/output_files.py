@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files that a command writes at its end, looked at before its work."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["output_problems"]
+
+
+def output_problems(option: str, file: Path) -> list[str]:
+    """Return why a file cannot be written, in one sentence; nothing where it can.
+
+    Args:
+        option: that names the file.
+        file: its path.
+    """
+    if file.is_dir():
+        return [f"{option} {file} is a folder; name a file"]
+    if not file.parent.is_dir():
+        return [f"{option} {file}: there is no folder {file.parent}; make it first"]
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        return [f"{option} {file}: cannot be written; give another file"]
+    return []
