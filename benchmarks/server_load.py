@@ -26,6 +26,7 @@ from benchmarks.process_use import process_peak, processor_seconds, thread_count
 from benchmarks.server_process import Server, server_of
 from benchmarks.synthetic_peers import SyntheticPeers
 from megatron_ext.cli.ending import ended_by_sigterm
+from megatron_ext.sync_service.rounds.config import MOST_PEERS
 from tests.support.ports import free_ports
 
 
@@ -52,8 +53,8 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for and report."""
     options = parser().parse_args(arguments)
-    if max(options.peers) > 4096:
-        parser().error(f"--peers has {max(options.peers)}; a run takes 4096 at most")
+    if max(options.peers) > MOST_PEERS:
+        parser().error(f"--peers has {max(options.peers)}; a run takes {MOST_PEERS} at most")
     if options.dir is not None and not options.dir.is_dir():
         parser().error(f"--dir {options.dir}: is not a folder; give one that exists")
     print(f"{options.values} values in {options.tensors} tensors, {options.rounds} rounds\n")

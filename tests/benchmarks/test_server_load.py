@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks import server_load
 from benchmarks.server_load import Measured
+from megatron_ext.sync_service.rounds.config import MOST_PEERS
 from tests.benchmarks.reports import read_cases
 
 
@@ -42,7 +43,10 @@ def test_a_peer_that_fails_ends_the_measurement_with_its_reason(tmp_path):
 
 @pytest.mark.parametrize(
     ("words", "problem"),
-    [(["--dir", __file__], "is not a folder; give"), (["--peers", "8", "5000"], "--peers has 5000; a run takes 4096")],
+    [
+        (["--dir", __file__], "is not a folder; give"),
+        (["--peers", "8", str(MOST_PEERS + 1)], f"--peers has {MOST_PEERS + 1}; a run takes {MOST_PEERS} at most"),
+    ],
     ids=["dir", "peers"],
 )
 def test_what_cannot_be_measured_is_refused_at_once(words, problem, capsys):

@@ -18,7 +18,10 @@ from megatron_ext.spes import MergeConfig
 from megatron_ext.sync_service.protocol.limits import LONGEST_SECONDS, Limits, can_be_waited
 from megatron_ext.sync_service.rounds.members import Policy
 
-__all__ = ["RunConfig"]
+__all__ = ["MOST_PEERS", "RunConfig"]
+
+MOST_PEERS = 4096
+"""That a run may have."""
 
 _PENALTY = (
     "skip_anomaly",
@@ -271,7 +274,7 @@ class RunConfig:
         """Return the problems of the values, one sentence each."""
         found = []
         for name, allowed, rule in (
-            ("peers", 1 <= self.peers <= 4096, "it must be 1 to 4096"),
+            ("peers", 1 <= self.peers <= MOST_PEERS, f"it must be 1 to {MOST_PEERS}"),
             ("quorum", self.quorum is None or 1 <= self.quorum <= self.peers, f"it must be 1 to peers ({self.peers})"),
             (
                 "grace_seconds",

@@ -46,7 +46,7 @@ _LARGEST_SQUARE = 1e300
 """Far above what a contribution may have that is not refused; a million of them can be added up."""
 
 _LEAST_OF_ALL = 1e-6
-"""The largest weight is above it: that of the heaviest of 4096 peers."""
+"""The largest weight is above it: that of the heaviest of `MOST_PEERS` peers."""
 
 _LONGEST_ID = 64
 
