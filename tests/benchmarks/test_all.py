@@ -2,7 +2,9 @@
 """`python -m benchmarks.all`: which commands run, what is kept of them, and what is refused."""
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -15,10 +17,15 @@ MEASURED = "python -m benchmarks.messages --messages 2 --turns 1"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def no_commands() -> Iterator[None]:
+    """Take all commands away, and give them back in their order, which is that of the page."""
+    with mock.patch.dict(BY_NAME, clear=True):
+        yield
+
+
+@pytest.fixture
+def folder(no_commands: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of results, with commands, figures and pages of its own beside it."""
-    for name in list(BY_NAME):
-        monkeypatch.delitem(BY_NAME, name)
     monkeypatch.setitem(LACKING, "wings", lambda: True)
     for command in (
         Command(name="measured", line=MEASURED, minutes=0.1),
