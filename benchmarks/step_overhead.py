@@ -4,7 +4,8 @@
     python benchmarks/step_overhead.py [--json FILE] [MEGATRON OPTIONS]
 
 Options that are not listed below go to Megatron, on both sides. Both sides live at the same time and take turns, block
-by block, in the order ABBA; README.md has figures.
+by block, in the order ABBA; README.md has figures. Whether the goal is met is decided by the median of the paired
+ratios, not by a bound of its interval.
 """
 
 from __future__ import annotations
@@ -230,10 +231,10 @@ def _compare(plan: Plan, warmup: int) -> Case:
     )
     print(
         f"\nmedian of {len(ratios)} paired ratios {ratio:.4f}, 95 % interval {low:.4f} - {high:.4f}, quartiles "
-        f"{quartiles(ratios, 4)}; the goal of {RATIO_GOAL} is for the interval's lower bound\n"
+        f"{quartiles(ratios, 4)}\n"
         "after the run the weights of both sides are equal, digest for digest\n"
     )
-    return Case(case="step_time_ratio", value=ratio, unit="ratio", goal=RATIO_GOAL, direction="lower", judged_by=low)
+    return Case(case="step_time_ratio", value=ratio, unit="ratio", goal=RATIO_GOAL, direction="lower")
 
 
 def _instrumented(plan: Plan, iterations: int) -> list[Case]:

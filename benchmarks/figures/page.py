@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import reaches
 from benchmarks.figures.commands import BY_NAME, Command
 from benchmarks.figures.records import DamagedError, Run
 
@@ -25,7 +26,9 @@ Every figure that README and these pages quote, with the command that makes it, 
 `python -m benchmarks.all` makes them again, or some of them, and writes this page from `docs/figures.json`
 ([how](../benchmarks/README.md#all-figures-at-once)). Where a command ran on several machines, each has a column, and
 what is quoted is the range. **Run** are those that `benchmarks.all` has made; **written down** are those of before,
-which were taken over from where they stood. Load averages tell how much else the machine had to do.
+which were taken over from where they stood. Load averages tell how much else the machine had to do. Whether a goal is
+**met** is decided by the value, not by a bound of its interval, which noise moves towards the goal; "2 of 3" counts
+runs.
 """
 
 
@@ -129,7 +132,7 @@ def _goal(of_runs: Sequence[Mapping[str, Any] | None]) -> tuple[str, str]:
     goal = found[-1]["goal"]
     if goal is None:
         return "", ""
-    lower = found[-1]["direction"] == "lower"
-    met = sum(case["value"] <= goal if lower else case["value"] >= goal for case in found)
+    direction = found[-1]["direction"]
+    met = sum(reaches(case["value"], goal, direction) for case in found)
     said = "yes" if met == len(found) else "no" if met == 0 else f"{met} of {len(found)}"
-    return f"{'at most' if lower else 'at least'} {number(goal)}", said
+    return f"{'at most' if direction == 'lower' else 'at least'} {number(goal)}", said

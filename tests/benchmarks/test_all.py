@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from benchmarks import all as benchmarks_all
+from benchmarks.common import Case
 from benchmarks.figures.commands import BY_NAME, COMMANDS, LACKING, Command
 from benchmarks.figures.page import page
 from benchmarks.figures.records import DamagedError, Run, as_run, merged, read_runs
@@ -217,6 +218,14 @@ def test_cases_of_one_name_and_values_that_are_no_number_are_refused(folder: Pat
     for value in (float("nan"), float("inf"), "1", True):
         with pytest.raises(DamagedError, match="some_ratio"):
             made_up(cases=[{**case, "value": value}])
+
+
+@pytest.mark.parametrize("direction", ["lower", "higher"])
+@pytest.mark.parametrize("value", [1.2, 1.25, 1.3])
+def test_the_page_judges_a_value_as_the_benchmark_that_reported_it_did(folder: Path, value: float, direction: str):
+    case = Case(case="some_ratio", value=value, unit="ratio", goal=1.25, direction=direction)
+    (row,) = [line for line in page([made_up(cases=[case.as_dict()])]).splitlines() if "some_ratio" in line]
+    assert row.split("|")[-2].strip() == case.met
 
 
 def test_a_newer_run_replaces_that_of_its_machine_and_the_page_has_the_range_over_machines(folder: Path):
