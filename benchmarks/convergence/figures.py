@@ -37,7 +37,8 @@ def draw_convergence(study: Study, results: Results, seeds: Sequence[int], file:
         curves.set(xlabel="iteration", ylabel="validation loss (nats per byte)")
         curves.set_title("Median over seeds, and their range")
         curves.legend()
-        ends.set(xlabel="% above the reference (line: goal)", title="Validation loss at the end, every seed")
+        line = " (line: goal)" if any(method.goal is not None for method in methods) else ""
+        ends.set(xlabel=f"% above the reference{line}", title="Validation loss at the end, every seed")
         ends.set_yticks(range(len(methods)), [method.title for method in methods])
         ends.invert_yaxis()
 

@@ -19,6 +19,9 @@ INTERVAL = 10
 FIRST_ROUNDS = 2
 """In which losses must be equal; rounding errors grow from then on, because experts are chosen or not."""
 
+LEAST_DRAWN = 1e-8
+"""Of a difference, on the picture's logarithmic axis."""
+
 LOSS_GOAL = 1e-5
 VALIDATION_GOAL = 3e-3
 
@@ -92,11 +95,12 @@ def _draw(compared: Mapping[int, Compared], picture: Path) -> None:
             losses.plot(steps, [row[0] for row in each.replicas], "k:", linewidth=1)
             both = ((each.peers, "-", "peers"), (each.disturbed, ":", "replicas, disturbed by 1e-7"))
             for other, style, what in both:
-                largest = [max(value, 1e-8) for value in largest_differences(other, each.replicas)]
+                largest = [max(value, LEAST_DRAWN) for value in largest_differences(other, each.replicas)]
                 differences.semilogy(steps, largest, style, color=f"C{owners - 1}", label=f"{what}, owners: {owners}")
-        differences.axhline(LOSS_GOAL, color="black", linewidth=1)
-        differences.axvline(FIRST_ROUNDS * INTERVAL, color="black", linewidth=1)
+        end = FIRST_ROUNDS * INTERVAL
+        differences.plot([0, end, end], [LOSS_GOAL, LOSS_GOAL, LEAST_DRAWN], "k", linewidth=1, label="goal")
         losses.set(xlabel="step", ylabel="training loss", title="Peers, and replicas in one process (dotted)")
-        differences.set(xlabel="step", ylabel="largest difference to the replicas' losses", title="Lines: the goal")
+        differences.set(xlabel="step", ylabel="largest difference to the replicas' losses")
+        differences.set_title(f"Of all peers, step by step (none is drawn as {LEAST_DRAWN:.0e})")
         losses.legend()
         differences.legend()

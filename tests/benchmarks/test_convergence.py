@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.convergence import __main__ as study_main
 from benchmarks.convergence import results
+from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.runs import Measured, finished
 from benchmarks.convergence.settings import METHODS, SYNCHRONOUS, WORKERS, Method, Noise, Run, Study
 from tests.benchmarks.reports import read_cases
@@ -123,6 +124,16 @@ def test_methods_are_held_against_their_reference_seed_by_seed(tmp_path, capsys)
     assert cases["other_loss_ratio"].value == pytest.approx(1.0)
     assert [case.met for case in cases.values()] == ["yes", "yes"]
     assert "+20.00 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("goal", [None, 1.02])
+def test_a_picture_speaks_of_the_line_of_a_goal_only_where_it_has_one(tmp_path, goal):
+    other = Method(name="other", title="other", options={}, goal=goal)
+    made = dataclasses.replace(toy_study(tmp_path), methods=(SYNCHRONOUS, other))
+    found = {Run(method=method, seed=1): measured({4: 5.0, 8: 2.0}) for method in made.methods}
+    draw_convergence(made, found, [1], tmp_path / "losses.svg")
+    picture = (tmp_path / "losses.svg").read_text()  # comments have the texts
+    assert "% above the reference" in picture and ("(line: goal)" in picture) == (goal is not None)
 
 
 def test_a_spike_is_the_largest_rise_meanwhile_against_the_run_without_noise(tmp_path):
