@@ -23,6 +23,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.command_line import EachOnce, benchmark_parser, folder_for_output, one_of
 from benchmarks.common import machine_and_versions, print_table
 from benchmarks.figures.commands import BY_NAME, LACKING, Command
 from benchmarks.figures.page import PAGE, README, write_pages
@@ -181,18 +182,23 @@ def show_list(folder: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.all", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    found = benchmark_parser("all", __doc__)
     what = found.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="show the commands, what they need, and run nothing")
-    what.add_argument("--only", nargs="+", choices=list(BY_NAME), metavar="NAME", help="these, by the list's names")
+    what.add_argument(
+        "--only",
+        nargs="+",
+        type=one_of(BY_NAME, "--list"),
+        action=EachOnce,
+        metavar="NAME",
+        help="these, by the list's names",
+    )
     what.add_argument("--quick", action="store_true", help=f"only those that take {QUICK} minutes or less")
     what.add_argument("--page", action="store_true", help="only write the pages from docs/figures.json")
     found.add_argument("--again", action="store_true", help="run also what has a result in the folder")
     found.add_argument(
         "--folder",
-        type=Path,
+        type=folder_for_output,
         default=ROOT / "outputs" / "figures",
         help="where results and logs of single commands are kept (outputs/figures)",
     )

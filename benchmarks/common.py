@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import random
 import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,16 +16,11 @@ from typing import Any, Literal
 
 __all__ = [
     "Case",
-    "EachOnce",
-    "add_model_options",
-    "add_report_option",
-    "at_least",
     "bootstrap_interval",
     "machine_and_versions",
     "print_table",
     "reaches",
     "report",
-    "writable",
 ]
 
 DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
@@ -77,64 +70,6 @@ class Case:
 def reaches(value: float, goal: float, direction: str) -> bool:
     """Return whether a value is at its goal or on the better side of it: "lower" or "higher"."""
     return value <= goal if direction == "lower" else value >= goal
-
-
-def add_model_options(parser: argparse.ArgumentParser, *, pairs: int) -> None:
-    """Add the sizes of a GPT, and how often something is measured with it.
-
-    Args:
-        parser: gets the options.
-        pairs: measured pairs unless told otherwise.
-    """
-    parser.add_argument("--pairs", type=at_least(1), default=pairs, help=f"measured pairs ({pairs})")
-    parser.add_argument("--warmup", type=at_least(0), default=2, help="pairs before those, not counted (2)")
-    parser.add_argument("--layers", type=at_least(1), default=12, help="layers of the model (12)")
-    parser.add_argument("--hidden", type=at_least(1), default=512, help="hidden size (512)")
-    parser.add_argument("--vocab", type=at_least(1), default=32768, help="vocabulary (32768)")
-
-
-def add_report_option(parser: argparse.ArgumentParser) -> None:
-    """Add `--json FILE`."""
-    parser.add_argument(
-        "--json", metavar="FILE", type=writable, help="write machine, versions and cases to FILE as well"
-    )
-
-
-def writable(text: str) -> Path:
-    """Return the path of a file that can be written, which is better known before a long measurement than after it."""
-    path = Path(text)
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text} cannot be written: {error.strerror}") from None
-    return path
-
-
-def at_least(minimum: int) -> Callable[[str], int]:
-    """Return an argparse type: an integer of `minimum` or more."""
-
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"{value} is too small; use {minimum} or more")
-        return value
-
-    # argparse names the type where the text is not a number at all.
-    parse.__name__ = "integer"
-    return parse
-
-
-class EachOnce(argparse.Action):
-    """Take a list in which nothing is twice: what is repeated would count as a measurement of its own."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
-    ) -> None:
-        """Set the list, or refuse it."""
-        twice = [str(value) for value, count in Counter(values).items() if count > 1]
-        if twice:
-            raise argparse.ArgumentError(self, f"{', '.join(twice)} is given more than once; give each once")
-        setattr(namespace, self.dest, values)
 
 
 def bootstrap_interval(

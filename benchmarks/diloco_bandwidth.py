@@ -20,7 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, print_table, report
+from benchmarks.command_line import EachOnce, add_report_option, benchmark_parser
+from benchmarks.common import Case, print_table, report
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.simulate.fleet import SimulatedFleet
@@ -251,6 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Simulate both tables and report."""
     options = parser().parse_args(arguments)
     tables = {"streaming": STREAMING, "scaling-laws": SCALING_LAWS}
+    there = {row.model.name for name in options.tables for row in tables[name]}
+    if missing := [name for name in options.models or () if name not in there]:
+        parser().error(f"--models: {', '.join(missing)} is in none of --tables {' '.join(options.tables)}")
     cases = []
     for name in options.tables:
         rows = []
@@ -279,11 +283,13 @@ def _written(gbits: float) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = benchmark_parser("diloco_bandwidth", __doc__)
     names = ("streaming", "scaling-laws")
-    result.add_argument("--tables", nargs="+", choices=names, default=list(names), help="which (both)")
+    result.add_argument("--tables", nargs="+", action=EachOnce, choices=names, default=list(names), help="which (both)")
     models = [row.model.name for row in (*STREAMING, *SCALING_LAWS)]
-    result.add_argument("--models", nargs="+", choices=list(dict.fromkeys(models)), help="which of them (all)")
+    result.add_argument(
+        "--models", nargs="+", action=EachOnce, choices=list(dict.fromkeys(models)), help="which of them (all)"
+    )
     add_report_option(result)
     return result
 

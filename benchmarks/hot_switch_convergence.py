@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common import Case, EachOnce, add_report_option, print_table, report
+from benchmarks.command_line import add_report_option, add_seeds_option, benchmark_parser, folder_for_output
+from benchmarks.common import Case, print_table, report
 from benchmarks.convergence.results import compare
 from benchmarks.convergence.runs import (
     VALIDATION,
@@ -301,17 +302,11 @@ def report_on(study: HotSwitchStudy, wanted: Sequence[Run], seeds: Sequence[int]
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the study's options."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.hot_switch_convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    found.add_argument(
-        "--seeds", type=int, nargs="+", action=EachOnce, default=[1, 2, 3], help="of all methods (1 2 3)"
-    )
+    found = benchmark_parser("hot_switch_convergence", __doc__)
+    add_seeds_option(found, "all methods")
     found.add_argument(
         "--output",
-        type=Path,
+        type=folder_for_output,
         default=REPOSITORY / "outputs" / "hot_switch_convergence",
         help="folder for corpus and runs (outputs/hot_switch_convergence)",
     )

@@ -24,7 +24,8 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, EachOnce, add_report_option, at_least, print_table, report
+from benchmarks.command_line import EachOnce, add_report_option, at_least, benchmark_parser, number_above
+from benchmarks.common import Case, print_table, report
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import PRESETS, StrategyList, read_strategies
 from megatron_ext.hot_switch.cost_model.suggest import Suggester
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = benchmark_parser("hot_switch_estimate", __doc__)
     names = [case.name for case in paper_cases()]
     result.add_argument(
         "--cases", nargs="+", action=EachOnce, choices=names, metavar="CASE", help="e.g. github_7b_8gpus (all ten)"
@@ -234,16 +235,18 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--spreads",
         nargs="+",
-        type=float,
+        type=number_above(0, 10),
         action=EachOnce,
         default=[1.2, 1.6],
         metavar="S",
         help="of the log of the lengths (1.2 1.6)",
     )
     result.add_argument("--suggest", action="store_true", help="with lists that `suggest` finds; takes minutes")
-    result.add_argument("--sequences", type=at_least(1), default=512, help="of a step (512)")
-    result.add_argument("--steps", type=at_least(1), default=10, help="that are simulated (10)")
-    result.add_argument("--memory-gib", type=float, default=USABLE_GIB, help=f"of a GPU ({USABLE_GIB:g})")
+    result.add_argument("--sequences", type=at_least(1, 100_000), default=512, help="of a step (512)")
+    result.add_argument("--steps", type=at_least(1, 100_000), default=10, help="that are simulated (10)")
+    result.add_argument(
+        "--memory-gib", type=number_above(0, 1e6), default=USABLE_GIB, help=f"of a GPU ({USABLE_GIB:g})"
+    )
     add_report_option(result)
     return result
 

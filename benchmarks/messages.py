@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 import torch
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import add_report_option, at_least, benchmark_parser, require_memory
+from benchmarks.common import Case, print_table, report
 from megatron_ext.sync_service.protocol.frames import Frame, whole_box
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.wire import Upload, pack, readable, unpack_upload
@@ -31,11 +32,8 @@ SPEEDUP_GOAL = 2.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both in turn and report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--messages", type=at_least(1), default=64, help="messages of a turn (64)")
-    parser.add_argument("--turns", type=at_least(1), default=5, help="turns of each (5)")
-    add_report_option(parser)
-    options = parser.parse_args(arguments)
+    options = parser().parse_args(arguments)
+    require_memory(parser(), "--messages", 2 * FRAME_BYTES * options.messages)
     count = FRAME_BYTES // 4
     shape = (options.messages, count)
     values = torch.randn(count)
@@ -56,6 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.json,
     )
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of this benchmark's options."""
+    found = benchmark_parser("messages", __doc__)
+    found.add_argument("--messages", type=at_least(1), default=64, help="messages of a turn (64)")
+    found.add_argument("--turns", type=at_least(1), default=5, help="turns of each (5)")
+    add_report_option(found)
+    return found
 
 
 def _rate(through: Callable[[Frame], Frame], frames: Sequence[Frame]) -> float:

@@ -12,13 +12,24 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.common import Case, EachOnce, add_report_option, at_least, report
+from benchmarks.command_line import (
+    EachOnce,
+    add_report_option,
+    add_seeds_option,
+    at_least,
+    benchmark_parser,
+    folder_for_output,
+    number_above,
+    require_memory,
+)
+from benchmarks.common import Case, report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import Results, compare, write
@@ -122,9 +133,7 @@ def sizes(*, layers: int = 2, hidden: int = 64, context: int = 64, sequences: in
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are missing, and report on all that there are."""
     options = parser().parse_args(arguments)
-    longest = max(options.intervals)
-    if options.iterations % (4 * longest):
-        parser().error(f"--iterations {options.iterations}: give a multiple of {4 * longest}, so that intervals end")
+    _require_sizes(options)
     study = MulocoStudy(
         output=options.output.resolve(),
         iterations=options.iterations,
@@ -138,6 +147,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_missing(study, options.seeds)
     report_on(study, options.seeds, options.json)
     return 0
+
+
+def _require_sizes(options: argparse.Namespace) -> None:
+    """End the program where the options do not go together, or are too large for this machine."""
+    # Three quarters are whole intervals, and there are eight evaluations.
+    step = math.lcm(8, *(4 * interval for interval in options.intervals))
+    if options.iterations % step:
+        parser().error(f"--iterations {options.iterations}: give a multiple of {step}, so that intervals end")
+    if options.hidden % 8:
+        parser().error(f"--hidden {options.hidden}: give a multiple of 8")
+    # Of every worker: weights, gradients, two moments, anchor and momentum; and what a step remembers.
+    values = 12 * options.layers * options.hidden**2
+    remembered = options.sequences * options.context * options.layers * (34 * options.hidden + 20 * options.context)
+    named = "--layers, --hidden, --context, --sequences"
+    require_memory(parser(), named, WORKERS * 4 * (6 * values + remembered))
 
 
 def make_missing(study: MulocoStudy, seeds: Sequence[int]) -> None:
@@ -225,21 +249,25 @@ def rates_table(study: MulocoStudy, tried: Results, seed: int) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the study's options."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.muloco_convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = benchmark_parser("muloco_convergence", __doc__)
+    add_seeds_option(found, "every method")
     found.add_argument(
-        "--seeds", type=int, nargs="+", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
-    )
-    found.add_argument(
-        "--intervals", type=at_least(1), nargs="+", default=list(INTERVALS), help="steps between rounds (16 64)"
+        "--intervals",
+        type=at_least(1),
+        nargs="+",
+        action=EachOnce,
+        default=list(INTERVALS),
+        help="steps between rounds (16 64)",
     )
     for name, inner in (("adam", "diloco"), ("muon", "muloco")):
         usual = " ".join(f"{rate:g}" for rate in RATES[inner])
         found.add_argument(
-            f"--{name}-rates", type=float, nargs="+", default=list(RATES[inner]), help=f"its learning rates ({usual})"
+            f"--{name}-rates",
+            type=number_above(0, 1),
+            nargs="+",
+            action=EachOnce,
+            default=list(RATES[inner]),
+            help=f"its learning rates ({usual})",
         )
     found.add_argument(
         "--iterations", type=at_least(1), default=256, help="of every run, a quarter of them synchronous (256)"
@@ -250,7 +278,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--sequences", type=at_least(1), default=8, help="of a worker's step (8)")
     found.add_argument(
         "--output",
-        type=Path,
+        type=folder_for_output,
         default=REPOSITORY / "outputs" / "muloco",
         help="folder for corpus, runs, results.json, table.md and picture (outputs/muloco); one for each other setting",
     )

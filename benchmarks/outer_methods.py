@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import Case, EachOnce, add_report_option, at_least, report
+from benchmarks.command_line import add_report_option, add_seeds_option, benchmark_parser, folder_for_output
+from benchmarks.common import Case, report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import compare, write
@@ -193,18 +194,12 @@ def report_on(study: Study, seeds: Sequence[int], json_file: Path | None) -> lis
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.outer_methods",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = benchmark_parser("outer_methods", __doc__)
     found.add_argument("study", choices=list(STUDIES), help="what is compared")
-    found.add_argument(
-        "--seeds", type=at_least(1), nargs="+", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
-    )
+    add_seeds_option(found, "every method")
     found.add_argument(
         "--output",
-        type=Path,
+        type=folder_for_output,
         help="folder for corpus, runs, results.json, table.md and picture (outputs/outer_methods/STUDY)",
     )
     add_report_option(found)

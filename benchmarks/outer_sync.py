@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
 from benchmarks import overlapped_step, wire_bytes
-from benchmarks.common import (
-    Case,
+from benchmarks.command_line import (
+    MOST_PROCESSES,
+    EachOnce,
     add_model_options,
     add_report_option,
     at_least,
-    bootstrap_interval,
-    print_table,
-    report,
+    benchmark_parser,
+    require_memory,
 )
+from benchmarks.common import Case, bootstrap_interval, print_table, report
 from tests.support.distributed import run_ranks
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     tensors = shapes(options.layers, options.hidden, options.vocab)
     count = numel(tensors)
+    # Of every worker: weights, anchor, momentum, message, and what is reduced and copied beside the rounds.
+    require_memory(parser(), "--layers, --hidden, --vocab, --workers", 6 * 4 * count * max(options.workers))
     print(
         f"one outer round (sgd, Nesterov) of {count / 1e6:.1f} M fp32 parameters in {len(tensors)} tensors "
         f"against a flat all-reduce of {count * 4 / 2**20:.0f} MiB, {options.pairs} pairs\n"
@@ -241,9 +244,18 @@ def rank_timings(setting: Setting) -> Measured:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
-    found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
+    found = benchmark_parser("outer_sync", __doc__)
+    found.add_argument(
+        "--workers",
+        type=at_least(2, MOST_PROCESSES),
+        nargs="+",
+        action=EachOnce,
+        default=[2, 4],
+        help="numbers of workers (2 4)",
+    )
+    found.add_argument(
+        "--methods", choices=list(GOALS), nargs="+", action=EachOnce, default=list(GOALS), help="of rounds (both)"
+    )
     add_model_options(found, pairs=11)
     found.add_argument(
         "--overlapped-intervals",

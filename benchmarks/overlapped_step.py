@@ -18,9 +18,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
-from benchmarks.step_overhead import FAR_AWAY, WORKERS, Plan, compare_rank, quartiles
-from tests.support.distributed import REPOSITORY, run_ranks
+from benchmarks.command_line import add_report_option, at_least, benchmark_parser
+from benchmarks.common import Case, bootstrap_interval, print_table, report
+from benchmarks.step_overhead import (
+    FAR_AWAY,
+    VOCABULARY,
+    WORKERS,
+    Plan,
+    compare_rank,
+    quartiles,
+    require_sizes,
+    said_by_a_rank,
+)
+from tests.support.distributed import REPOSITORY, RankFailure, run_ranks
 from tests.support.ports import free_ports
 from tests.support.presets import toy_gpt
 
@@ -52,7 +62,16 @@ class StreamingPlan(Plan):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison and report."""
     options, megatron_options = parser().parse_known_args(arguments)
-    report([measure(options, megatron_options)], options.json)
+    require_sizes(parser(), options, processes=2 * WORKERS)
+    if options.fragments > options.layers:
+        parser().error(f"--fragments {options.fragments}: each needs a layer; give {options.layers} or less (--layers)")
+    if options.delay >= options.interval:
+        parser().error(f"--delay {options.delay}: a round is in flight for less than an interval; give less")
+    try:
+        case = measure(options, megatron_options)
+    except RankFailure as failure:
+        return said_by_a_rank("overlapped_step", failure)
+    report([case], options.json)
     return 0
 
 
@@ -75,7 +94,7 @@ def measure(options: argparse.Namespace, megatron_options: Sequence[str] = ()) -
         seq_length=128,
         max_position_embeddings=128,
         micro_batch_size=4,
-        vocab_size=1024,
+        vocab_size=VOCABULARY,
         log_interval=FAR_AWAY,
         global_batch_size=None,
         train_iters=None,
@@ -100,9 +119,7 @@ def measure(options: argparse.Namespace, megatron_options: Sequence[str] = ()) -
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's own options."""
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    found = benchmark_parser("overlapped_step", __doc__, passes_on=True)
     found.add_argument("--intervals", type=at_least(1), default=12, help="measured intervals of each side (12)")
     found.add_argument("--interval", type=at_least(2), default=20, help="steps of an interval (20)")
     found.add_argument("--fragments", type=at_least(1), default=4, help="fragments of the model (4)")

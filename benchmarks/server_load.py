@@ -21,7 +21,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import (
+    MOST_PROCESSES,
+    EachOnce,
+    add_report_option,
+    at_least,
+    benchmark_parser,
+    folder_that_is_there,
+    require_memory,
+)
+from benchmarks.common import Case, print_table, report
 from benchmarks.process_use import process_peak, processor_seconds, thread_count
 from benchmarks.server_process import Server, server_of
 from benchmarks.synthetic_peers import SyntheticPeers
@@ -53,10 +62,7 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what was asked for and report."""
     options = parser().parse_args(arguments)
-    if max(options.peers) > MOST_PEERS:
-        parser().error(f"--peers has {max(options.peers)}; a run takes {MOST_PEERS} at most")
-    if options.dir is not None and not options.dir.is_dir():
-        parser().error(f"--dir {options.dir}: is not a folder; give one that exists")
+    _require_sizes(options)
     print(f"{options.values} values in {options.tensors} tensors, {options.rounds} rounds\n")
     found: dict[tuple[int, int], Measured] = {}
     for servers in options.servers:
@@ -78,17 +84,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--peers", type=at_least(1), nargs="+", default=[8, 64, 256, 1000], help="(8 64 256 1000)")
-    found.add_argument("--servers", type=at_least(1), nargs="+", default=[1], help="that share the values (1)")
-    found.add_argument("--values", type=at_least(1), default=20_000, help="of a peer, in fp32 (20000)")
+    found = benchmark_parser("server_load", __doc__)
+    found.add_argument(
+        "--peers",
+        type=at_least(1, MOST_PEERS),
+        nargs="+",
+        action=EachOnce,
+        default=[8, 64, 256, 1000],
+        help="(8 64 256 1000)",
+    )
+    found.add_argument(
+        "--servers",
+        type=at_least(1, MOST_PROCESSES),
+        nargs="+",
+        action=EachOnce,
+        default=[1],
+        help="that share the values (1)",
+    )
+    found.add_argument("--values", type=at_least(1, 10**12), default=20_000, help="of a peer, in fp32 (20000)")
     found.add_argument("--tensors", type=at_least(1), default=8, help="among which they are divided (8)")
     found.add_argument("--rounds", type=at_least(1), default=5, help="measured rounds (5)")
     found.add_argument("--warmup", type=at_least(0), default=2, help="rounds before those, not counted (2)")
-    found.add_argument("--processes", type=at_least(1), default=2, help="in which the peers are threads (2)")
-    found.add_argument("--dir", type=Path, help="for the servers' files (a temporary folder)")
+    found.add_argument(
+        "--processes", type=at_least(1, MOST_PROCESSES), default=2, help="in which the peers are threads (2)"
+    )
+    found.add_argument("--dir", type=folder_that_is_there, help="for the servers' files (a temporary folder)")
     add_report_option(found)
     return found
+
+
+def _require_sizes(options: argparse.Namespace) -> None:
+    """End the program where the options do not go together, or are too large for this machine."""
+    if options.tensors > options.values:
+        parser().error(f"--tensors is {options.tensors}, of {options.values} values; give {options.values} or less")
+    if max(options.servers) > options.tensors:
+        parser().error(f"--servers is {max(options.servers)}; give as many tensors for them to share (--tensors)")
+    # A peer's own, what it uploads and what it takes over.
+    require_memory(parser(), "--values, --peers", 3 * 4 * options.values * max(options.peers))
 
 
 def _measure(folder: Path, servers: int, peers: int, options: argparse.Namespace) -> Measured:

@@ -29,7 +29,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import (
+    MOST_PROCESSES,
+    EachOnce,
+    add_report_option,
+    at_least,
+    benchmark_parser,
+    number_above,
+    picture,
+    require_memory,
+)
+from benchmarks.common import Case, print_table, report
 from benchmarks.emulated_network import EmulatedNetwork, NetworkUnavailable, emulated_network
 from benchmarks.server_process import server_of
 from megatron_ext.cli.ending import ended_by_sigterm
@@ -53,6 +63,9 @@ GOAL = 0.15
 LAYERS = 8
 VALUES = {100: 1_000_000, 1000: 4_000_000}
 """Of the model, by Mbit/s."""
+
+LEAST_VALUES = 1000
+"""Of a model: below, fragments of equal layers have hardly any."""
 
 _PROBE_MESSAGES = 100
 
@@ -125,6 +138,11 @@ class Found:
 
     simulated: float
     """The same, simulated."""
+
+
+def values_at(mbits: int) -> int:
+    """Return the size of the model on links of a rate."""
+    return VALUES.get(mbits, 10_000 * mbits)
 
 
 class Workers:
@@ -263,6 +281,12 @@ def reduction_of(journal: Path, values: int, peers: int) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, simulate and report."""
     options = parser().parse_args(arguments)
+    for mbits in options.mbits:
+        if options.shrink > values_at(mbits) // LEAST_VALUES:
+            most = values_at(mbits) // LEAST_VALUES
+            parser().error(f"--shrink {options.shrink} leaves too small a model at {mbits} Mbit/s; give {most} or less")
+        # A worker's weights, gradients, anchor, momentum, and messages in flight.
+        require_memory(parser(), "--mbits, --workers", 6 * 4 * values_at(mbits) // options.shrink * options.workers)
     try:
         os.setpriority(os.PRIO_PROCESS, 0, options.nice)  # of what is started here, too
         with ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="simulated.") as name:
@@ -321,7 +345,7 @@ def _all(
         for repeat in range(options.repeats):
             for mbits in options.mbits:
                 network.limit(mbits)
-                values = VALUES.get(mbits, 10_000 * mbits) // options.shrink
+                values = values_at(mbits) // options.shrink
                 for setting in chosen:
                     # A machine's load changes from one to the next, and with it what a link carries; and a short
                     # message has less of a link than a long one.
@@ -387,15 +411,27 @@ def draw(rows: Sequence[Sequence[str]], file: Path) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--workers", type=at_least(2), default=3, help="and peers, each on a host of its own (3)")
-    result.add_argument("--mbits", type=at_least(1), nargs="+", default=list(VALUES), help="of every link (100 1000)")
+    result = benchmark_parser("simulated", __doc__)
+    result.add_argument(
+        "--workers", type=at_least(2, MOST_PROCESSES), default=3, help="and peers, each on a host of its own (3)"
+    )
+    result.add_argument(
+        "--mbits",
+        type=at_least(1, 100_000),
+        nargs="+",
+        action=EachOnce,
+        default=list(VALUES),
+        help="of every link (100 1000)",
+    )
     result.add_argument("--repeats", type=at_least(1), default=2, help="of everything (2)")
-    result.add_argument("--step-ms", type=float, default=50.0, help="of a step (50)")
-    result.add_argument("--settings", nargs="+", choices=[setting.name for setting in SETTINGS], help="which (all)")
-    result.add_argument("--nice", type=int, default=-15, help="of all processes, on a machine that others use (-15)")
+    result.add_argument("--step-ms", type=number_above(0, 1e6), default=50.0, help="of a step (50)")
+    names = [setting.name for setting in SETTINGS]
+    result.add_argument("--settings", nargs="+", action=EachOnce, choices=names, help="which (all)")
+    result.add_argument(
+        "--nice", type=at_least(-20, 19), default=-15, help="of all processes, on a machine that others use (-15)"
+    )
     result.add_argument("--shrink", type=at_least(1), default=1, help="divide the model's size by this (1)")
-    result.add_argument("--png", type=Path, metavar="FILE", help="draw the table")
+    result.add_argument("--png", type=picture, metavar="FILE", help="draw the table")
     add_report_option(result)
     return result
 

@@ -23,7 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks import spes_peers
 from benchmarks.bare_turns import GRPC, SOCKETS, BareServer, start_bare
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import (
+    MOST_PROCESSES,
+    EachOnce,
+    add_report_option,
+    at_least,
+    benchmark_parser,
+    folder_that_is_there,
+    number_above,
+    require_memory,
+)
+from benchmarks.common import Case, print_table, report
 from benchmarks.server_process import Server, server_of
 from benchmarks.spes_peers import Job, Measured, Shapes
 from megatron_ext.cli.ending import ended_by_sigterm
@@ -35,6 +45,7 @@ BYTES_NAMES = {"int4": "4bit"}
 THROUGHPUT_GOAL = 0.5
 MERGE_GOAL = 0.1
 MERGE_EXPERTS = 32
+MOST_MILLIONS = 1e9
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for peers in options.peers:
         if options.experts % peers:
             parser().error(f"--peers {peers}: {options.experts} experts cannot be shared out evenly; give --experts")
+    _require_sizes(options)
     shapes = spes_peers.model(1e6 * options.millions, options.layers, options.hidden, options.experts)
     size = f"{numel(shapes) / 1e6:.1f} M parameters ({4 * numel(shapes) / 2**20:.0f} MiB in fp32)"
     print(f"{options.experts} experts, {size}, {100 * shared(shapes):.0f} % shared; {options.rounds} rounds\n")
@@ -63,15 +75,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = benchmark_parser("spes_round", __doc__)
     parts = ("rounds", "bytes", "link", "merge")
-    found.add_argument("--parts", choices=parts, nargs="+", default=parts, help="what to measure (all)")
-    found.add_argument("--peers", type=at_least(1), nargs="+", default=[2, 4, 8], help="numbers of peers (2 4 8)")
-    found.add_argument("--millions", type=float, default=126.0, help="parameters of the rounds' model (126)")
-    found.add_argument("--codec", choices=BYTES_GOALS, default="fp32", help="of the rounds (fp32)")
-    found.add_argument("--bytes-millions", type=float, default=24.0, help="of the model whose bytes are counted (24)")
     found.add_argument(
-        "--link", type=float, default=20.0, help="MB/s of every peer's slow link, up and down, with that model (20)"
+        "--parts", choices=parts, nargs="+", action=EachOnce, default=parts, help="what to measure (all)"
+    )
+    found.add_argument(
+        "--peers",
+        type=at_least(1, MOST_PROCESSES),
+        nargs="+",
+        action=EachOnce,
+        default=[2, 4, 8],
+        help="numbers of peers (2 4 8)",
+    )
+    found.add_argument(
+        "--millions",
+        type=number_above(0, MOST_MILLIONS),
+        default=126.0,
+        help="parameters of the rounds' model (126)",
+    )
+    found.add_argument("--codec", choices=BYTES_GOALS, default="fp32", help="of the rounds (fp32)")
+    found.add_argument(
+        "--bytes-millions",
+        type=number_above(0, MOST_MILLIONS),
+        default=24.0,
+        help="of the model whose bytes are counted (24)",
+    )
+    found.add_argument(
+        "--link",
+        type=number_above(0, 1e6),
+        default=20.0,
+        help="MB/s of every peer's slow link, up and down, with that model (20)",
     )
     found.add_argument("--layers", type=at_least(1), default=8, help="its layers (8)")
     found.add_argument("--hidden", type=at_least(1), default=512, help="its hidden size (512)")
@@ -81,9 +115,24 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument(
         "--merge-width", type=at_least(1), default=512, help="width of the experts that are merged (512)"
     )
-    found.add_argument("--dir", type=Path, help="where the server keeps its state meanwhile (the system's)")
+    found.add_argument(
+        "--dir", type=folder_that_is_there, help="where the server keeps its state meanwhile (the system's)"
+    )
     add_report_option(found)
     return found
+
+
+def _require_sizes(options: argparse.Namespace) -> None:
+    """End the program where the models are too large for this machine."""
+    for option, millions in (("--millions", options.millions), ("--bytes-millions", options.bytes_millions)):
+        # Of a small one the other sizes decide: four matrices of a layer, the narrowest experts, the least vocabulary.
+        fixed = options.hidden * (options.layers * (4 * options.hidden + options.experts * 4) + 32)
+        values = max(1e6 * millions, fixed)
+        # Peers' own, what the server keeps of each until the mean is made, and the mean.
+        named = f"{option}, --layers, --hidden, --experts, --peers"
+        require_memory(parser(), named, 4 * values * (max(options.peers) + 1))
+    merged = 4 * (MERGE_EXPERTS + 1) * options.merge_width * options.hidden
+    require_memory(parser(), "--merge-width, --hidden", merged)
 
 
 def numel(shapes: Shapes) -> int:

@@ -22,8 +22,16 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
-from tests.support.distributed import REPOSITORY, run_ranks
+from benchmarks.command_line import (
+    MOST_PROCESSES,
+    add_report_option,
+    at_least,
+    benchmark_parser,
+    file_to_read,
+    require_memory,
+)
+from benchmarks.common import Case, bootstrap_interval, print_table, report
+from tests.support.distributed import REPOSITORY, RankFailure, run_ranks
 from tests.support.ports import free_ports
 from tests.support.presets import toy_gpt
 
@@ -34,6 +42,7 @@ WORKERS = 2
 LOCAL_SGD, STOCK = 0, 1
 """The two sides: one job of two workers; two jobs."""
 RATIO_GOAL = 1.01
+VOCABULARY = 1024
 FAR_AWAY = 10**6
 """An interval that no run reaches: of rounds, and of log lines, which meet across workers too."""
 
@@ -98,6 +107,7 @@ class Outcome:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison, then the instrumented run, and report."""
     options, megatron_options = parser().parse_known_args(arguments)
+    require_sizes(parser(), options, processes=2 * WORKERS * options.ranks_per_worker)
     measured = -(-options.iterations // options.block)
     plan = Plan(
         arguments=(*_model(options), *megatron_options),
@@ -113,11 +123,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{WORKERS} {'stock jobs' if plan.stock_only else 'workers between two rounds'} against {WORKERS} stock jobs, "
         f"{plan.ranks_per_worker} rank(s) each; {measured} blocks of {plan.block} iterations per side, by turns\n"
     )
-    ratio = _compare(plan, options.warmup_blocks)
-    if plan.stock_only:
-        return 0
-    report([ratio, *_instrumented(plan, options.instrumented_iterations)], options.json)
+    try:
+        cases = [_compare(plan, options.warmup_blocks)]
+        if not plan.stock_only:
+            cases += _instrumented(plan, options.instrumented_iterations)
+    except RankFailure as failure:
+        return said_by_a_rank("step_overhead", failure)
+    if not plan.stock_only:
+        report(cases, options.json)
     return 0
+
+
+def require_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace, *, processes: int) -> None:
+    """End the program where a model cannot be built, or is too large for this machine."""
+    if options.hidden % 4:
+        parser.error(f"--hidden {options.hidden}: give a multiple of 4, the number of attention heads")
+    # Weights, gradients, two moments and the anchor.
+    values = 12 * options.layers * options.hidden**2 + VOCABULARY * options.hidden
+    require_memory(parser, "--layers, --hidden", processes * 5 * 4 * values)
+
+
+def said_by_a_rank(name: str, failure: RankFailure) -> int:
+    """Print why a process of a comparison has failed, which may be an option that Megatron refuses; return 1."""
+    print(f"python -m benchmarks.{name}: error: {failure}", file=sys.stderr)
+    return 1
 
 
 def compare_rank(plan: Plan) -> Outcome:
@@ -166,16 +195,19 @@ def instrumented_rank(plan: Plan, iterations: int) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's own options."""
-    found = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    found = benchmark_parser("step_overhead", __doc__, passes_on=True)
     found.add_argument("--iterations", type=at_least(1), default=240, help="measured iterations per side (240)")
     found.add_argument("--block", type=at_least(1), default=4, help="iterations of one turn (4)")
     found.add_argument("--warmup-blocks", type=at_least(0), default=5, help="turns before those, not counted (5)")
     found.add_argument(
         "--instrumented-iterations", type=at_least(1), default=100, help="iterations with instruments (100)"
     )
-    found.add_argument("--ranks-per-worker", type=at_least(1), default=1, help="ranks of a worker and of a job (1)")
+    found.add_argument(
+        "--ranks-per-worker",
+        type=at_least(1, MOST_PROCESSES // (2 * WORKERS)),
+        default=1,
+        help="ranks of a worker and of a job (1)",
+    )
     found.add_argument("--layers", type=at_least(1), default=4, help="layers of the model (4)")
     found.add_argument("--hidden", type=at_least(4), default=128, help="hidden size, a multiple of 4 (128)")
     found.add_argument("--seq-length", type=at_least(1), default=128, help="tokens of a sample (128)")
@@ -186,7 +218,10 @@ def parser() -> argparse.ArgumentParser:
         help="compare stock with stock, which shows the comparison's own error; reports no cases",
     )
     found.add_argument(
-        "--script", default=str(REPOSITORY / "examples" / "pretrain_gpt.py"), help="training script (the example's)"
+        "--script",
+        type=file_to_read,
+        default=str(REPOSITORY / "examples" / "pretrain_gpt.py"),
+        help="training script (the example's)",
     )
     add_report_option(found)
     return found
@@ -199,7 +234,7 @@ def _model(options: argparse.Namespace) -> list[str]:
         seq_length=options.seq_length,
         max_position_embeddings=options.seq_length,
         micro_batch_size=options.micro_batch_size,
-        vocab_size=1024,
+        vocab_size=VOCABULARY,
         log_interval=FAR_AWAY,
         # Off with local SGD; switched off here on both sides, so that only our own work is compared.
         rerun_mode="disabled",

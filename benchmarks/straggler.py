@@ -22,7 +22,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 import torch
 import torch.distributed as dist
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import (
+    EachOnce,
+    add_report_option,
+    at_least,
+    benchmark_parser,
+    number_above,
+    require_memory,
+)
+from benchmarks.common import Case, print_table, report
 from tests.support.distributed import run_ranks
 
 WORKERS = 4
@@ -60,10 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every method at every slowness, and report."""
     options = parser().parse_args(arguments)
     longest = options.step_ms * max(options.slow_by) / 1e3
-    if not 0 < longest <= options.seconds:
+    if longest > options.seconds:
         parser().error(
             f"--seconds {options.seconds:g}: a step of the slow worker takes {longest:g} s; train for longer"
         )
+    # Of every worker: weights, gradients, anchor, momentum and the sum.
+    require_memory(parser(), "--numel", WORKERS * 5 * 4 * options.numel)
     rows, cases = [], []
     for slow_by in options.slow_by:
         plan = Plan(
@@ -107,12 +117,23 @@ def measured(plan: Plan) -> dict[str, Outcome]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--slow-by", type=at_least(1), nargs="+", default=[2, 4], help="slowness of one worker (2 4)")
-    found.add_argument("--step-ms", type=float, default=20.0, help="milliseconds of a step of the others (20)")
+    found = benchmark_parser("straggler", __doc__)
+    found.add_argument(
+        "--slow-by",
+        type=at_least(1, 1000),
+        nargs="+",
+        action=EachOnce,
+        default=[2, 4],
+        help="slowness of one worker (2 4)",
+    )
+    found.add_argument(
+        "--step-ms", type=number_above(0, 1e6), default=20.0, help="milliseconds of a step of the others (20)"
+    )
     found.add_argument("--interval", type=at_least(1), default=16, help="steps of EDiT's interval (16)")
-    found.add_argument("--seconds", type=float, default=20.0, help="seconds of training of each method (20)")
-    found.add_argument("--numel", type=at_least(1), default=100_000, help="parameters (100000)")
+    found.add_argument(
+        "--seconds", type=number_above(0, 86_400), default=20.0, help="seconds of training of each method (20)"
+    )
+    found.add_argument("--numel", type=at_least(1, 10**12), default=100_000, help="parameters (100000)")
     add_report_option(found)
     return found
 

@@ -24,7 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, print_table, report
+from benchmarks.command_line import add_report_option, at_least, benchmark_parser, require_memory
+from benchmarks.common import Case, bootstrap_interval, print_table, report
 from benchmarks.switch_bytes import bytes_beside_the_plans
 from benchmarks.switch_checkpoint import rank_seconds as checkpoint_seconds
 from benchmarks.switch_checkpoint import restart_seconds
@@ -89,6 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all switches and report."""
     options = parser().parse_args(arguments)
     setting = setting_of(options)
+    # Every rank makes the whole model in fp32, to take its part of it, and holds both sides' parts.
+    require_memory(parser(), "--layers, --hidden, --vocab", RANKS * 8 * numel(setting))
     try:
         require_fit(setting)
     except UserError as error:
@@ -263,16 +266,16 @@ def slowest(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = benchmark_parser("switch", __doc__)
     found.add_argument("--pairs", type=at_least(1), default=15, help="measured pairs (15)")
     found.add_argument("--warmup", type=at_least(0), default=3, help="pairs before those, not counted (3)")
     found.add_argument("--checkpoint-pairs", type=at_least(1), default=5, help="pairs with a checkpoint (5)")
     found.add_argument("--restarts", type=at_least(0), default=2, help="restarts from a checkpoint (2; 0: none)")
-    found.add_argument("--layers", type=at_least(2), default=12, help="layers of the model, even (12)")
+    found.add_argument("--layers", type=at_least(2, 1000), default=12, help="layers of the model, even (12)")
     found.add_argument("--hidden", type=at_least(16), default=512, help="hidden size (512)")
     found.add_argument("--vocab", type=at_least(16), default=32768, help="vocabulary (32768)")
-    found.add_argument("--direct-bytes", type=at_least(0), help="instead of the executor's default")
-    found.add_argument("--chunk-bytes", type=at_least(8), help="instead of the executor's default")
+    found.add_argument("--direct-bytes", type=at_least(0, 1 << 40), help="instead of the executor's default")
+    found.add_argument("--chunk-bytes", type=at_least(8, 1 << 40), help="instead of the executor's default")
     add_report_option(found)
     return found
 

@@ -17,7 +17,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import EachOnce, add_report_option, at_least, benchmark_parser
+from benchmarks.common import Case, print_table, report
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch import ALGORITHMS, PRESETS, StrategyList, measure_plan, plan_switch, read_strategies
 from megatron_ext.params import GptShape
@@ -36,15 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every number of ranks that was asked for and report."""
     options = parser().parse_args(arguments)
     shape = PRESETS[options.model]
+    lists = {ranks: [_read(texts, ranks, options.model) for texts in CHAINS[ranks]] for ranks in options.ranks}
     print(f"all switches of a step of {options.model}, senders: {options.algorithm}, {options.repeats} repeats\n")
     cases, rows = [], []
     for ranks in options.ranks:
         slowest = 0.0
-        for texts in CHAINS[ranks]:
-            try:
-                chosen = read_strategies(texts, shape=shape)
-            except UserError as error:
-                parser().error(f"--model {options.model}, --ranks {ranks}: {error}")
+        for texts, chosen in zip(CHAINS[ranks], lists[ranks], strict=True):
             seconds = [_seconds(shape, chosen, options.algorithm) for _ in range(options.repeats)]
             median = statistics.median(seconds)
             slowest = max(slowest, median)
@@ -61,15 +59,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    result = benchmark_parser("switch_plan", __doc__)
     result.add_argument(
-        "--ranks", nargs="+", type=int, choices=tuple(CHAINS), default=list(CHAINS), help="jobs to plan"
+        "--ranks",
+        nargs="+",
+        type=int,
+        action=EachOnce,
+        choices=tuple(CHAINS),
+        default=list(CHAINS),
+        help="jobs to plan",
     )
     result.add_argument("--model", choices=tuple(PRESETS), default="llama-32b", help="default %(default)s")
     result.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="balanced", help="default %(default)s")
     result.add_argument("--repeats", type=at_least(1), default=5, help="chains planned per case (default %(default)s)")
     add_report_option(result)
     return result
+
+
+def _read(texts: Sequence[str], ranks: int, model: str) -> StrategyList:
+    """Return the strategies of a chain, or end the program where the model cannot have them."""
+    try:
+        return read_strategies(texts, shape=PRESETS[model])
+    except UserError as error:
+        parser().error(f"--model {model}, --ranks {ranks}: {error}")
 
 
 def _seconds(shape: GptShape, chosen: StrategyList, algorithm: str) -> float:

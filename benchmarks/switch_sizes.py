@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.common import Case, add_report_option, at_least, print_table, report
+from benchmarks.command_line import add_report_option, at_least, benchmark_parser, require_memory
+from benchmarks.common import Case, print_table, report
 from benchmarks.switch import RANKS, measure_by_turns, slowest
 from megatron_ext.hot_switch.transfer.messages import DEFAULT_SIZES
 from tests.support.distributed import run_ranks
@@ -30,6 +31,8 @@ SIZES = [1 << power for power in (10, 12, 14, 15, 16, 17, 18, 20)]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every size and report the smallest at which an own message is not slower."""
     options = parser().parse_args(arguments)
+    # Each way to and from each peer: parts, the gaps between them, and messages.
+    require_memory(parser(), "--total-bytes", RANKS * (RANKS - 1) * 2 * 3 * options.total_bytes)
     by_rank = run_ranks(rank_seconds, RANKS, options.total_bytes, options.chunk_bytes, options.pairs, timeout=900)
     rows, faster = [], []
     for number, size in enumerate(SIZES):
@@ -101,7 +104,7 @@ def _exchange_packed(incoming: _Parts, outgoing: _Parts) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = benchmark_parser("switch_sizes", __doc__)
     chunk = DEFAULT_SIZES["gloo"].chunk_bytes
     found.add_argument("--pairs", type=at_least(1), default=15, help="measured pairs (15)")
     found.add_argument("--total-bytes", type=_bytes, default=8 << 20, help="for each peer (8 MiB)")

@@ -21,15 +21,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks import atorch_environment
 from benchmarks.atorch_rounds import ATORCH, OURS, PENALTY, PLAIN, Memory, Setting, rank_memory, rank_times
-from benchmarks.common import (
-    Case,
+from benchmarks.command_line import (
+    MOST_PROCESSES,
+    EachOnce,
     add_model_options,
     add_report_option,
     at_least,
-    bootstrap_interval,
-    print_table,
-    report,
+    benchmark_parser,
+    folder_for_output,
+    require_memory,
 )
+from benchmarks.common import Case, bootstrap_interval, print_table, report
 from benchmarks.outer_sync import least_seconds, numel, shapes, units_of
 from megatron_ext.errors import UserError
 from tests.support.distributed import REPOSITORY, run_ranks
@@ -41,13 +43,15 @@ RANKS_OF_A_WORKER = 1
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every method and number of workers and report; return 2 when atorch is not available."""
     options = parser().parse_args(arguments)
+    tensors = shapes(options.layers, options.hidden, options.vocab)
+    model_bytes = 4 * numel(tensors)
+    # Of every worker: a model, gradients and the round's state on both sides.
+    require_memory(parser(), "--layers, --hidden, --vocab, --workers", 10 * model_bytes * max(options.workers))
     try:
         packages = atorch_environment.install(options.env)
     except UserError as error:
         print(f"vs_atorch: error: {error}", file=sys.stderr)
         return 2
-    tensors = shapes(options.layers, options.hidden, options.vocab)
-    model_bytes = 4 * numel(tensors)
     print(
         f"one outer round (sgd, Nesterov) of {model_bytes / 4e6:.1f} M fp32 parameters in {len(tensors)} tensors, "
         f"atorch {atorch_environment.RELEASE} against megatron_ext.local_sgd.plain_torch, {options.pairs} pairs\n"
@@ -92,15 +96,24 @@ def largest_unit(setting: Setting) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found = benchmark_parser("vs_atorch", __doc__)
     found.add_argument(
         "--env",
-        type=Path,
+        type=folder_for_output,
         default=REPOSITORY / "outputs" / "vs_atorch" / "env",
         help="folder of the environment with atorch, made when it is not there (outputs/vs_atorch/env)",
     )
-    found.add_argument("--workers", type=at_least(2), nargs="+", default=[2, 4], help="numbers of workers (2 4)")
-    found.add_argument("--methods", choices=list(GOALS), nargs="+", default=list(GOALS), help="of rounds (both)")
+    found.add_argument(
+        "--workers",
+        type=at_least(2, MOST_PROCESSES),
+        nargs="+",
+        action=EachOnce,
+        default=[2, 4],
+        help="numbers of workers (2 4)",
+    )
+    found.add_argument(
+        "--methods", choices=list(GOALS), nargs="+", action=EachOnce, default=list(GOALS), help="of rounds (both)"
+    )
     add_model_options(found, pairs=9)
     add_report_option(found)
     return found

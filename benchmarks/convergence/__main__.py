@@ -15,7 +15,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import EachOnce, add_report_option, report
+from benchmarks.command_line import (
+    MOST,
+    MOST_SEED,
+    EachOnce,
+    add_report_option,
+    add_seeds_option,
+    at_least,
+    benchmark_parser,
+    folder_for_output,
+)
+from benchmarks.common import report
 from benchmarks.convergence.figures import draw_convergence, draw_noise
 from benchmarks.convergence.results import compare, noise_cases, write
 from benchmarks.convergence.runs import finished_runs, make, make_missing_of
@@ -27,6 +37,8 @@ from tests.support.distributed import REPOSITORY
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the runs that are asked for and missing, and report on all that there are."""
     options = parser().parse_args(arguments)
+    if not options.seeds and not options.noise_seeds:
+        parser().error("--seeds and --noise-seeds: without any there is nothing to train; give one")
     study = Study(
         output=options.output.resolve(), iterations=options.iterations, evaluation=options.evaluation_interval
     )
@@ -78,20 +90,24 @@ def all_runs(study: Study, seeds: Sequence[int], noise_seeds: Sequence[int]) -> 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the study's options."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = benchmark_parser("convergence", __doc__)
     names = [method.name for method in METHODS]
     found.add_argument(
-        "--methods", nargs="+", choices=names, default=names, help="to run (all); the report is on all finished runs"
+        "--methods",
+        nargs="+",
+        action=EachOnce,
+        choices=names,
+        default=names,
+        help="to run (all); the report is on all finished runs",
     )
+    add_seeds_option(found, "every method", nargs="*")
     found.add_argument(
-        "--seeds", type=int, nargs="*", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
-    )
-    found.add_argument(
-        "--noise-seeds", type=int, nargs="*", action=EachOnce, default=[1], help="of the runs with noise (1)"
+        "--noise-seeds",
+        type=at_least(1, MOST_SEED),
+        nargs="*",
+        action=EachOnce,
+        default=[1],
+        help="of the runs with noise (1)",
     )
     found.add_argument(
         "--iterations",
@@ -107,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--output",
-        type=Path,
+        type=folder_for_output,
         default=REPOSITORY / "outputs" / "convergence",
         help="folder for corpus, runs, results.json and pictures (outputs/convergence)",
     )
@@ -118,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
 def _iterations(text: str) -> int:
     """Return a number of iterations at which the intervals of all methods end, a quarter of them synchronous."""
     longest = max(int(str(method.options.get("local_sgd_sync_interval", 1))) for method in METHODS)
-    if not text.isdecimal() or int(text) < 1 or int(text) % (4 * longest):
+    if not text.isdecimal() or not 0 < int(text) <= MOST or int(text) % (4 * longest):
         raise argparse.ArgumentTypeError(f"{text!r}: give a multiple of {4 * longest}, such as 2048")
     return int(text)
 

@@ -16,7 +16,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import EachOnce, add_report_option, report
+from benchmarks.command_line import (
+    MOST,
+    EachOnce,
+    add_report_option,
+    add_seeds_option,
+    benchmark_parser,
+    folder_for_output,
+)
+from benchmarks.common import report
 from benchmarks.convergence.__main__ import prepare_corpus
 from benchmarks.convergence.figures import draw_convergence
 from benchmarks.convergence.results import compare, write
@@ -60,18 +68,17 @@ def report_on(study: SpesStudy, seeds: Sequence[int], json_file: Path | None) ->
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the study's options."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.spes_convergence",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = benchmark_parser("spes_convergence", __doc__)
     names = [method.name for method in METHODS]
     found.add_argument(
-        "--methods", nargs="+", choices=names, default=names, help="to run (all); the report is on all finished runs"
+        "--methods",
+        nargs="+",
+        action=EachOnce,
+        choices=names,
+        default=names,
+        help="to run (all); the report is on all finished runs",
     )
-    found.add_argument(
-        "--seeds", type=int, nargs="+", action=EachOnce, default=[1, 2, 3], help="of every method (1 2 3)"
-    )
+    add_seeds_option(found, "every method")
     found.add_argument(
         "--iterations",
         type=_iterations,
@@ -87,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--output",
-        type=Path,
+        type=folder_for_output,
         default=REPOSITORY / "outputs" / "spes" / "convergence",
         help="folder for corpus, runs, results.json and picture (outputs/spes/convergence)",
     )
@@ -100,7 +107,7 @@ def _iterations(text: str) -> int:
 
     Peers have the same weights only where an interval has ended.
     """
-    if not text.isdecimal() or int(text) == 0 or int(text) % _STEP:
+    if not text.isdecimal() or not 0 < int(text) <= MOST or int(text) % _STEP:
         raise argparse.ArgumentTypeError(f"{text!r}: give a multiple of {_STEP}, such as 2000")
     return int(text)
 

@@ -16,11 +16,19 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from benchmarks.common import EachOnce, add_report_option, at_least, report, writable
+from benchmarks.command_line import (
+    MOST_SEED,
+    EachOnce,
+    add_report_option,
+    at_least,
+    benchmark_parser,
+    folder_for_output,
+    picture,
+)
+from benchmarks.common import report
 from benchmarks.spes_method.peers_study import study_peers
 from benchmarks.spes_method.price_study import CHOOSING, RATES, study_price
 from benchmarks.spes_method.released_study import study_released
@@ -49,36 +57,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = options.output.resolve()
     corpus = output / "corpus" / "stdlib"
     tokenize_stdlib(corpus)
-    picture = options.plot or output / f"{options.study}.png"
+    png = options.plot or output / f"{options.study}.png"
     if options.study == "peers":
-        cases = study_peers(corpus, seeds[0], picture)
+        cases = study_peers(corpus, seeds[0], png)
     elif options.study == "price":
-        cases = study_price(output, corpus, seeds, picture, rates=options.rates or RATES, choosing=choosing)
+        cases = study_price(output, corpus, seeds, png, rates=options.rates or RATES, choosing=choosing)
     else:
-        cases = study_released(output, corpus, seeds, picture)
+        cases = study_released(output, corpus, seeds, png)
     report(cases, options.json)
-    print(f"the picture is {picture}")
+    print(f"the picture is {png}")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
-    found = argparse.ArgumentParser(
-        prog="python -m benchmarks.spes_method",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = benchmark_parser("spes_method", __doc__)
     found.add_argument("study", choices=list(_SEEDS), help="which one")
     found.add_argument(
         "--seeds",
-        type=at_least(0),
+        type=at_least(0, MOST_SEED),
         nargs="+",
         action=EachOnce,
         help="of the weights and the samples (peers: 1, price: 4 to 6, released: 2 to 4)",
     )
     found.add_argument(
         "--choosing-seeds",
-        type=at_least(0),
+        type=at_least(0, MOST_SEED),
         nargs="+",
         action=EachOnce,
         help=f"price: those that choose between learning rates ({' '.join(map(str, CHOOSING))})",
@@ -92,11 +96,11 @@ def parser() -> argparse.ArgumentParser:
     )
     found.add_argument(
         "--output",
-        type=Path,
+        type=folder_for_output,
         default=REPOSITORY / "outputs" / "spes" / "method",
         help="folder for corpus, runs, tables and pictures (outputs/spes/method)",
     )
-    found.add_argument("--plot", type=writable, metavar="FILE", help="the picture, a PNG (STUDY.png in that folder)")
+    found.add_argument("--plot", type=picture, metavar="FILE", help="the picture, a PNG (STUDY.png in that folder)")
     add_report_option(found)
     return found
 

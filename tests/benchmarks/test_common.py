@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import spes_round, straggler, switch, switch_plan, switch_sizes
-from benchmarks.common import Case, add_report_option, at_least, bootstrap_interval, report
+from benchmarks.command_line import add_report_option
+from benchmarks.common import Case, bootstrap_interval, report
 from tests.benchmarks.reports import read_cases
 
 
@@ -73,31 +73,3 @@ def test_without_the_option_no_file_is_written(tmp_path, monkeypatch, capsys):
     report([case()], parser.parse_args([]).json)
     assert list(tmp_path.iterdir()) == []
     assert "some_ratio" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("text", ["0", "-3", "many"])
-def test_a_number_below_the_least_is_refused_by_name(text, capsys):
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--pairs", type=at_least(1))
-    with pytest.raises(SystemExit) as exit_request:
-        parser.parse_args(["--pairs", text])
-    assert exit_request.value.code == 2
-    assert "--pairs" in capsys.readouterr().err
-    assert parser.parse_args(["--pairs", "1"]).pairs == 1
-
-
-@pytest.mark.parametrize(
-    ("benchmark", "options", "said"),
-    [
-        (spes_round, ["--peers", "2", "3"], "--peers 3: 16 experts cannot be shared out evenly; give --experts"),
-        (switch_plan, ["--model", "llama-13b", "--ranks", "32"], "--model llama-13b, --ranks 32: "),
-        (switch, ["--layers", "3"], "--layers, --hidden, --vocab: "),
-        (switch_sizes, ["--chunk-bytes", "1500000"], "--chunk-bytes: '1500000': give a multiple of 1048576"),
-        (straggler, ["--seconds", "0.01"], "--seconds 0.01: a step of the slow worker takes 0.08 s; train for longer"),
-    ],
-    ids=lambda value: value.__name__ if hasattr(value, "__name__") else None,
-)
-def test_what_cannot_be_measured_is_refused_in_one_line(benchmark, options, said, capsys):
-    with pytest.raises(SystemExit) as caught:
-        benchmark.main(options)
-    assert caught.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]

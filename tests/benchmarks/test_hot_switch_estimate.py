@@ -39,10 +39,6 @@ def test_a_list_that_does_not_fit_is_not_counted(tmp_path, capsys):
     assert hot_switch_estimate.main([*FEW, "--memory-gib", "40", "--json", str(path)]) == 0
     assert read_cases(path) == {}
     assert "and --memory-gib is 40; use more GPUs, a shorter context" in capsys.readouterr().out
-    assert hot_switch_estimate.main([*FEW, "--memory-gib", "-1"]) == 2
-    assert capsys.readouterr().err == (
-        "benchmarks.hot_switch_estimate: error: simulate: --memory-gib is -1; give a number above 0\n"
-    )
 
 
 @pytest.mark.parametrize(

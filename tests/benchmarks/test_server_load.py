@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import server_load
 from benchmarks.server_load import Measured
-from megatron_ext.sync_service.rounds.config import MOST_PEERS
 from tests.benchmarks.reports import read_cases
 
 
@@ -39,18 +38,3 @@ def test_a_peer_that_fails_ends_the_measurement_with_its_reason(tmp_path):
     options = server_load.parser().parse_args(["--values", "8"])
     with pytest.raises(RuntimeError, match="a peer has failed: UserError"):
         SyntheticPeers("nowhere", 1, options)
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["--dir", __file__], "is not a folder; give"),
-        (["--peers", "8", str(MOST_PEERS + 1)], f"--peers has {MOST_PEERS + 1}; a run takes {MOST_PEERS} at most"),
-    ],
-    ids=["dir", "peers"],
-)
-def test_what_cannot_be_measured_is_refused_at_once(words, problem, capsys):
-    with pytest.raises(SystemExit) as end:
-        server_load.main(words)
-    assert end.value.code == 2
-    assert problem in capsys.readouterr().err

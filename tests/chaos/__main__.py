@@ -14,7 +14,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import writable
+from benchmarks.command_line import writable
+from megatron_ext.cli.command_parser import CommandParser
 from megatron_ext.errors import UserError, report
 from tests.chaos.report import as_table, figures
 from tests.chaos.schedule import Fault, draw, read_schedule, shrink, write_schedule
@@ -24,6 +25,7 @@ from tests.sync_service.service import Zygote
 
 _MOST_FAULTS = 36_000
 """Of an hour: what is more often than ten a second cannot begin at its time."""
+_MOST_MINUTES = 7 * 24 * 60
 _MOST_RUNS = 1000
 """To shrink a schedule with."""
 
@@ -44,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser = CommandParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, required=True, help="decides the settings, the data and the faults")
     parser.add_argument("--jobs", action="store_true", help="peers that are Megatron jobs, instead of synthetic ones")
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults happen (3)")
@@ -61,6 +63,8 @@ def _run(options: argparse.Namespace) -> int:
     for name, value in (("--minutes", options.minutes), ("--faults-per-hour", options.faults_per_hour)):
         if not 0 < value < float("inf"):
             raise UserError(f"{name} is {value}; it must be above 0")
+    if options.minutes > _MOST_MINUTES:
+        raise UserError(f"--minutes is {options.minutes:g}; give {_MOST_MINUTES} (a week) or less")
     # What torch's generator takes.
     if not 0 <= options.seed < 1 << 63:
         raise UserError(f"--seed is {options.seed}; give 0 to 2^63 - 1")

@@ -110,8 +110,12 @@ def test_a_line_that_cannot_be_a_fault_of_this_run_is_named(tmp_path: Path, chan
         (["--seed", str(1 << 63)], f"--seed is {1 << 63}; give 0 to 2^63 - 1"),
         (["--shrink", "-2"], "--shrink is -2; give 0 to 1000"),
         (["--faults-per-hour", "1e9"], "--faults-per-hour is 1e+09; give 36000"),
+        (["--minutes", "1e300"], "--minutes is 1e+300; give 10080 (a week) or less"),
     ],
-    ids=["minutes", "faults", "schedule", "full dir", "no dir", "file", "below 0", "seed", "shrink", "too many faults"],
+    ids=[
+        *("minutes", "faults", "schedule", "full dir", "no dir", "file", "below 0", "seed", "shrink"),
+        *("too many faults", "too long"),
+    ],
 )
 def test_the_command_line_is_refused_before_anything_is_started(
     argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]

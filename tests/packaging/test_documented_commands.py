@@ -137,7 +137,7 @@ def test_python_modules_and_scripts_know_the_options_that_they_are_given():
         else:
             files, options = [ROOT / command.words[1]], command.words[2:]
         assert files and all(file.is_file() for file in files), command
-        text = "".join(file.read_text(encoding="utf-8") for file in (*files, ROOT / "benchmarks/common.py"))
+        text = "".join(file.read_text(encoding="utf-8") for file in (*files, ROOT / "benchmarks/command_line.py"))
         for option in (word.partition("=")[0] for word in options if word.startswith("--")):
             assert f'"{option}"' in text, f"{command}: {option}"
 
