@@ -30,15 +30,16 @@ import numpy.typing as npt
 
 from benchmarks.command_line import add_report_option, add_seeds_option, benchmark_parser, folder_for_output
 from benchmarks.common import Case, print_table, report
+from benchmarks.convergence.code import digest_of_code
 from benchmarks.convergence.results import compare
 from benchmarks.convergence.runs import (
     VALIDATION,
     Measured,
-    count_parameters,
     digest_of,
     finished_runs,
     keep,
     make_missing_of,
+    parameters_and_sources,
 )
 from benchmarks.convergence.settings import MODEL, TRAINING, Method, Run, Study
 from megatron_ext.hot_switch.data.padded_corpus import whole_rows
@@ -239,14 +240,17 @@ def make(study: HotSwitchStudy, run: Run) -> Measured:
     arguments = study.arguments(run)
     with tempfile.TemporaryDirectory() as folder:
         saves = command_line({"save": folder, "save_interval": int(arguments[arguments.index("--train-iters") + 1])})
-        outcomes = run_pretrain(arguments + saves, RANKS, probe=count_parameters, timeout=study.timeout)
+        outcomes = run_pretrain(arguments + saves, RANKS, probe=parameters_and_sources, timeout=study.timeout)
         documents = loss_of_documents(study, run, folder)
     log = outcomes[-1].stdout  # Megatron prints on the last rank
+    parameters, sources = zip(*(outcome.record.probe for outcome in outcomes), strict=True)
     measured = Measured(
         arguments=arguments,
         corpus=digest_of(study.corpus),
+        sources=sources[0],
+        code=digest_of_code(sources[0]),
         # Of the largest part on one rank, where home splits the model.
-        parameters=max(outcome.record.probe for outcome in outcomes),
+        parameters=max(parameters),
         seconds=time.monotonic() - begin,
         training=[outcomes[-1].losses],
         validation={int(at): float(loss) for at, loss in VALIDATION.findall(log)},

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.convergence.code import code_at_start, digest_of_code, loaded_sources
 from benchmarks.convergence.settings import VOCABULARY, Noise, Run, Study
 from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.support.pretrain import run_pretrain
@@ -22,13 +23,13 @@ from tests.support.pretrain import run_pretrain
 __all__ = [
     "VALIDATION",
     "Measured",
-    "count_parameters",
     "digest_of",
     "finished",
     "finished_runs",
     "keep",
     "make",
     "make_missing_of",
+    "parameters_and_sources",
 ]
 
 VALIDATION = re.compile(r"validation loss at iteration (\d+).*lm loss value: ([\d.E+-]+)")
@@ -46,6 +47,12 @@ class Measured:
 
     noise: list[int] = field(default_factory=list)
     """`Noise.what` of a noisy run; likewise."""
+
+    sources: list[str] = field(default_factory=list)
+    """Files that the run depends on, from the repository's root."""
+
+    code: str = ""
+    """Of those files, see `digest_of_code`; likewise."""
 
     parameters: int
     """Of the model."""
@@ -72,7 +79,16 @@ class Measured:
 
 
 def finished(study: Study, run: Run) -> Measured | None:
-    """Return what a run measured; None if it was not made with these settings."""
+    """Return what a run measured; None if it was not made with these settings, this corpus and this code."""
+    measured = _made_with_these_settings(study, run)
+    return None if measured is None or _is_of_other_code(measured) else measured
+
+
+def _is_of_other_code(measured: Measured) -> bool:
+    return measured.code != digest_of_code(measured.sources)
+
+
+def _made_with_these_settings(study: Study, run: Run) -> Measured | None:
     file = study.result(run)
     if not file.is_file():
         return None
@@ -92,15 +108,19 @@ def digest_of(corpus: Path) -> str:
 
 
 def finished_runs(study: Study, runs: Sequence[Run]) -> dict[Run, Measured]:
-    """Return what those of some runs measured that were made with these settings."""
+    """Return what those of some runs measured that are `finished`."""
     found = {run: finished(study, run) for run in runs}
     return {run: measured for run, measured in found.items() if measured is not None}
 
 
 def make_missing_of(study: Study, wanted: Sequence[Run], make: Callable[[Any, Run], Measured]) -> None:
     """Make the runs that are not finished, in order, and say how they went."""
+    code_at_start()
     missing = [run for run in wanted if finished(study, run) is None]
     print(f"{len(wanted)} runs of {study.iterations} iterations, {len(missing)} of them still to make", flush=True)
+    old = [run.name for run in missing if _made_with_these_settings(study, run) is not None]
+    if old:
+        print(f"made again, because the code that they ran has changed since: {', '.join(old)}", flush=True)
     for run in missing:
         measured = make(study, run)
         print(f"{run.name}: validation loss {measured.final:.4f} after {measured.seconds:.0f} s", flush=True)
@@ -115,15 +135,18 @@ def make(study: Study, run: Run) -> Measured:
     outcomes = run_pretrain(
         arguments,
         study.processes,
-        probe=count_parameters,
+        probe=parameters_and_sources,
         before=[partial(feed_noise, study.noise)] if run.noisy else [],
         timeout=study.timeout,
     )
+    parameters, sources = outcomes[0].record.probe
     measured = Measured(
         arguments=arguments,
         corpus=digest_of(study.corpus),
         noise=_noise(study, run),
-        parameters=outcomes[0].record.probe,
+        sources=sources,
+        code=digest_of_code(sources),
+        parameters=parameters,
         seconds=time.monotonic() - begin,
         training=[outcome.losses for outcome in outcomes],
         # Megatron prints it on the last rank.
@@ -142,9 +165,9 @@ def keep(study: Study, run: Run, measured: Measured) -> None:
     partial_file.replace(study.result(run))
 
 
-def count_parameters(model: Any, _optimizer: Any, _args: Any) -> int:
-    """Return the number of parameters of a model that is whole on this rank."""
-    return sum(value.numel() for chunk in model for value in chunk.parameters())
+def parameters_and_sources(model: Any, _optimizer: Any, _args: Any) -> tuple[int, list[str]]:
+    """Return the number of parameters that this rank has of a model, and the files that it has trained with."""
+    return sum(value.numel() for chunk in model for value in chunk.parameters()), loaded_sources()
 
 
 def feed_noise(noise: Noise) -> None:

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.convergence.runs import VALIDATION, Measured, count_parameters, digest_of, keep
+from benchmarks.convergence.code import SERVER_SOURCES, digest_of_code
+from benchmarks.convergence.runs import VALIDATION, Measured, digest_of, keep, parameters_and_sources
 from benchmarks.convergence.settings import Run
 from benchmarks.server_process import server_of
 from benchmarks.spes_convergence.settings import RANKS, SpesStudy
@@ -30,10 +31,14 @@ def make(study: SpesStudy, run: Run) -> Measured:
     found = [validation(job[-1]) for job in jobs]
     if any(losses != found[0] for losses in found):
         raise RuntimeError(f"{run.name}: the peers' validation losses differ: {found}")
+    parameters, loaded = jobs[0][0].record.probe
+    sources = loaded if study.server(run.method) is None else sorted({*loaded, *SERVER_SOURCES})
     measured = Measured(
         arguments=study.arguments(run),
         corpus=digest_of(study.corpus),
-        parameters=jobs[0][0].record.probe,
+        sources=sources,
+        code=digest_of_code(sources),
+        parameters=parameters,
         seconds=time.monotonic() - begin,
         training=[job[0].losses for job in jobs],
         validation=found[0],
@@ -47,7 +52,7 @@ def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
     """Return the ranks of every job of a run."""
     settings = study.server(run.method)
     if settings is None:
-        return [run_pretrain(study.command(run), RANKS, probe=count_parameters, timeout=study.timeout)]
+        return [run_pretrain(study.command(run), RANKS, probe=parameters_and_sources, timeout=study.timeout)]
     with (
         tempfile.TemporaryDirectory() as folder,
         _started(study, run) as start,
@@ -59,7 +64,7 @@ def train(study: SpesStudy, run: Run) -> list[list[RankOutcome]]:
                 run_pretrain,
                 study.command(run, peer, server.address, start),
                 1,
-                probe=count_parameters,
+                probe=parameters_and_sources,
                 timeout=study.timeout,
             )
             for peer in range(study.peers)

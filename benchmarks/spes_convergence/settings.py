@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from benchmarks.convergence.settings import VOCABULARY, Method, Noise, Run, Study
+from benchmarks.convergence.settings import Method, Noise, Run, Study
 from tests.support.presets import MOE, Options, command_line, toy_gpt
 
 __all__ = ["CENTRALIZED", "METHODS", "RANKS", "SpesMethod", "SpesStudy"]
@@ -183,14 +183,6 @@ class SpesStudy(Study):
             "global_batch_size": sequences,
             "eval_iters": VALIDATION_SEQUENCES // sequences,
         }
-        data: Options = {
-            "mock_data": None,
-            "data_path": str(self.corpus),
-            # Each its own: Megatron's writers of index files do not expect other jobs.
-            "data_cache_path": str(self.output / "index-cache" / f"{run.method.name}-{peer}"),
-            "vocab_size": VOCABULARY,
-            "split": "95,5,0",
-        }
         where: Options = {}
         if together > 1:
             by_count = not {"using_dilico", "spes_expert_owners"} & run.method.options.keys()
@@ -204,4 +196,4 @@ class SpesStudy(Study):
             }
         if self.is_started(run.method):
             where |= {"load": start}
-        return toy_gpt(MODEL, TRAINING, when, data, run.method.options, where, self.overrides)
+        return toy_gpt(MODEL, TRAINING, when, self.data, run.method.options, where, self.overrides)

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from benchmarks.convergence import __main__ as study_main
-from benchmarks.convergence import results
+from benchmarks.convergence import code, results
+from benchmarks.convergence.code import SERVER_SOURCES, code_at_start, digest_of_code, loaded_sources
 from benchmarks.convergence.figures import draw_convergence
-from benchmarks.convergence.runs import Measured, finished
+from benchmarks.convergence.runs import Measured, finished, keep, make_missing_of
 from benchmarks.convergence.settings import METHODS, SYNCHRONOUS, WORKERS, Method, Noise, Run, Study
 from tests.benchmarks.reports import read_cases
 
@@ -101,6 +102,39 @@ def test_noise_reaches_one_worker_while_it_lasts_and_the_others_with_the_next_ro
         assert (noisy[worker][5] == clean[worker][5]) == (worker != NOISE.worker)
         assert noisy[worker][6] != clean[worker][6]
     assert len(clean[0]) == 12
+
+
+def kept(study, code, sources=("examples/pretrain_gpt.py",)):
+    """Keep a finished run that depends on some files and has this digest of them."""
+    run = Run(method=GUARDED, seed=7)
+    found = {"arguments": study.arguments(run), "sources": list(sources), "code": code}
+    keep(study, run, Measured(parameters=1, seconds=1.0, training=[], rounds=[], validation={2: 1.0}, **found))
+    return run
+
+
+def test_a_run_is_made_again_where_the_code_that_it_ran_has_changed(tmp_path, monkeypatch, capsys):
+    study = toy_study(tmp_path)
+    run = kept(study, digest_of_code(["examples/pretrain_gpt.py"]))
+    assert finished(study, run) is not None
+    of_elsewhere = {**code_at_start(), "megatron_ext/errors.py": "changed"}
+    monkeypatch.setattr(code, "code_at_start", lambda: of_elsewhere)
+    assert finished(study, run) is not None
+    changed = {**of_elsewhere, "examples/pretrain_gpt.py": "changed"}
+    monkeypatch.setattr(code, "code_at_start", lambda: changed)
+    made = []
+    make_missing_of(study, [run], lambda _, again: made.append(again) or measured({2: 1.0}))
+    assert made == [run]
+    assert "made again, because the code that they ran has changed since: guarded-seed7" in capsys.readouterr().out
+
+
+def test_a_run_of_which_no_code_was_written_down_is_made_again(tmp_path):
+    study = toy_study(tmp_path)
+    assert finished(study, kept(study, "", sources=())) is None
+
+
+def test_what_a_process_has_loaded_of_the_package_is_known():
+    assert {"examples/pretrain_gpt.py", "megatron_ext/errors.py"} <= set(loaded_sources()) <= code_at_start().keys()
+    assert set(SERVER_SOURCES) <= code_at_start().keys()
 
 
 def measured(validation, rounds=()):

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from benchmarks import muloco_convergence as muloco
+from benchmarks.convergence.code import digest_of_code
 from benchmarks.convergence.runs import Measured, keep
 from benchmarks.convergence.settings import WORKERS, Run
 from tests.benchmarks.reports import read_cases
@@ -44,8 +45,9 @@ def test_both_optimizers_train_and_the_report_has_tables_cases_and_a_picture(tmp
 
 
 def finished(study, method, seed, loss):
-    measured = {"arguments": study.arguments(Run(method=method, seed=seed)), "validation": {4: 9.0, 8: loss}}
-    keep(study, Run(method=method, seed=seed), Measured(parameters=1, seconds=1.0, training=[], rounds=[], **measured))
+    found = {"arguments": study.arguments(Run(method=method, seed=seed)), "validation": {4: 9.0, 8: loss}}
+    measured = Measured(parameters=1, seconds=1.0, training=[], rounds=[], code=digest_of_code(()), **found)
+    keep(study, Run(method=method, seed=seed), measured)
 
 
 def test_each_method_takes_its_best_rate_and_is_held_against_the_same_interval_seed_by_seed(tmp_path):

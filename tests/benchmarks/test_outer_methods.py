@@ -4,6 +4,7 @@
 import pytest
 
 from benchmarks import outer_methods
+from benchmarks.convergence.code import digest_of_code
 from benchmarks.convergence.runs import Measured, keep
 from benchmarks.convergence.settings import Run, Study
 from benchmarks.muloco_convergence import sizes
@@ -19,7 +20,7 @@ def study_of(output, name, **overrides):
 def finished(study, method, seed, loss):
     run = Run(method=method, seed=seed)
     measured = {"arguments": study.arguments(run), "validation": {4: 9.0, 8: loss}}
-    keep(study, run, Measured(parameters=1, seconds=1.0, training=[], rounds=[], **measured))
+    keep(study, run, Measured(parameters=1, seconds=1.0, training=[], rounds=[], code=digest_of_code(()), **measured))
 
 
 @pytest.mark.parametrize("name", list(outer_methods.STUDIES))
