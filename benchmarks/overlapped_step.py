@@ -20,16 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.command_line import add_report_option, at_least, benchmark_parser
 from benchmarks.common import Case, bootstrap_interval, print_table, report
-from benchmarks.step_overhead import (
-    FAR_AWAY,
-    VOCABULARY,
-    WORKERS,
-    Plan,
-    compare_rank,
-    quartiles,
-    require_sizes,
-    said_by_a_rank,
-)
+from benchmarks.ranks.jobs_by_turns import FAR_AWAY, WORKERS, Plan, compare_rank
+from benchmarks.step_overhead import VOCABULARY, quartiles, require_sizes, said_by_a_rank
 from tests.support.distributed import REPOSITORY, RankFailure, run_ranks
 from tests.support.ports import free_ports
 from tests.support.presets import toy_gpt

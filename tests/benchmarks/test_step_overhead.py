@@ -4,7 +4,7 @@
 import pytest
 
 from benchmarks import step_overhead
-from benchmarks.step_overhead import LOCAL_SGD, STOCK, Outcome
+from benchmarks.ranks.jobs_by_turns import LOCAL_SGD, STOCK, Outcome, require_equal_weights
 from tests.benchmarks.reports import read_cases
 
 TINY = [
@@ -39,9 +39,9 @@ def outcome(side, worker, weights):
 
 def test_sides_that_computed_something_else_are_no_comparison():
     same = [outcome(side, worker, f"weights {worker}") for side in (LOCAL_SGD, STOCK) for worker in (0, 1)]
-    step_overhead.require_equal_weights(same)
+    require_equal_weights(same)
     with pytest.raises(RuntimeError, match="worker 1 and the stock job fed its samples ended with different weights"):
-        step_overhead.require_equal_weights([*same[:3], outcome(STOCK, 1, "others")])
+        require_equal_weights([*same[:3], outcome(STOCK, 1, "others")])
 
 
 def test_a_block_without_iterations_is_refused(capsys):
