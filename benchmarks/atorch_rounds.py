@@ -87,7 +87,7 @@ def rank_times(setting: Setting) -> Times:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.outer_sync import require_equal
+    from benchmarks.ranks.outer_rounds import require_equal
 
     _join(setting)
     models = {side: _model(setting) for side in (ATORCH, OURS)}

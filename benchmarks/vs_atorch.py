@@ -32,7 +32,8 @@ from benchmarks.command_line import (
     require_memory,
 )
 from benchmarks.common import Case, bootstrap_interval, print_table, report
-from benchmarks.outer_sync import least_seconds, numel, shapes, units_of
+from benchmarks.outer_sync import least_seconds
+from benchmarks.ranks.outer_rounds import numel, shapes, units_of
 from megatron_ext.errors import UserError
 from tests.support.distributed import REPOSITORY, run_ranks
 

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import outer_sync, overlapped_step
 from benchmarks.common import Case
+from benchmarks.ranks import outer_rounds
 from tests.benchmarks.reports import read_cases
 from tests.support.distributed import REPOSITORY
 
@@ -54,7 +55,7 @@ def test_the_default_is_more_than_fifty_million_parameters_for_two_and_four_work
     options = outer_sync.parser().parse_args([])
     assert options.workers == [2, 4]
     assert options.pairs >= 7
-    assert outer_sync.numel(outer_sync.shapes(options.layers, options.hidden, options.vocab)) >= 50e6
+    assert outer_rounds.numel(outer_rounds.shapes(options.layers, options.hidden, options.vocab)) >= 50e6
 
 
 def test_the_script_starts_by_its_path_from_anywhere(tmp_path):
@@ -79,4 +80,4 @@ def unequal_values():
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    outer_sync.require_equal([torch.full((3,), float(dist.get_rank()))])
+    outer_rounds.require_equal([torch.full((3,), float(dist.get_rank()))])
