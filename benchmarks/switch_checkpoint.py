@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from benchmarks.switch import Setting
+    from benchmarks.ranks.switching import Setting
     from megatron_ext.params import GptShape, Layout
 
 __all__ = ["rank_seconds", "restart_seconds"]
@@ -77,7 +77,7 @@ def rank_seconds(
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
-    from benchmarks.switch import executor_of, held, measure_by_turns, start
+    from benchmarks.ranks.switching import executor_of, held, measure_by_turns, start
     from megatron_ext.params import Layout
 
     start()
@@ -158,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
 
-    from benchmarks.switch import Setting, held, start
+    from benchmarks.ranks.switching import Setting, held, start
     from megatron_ext.params import Layout, Placement
 
     start()

@@ -21,7 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks.command_line import add_report_option, at_least, benchmark_parser, require_memory
 from benchmarks.common import Case, print_table, report
-from benchmarks.switch import RANKS, measure_by_turns, slowest
+from benchmarks.ranks.switching import RANKS, measure_by_turns
+from benchmarks.switch import slowest
 from megatron_ext.hot_switch.transfer.messages import DEFAULT_SIZES
 from tests.support.distributed import run_ranks
 

@@ -4,6 +4,7 @@
 import pytest
 
 from benchmarks import switch, switch_checkpoint, switch_sizes
+from benchmarks.ranks import switching
 from tests.benchmarks.reports import read_cases
 from tests.support.distributed import run_ranks
 
@@ -42,14 +43,14 @@ def test_a_switch_with_wrong_results_is_not_a_measurement():
     import torch
 
     right = {"weight": torch.ones(3)}
-    switch.require_equal({"weight": torch.ones(3)}, right)
+    switching.require_equal({"weight": torch.ones(3)}, right)
     for wrong in ({"weight": torch.zeros(3)}, {}, {**right, "bias": torch.ones(1)}):
         with pytest.raises(RuntimeError, match="not what the target layout holds"):
-            switch.require_equal(wrong, right)
+            switching.require_equal(wrong, right)
 
 
 def test_the_way_round_by_a_checkpoint_ends_with_the_same_tensors(tmp_path):
-    setting = switch.Setting(layers=2, hidden=16, vocab=64, pairs=1, warmup=0)
+    setting = switching.Setting(layers=2, hidden=16, vocab=64, pairs=1, warmup=0)
     # From TP 2 to PP 2, and then as new processes would to DP 2.
     for seconds in run_ranks(switch_checkpoint.rank_seconds, 2, ((1, 2, 1), (1, 1, 2)), setting, str(tmp_path)):
         assert {side: len(values) for side, values in seconds.items()} == {"switch": 1, "save_load": 1}
