@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import hot_switch_convergence as study_main
 from benchmarks.convergence.settings import Run
-from benchmarks.hot_switch_convergence import CONTEXT, HOT, PADDED, STOCK, HotSwitchStudy
+from benchmarks.hot_switch_convergence import __main__ as study_main
+from benchmarks.hot_switch_convergence.settings import CONTEXT, HOT, PADDED, STOCK, HotSwitchStudy
+from megatron_ext.hot_switch.data.padded_corpus import whole_rows
 from tests.benchmarks.reports import read_cases
 from tests.support.corpus import make
 
@@ -63,11 +64,11 @@ def rows_validated(study, prefix):
 
 def test_padded_rows_have_a_document_or_a_piece_as_hot_switching_has_it():
     document = np.arange(1, 2 * CONTEXT + 11)
-    rows = study_main.whole_rows(document, CONTEXT).reshape(-1, CONTEXT)
+    rows = whole_rows(document, CONTEXT).reshape(-1, CONTEXT)
     assert len(rows) == 3
     assert np.array_equal(rows[0], document[:CONTEXT]) and np.array_equal(rows[1], document[CONTEXT : 2 * CONTEXT])
     assert np.array_equal(rows[2, :10], document[2 * CONTEXT :]) and (rows[2, 10:] == document[-1]).all()
-    assert np.array_equal(study_main.whole_rows(document[:CONTEXT], CONTEXT), document[:CONTEXT])
+    assert np.array_equal(whole_rows(document[:CONTEXT], CONTEXT), document[:CONTEXT])
 
 
 def test_all_methods_keep_documents_apart_and_validate_on_as_many_rows(tmp_path: Path):
