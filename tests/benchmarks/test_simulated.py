@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`benchmarks/simulated.py`: what it compares, and, as root with iproute2, one setting on a limited link."""
+"""`benchmarks/simulated`: what it compares, and, as root with iproute2, one setting on a limited link."""
 
 import os
 import shutil
@@ -8,8 +8,10 @@ from collections import Counter
 import pytest
 import torch.distributed as dist
 
-from benchmarks import emulated_worker, simulated
-from benchmarks.simulated import SETTINGS, Link, Setting
+from benchmarks import emulated_worker
+from benchmarks.simulated import __main__ as benchmark
+from benchmarks.simulated.settings import SETTINGS, Setting
+from benchmarks.simulated.simulation import Link, simulated
 from tests.benchmarks.reports import read_cases
 from tests.support.distributed import run_ranks
 
@@ -24,15 +26,15 @@ def told(setting: Setting, seconds: float = 1.0) -> list[dict]:
 def test_intervals_in_the_middle_of_a_run_are_simulated_with_the_runs_own_figures():
     synchronous = Setting(name="s", kind="synchronous", intervals=3)
     # 100,000 values of 2 bytes, of which a ring among two sends as many, at the rate of an exchange: 0.4 s.
-    assert simulated.simulated(synchronous, LINK, told(synchronous), 100_000, None) == pytest.approx(1 / 1.4)
+    assert simulated(synchronous, LINK, told(synchronous), 100_000, None) == pytest.approx(1 / 1.4)
     diloco = Setting(name="d", kind="local_sgd", interval=4, intervals=2)
-    assert simulated.simulated(diloco, LINK, told(diloco), 100_000, None) == pytest.approx(4 / 4.8)
+    assert simulated(diloco, LINK, told(diloco), 100_000, None) == pytest.approx(4 / 4.8)
     # What is not part of the measured intervals, the mean at the end of a run with a delay, does not count.
     delayed = Setting(name="d", kind="local_sgd", interval=4, intervals=2, delay=2)
-    assert simulated.simulated(delayed, LINK, told(delayed), 100_000, None) == pytest.approx(1.0)
+    assert simulated(delayed, LINK, told(delayed), 100_000, None) == pytest.approx(1.0)
     # Two peers share a stream's rate: 0.8 s up, 0.8 s down; 0.8 MB reduced at 8 MB/s.
     service = Setting(name="p", kind="service", interval=4, intervals=2, codec="fp32")
-    assert simulated.simulated(service, LINK, told(service), 100_000, 8.0) == pytest.approx(4 / (4 + 1.6 + 0.1))
+    assert simulated(service, LINK, told(service), 100_000, 8.0) == pytest.approx(4 / (4 + 1.6 + 0.1))
 
 
 def probed(measure):
@@ -71,7 +73,7 @@ def test_without_the_programs_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "setpriority", lambda *_: None)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert simulated.main([]) == 2
+    assert benchmark.main([]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "there is no ip on the PATH; install iproute2" in error
 
@@ -81,6 +83,6 @@ def test_without_the_programs_there_is_one_line(monkeypatch, capsys):
 def test_a_setting_is_measured_on_a_limited_link(tmp_path):
     path = tmp_path / "report.json"
     words = ["--mbits", "100", "--settings", "DiLoCo, H 20", "--shrink", "10", "--step-ms", "10", "--repeats", "1"]
-    assert simulated.main([*words, "--workers", "2", "--nice", "0", "--json", str(path)]) == 0
+    assert benchmark.main([*words, "--workers", "2", "--nice", "0", "--json", str(path)]) == 0
     (case,) = read_cases(path).values()
-    assert case["goal"] == simulated.GOAL
+    assert case["goal"] == benchmark.GOAL

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `megatron-ext simulate` says against what happens: `python -m benchmarks.simulated`."""
