@@ -35,6 +35,8 @@ from tests.support.distributed import run_ranks
 
 WORKERS = 4
 METHODS = ("synchronous", "edit", "a_edit")
+LEAST_STEP_MS = 0.1
+"""A shorter pause takes less than what is between two of them."""
 SAMPLES = 8
 """Of one step of one worker."""
 GUARD = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
@@ -127,7 +129,10 @@ def parser() -> argparse.ArgumentParser:
         help="slowness of one worker (2 4)",
     )
     found.add_argument(
-        "--step-ms", type=number_above(0, 1e6), default=20.0, help="milliseconds of a step of the others (20)"
+        "--step-ms",
+        type=number_above(LEAST_STEP_MS, 1e6),
+        default=20.0,
+        help="milliseconds of a step of the others (20)",
     )
     found.add_argument("--interval", type=at_least(1), default=16, help="steps of EDiT's interval (16)")
     found.add_argument(

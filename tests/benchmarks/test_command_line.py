@@ -88,6 +88,7 @@ def test_every_value_has_bounds_and_no_list_has_one_twice(name: str):
         ("hot_switch_estimate", "--steps 999999999", "argument --steps: 999999999 is too large"),
         ("messages", "--messages 1000000", "--messages: with these all processes hold about"),
         ("straggler", "--step-ms nan", "argument --step-ms: nan cannot be"),
+        ("straggler", "--step-ms 1e-9", "argument --step-ms: 1e-9 cannot be; use a number above 0.1, 1e+06 or less"),
         ("straggler", "--seconds inf", "argument --seconds: inf cannot be"),
         ("straggler", "--seconds 0.01", "--seconds 0.01: a step of the slow worker takes 0.08 s; train for longer"),
         ("straggler", "--numel 1000000000000", "--numel: with these all processes hold about"),
