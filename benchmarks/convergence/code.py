@@ -13,25 +13,21 @@ from pathlib import Path
 from tests.support.distributed import REPOSITORY
 from tests.support.pretrain import SCRIPT
 
-__all__ = ["SERVER_SOURCES", "code_at_start", "digest_of_code", "loaded_sources"]
+__all__ = ["code_at_start", "digest_of_code", "loaded_sources", "server_sources"]
 
 _PACKAGE = REPOSITORY / "megatron_ext"
-
-SERVER_SOURCES = tuple(
-    sorted(
-        str(file.relative_to(REPOSITORY))
-        for room in ("outer", "spes", "sync_service")
-        for file in (_PACKAGE / room).rglob("*.py")
-    )
-)
-"""What decides the values that a sync server returns, from the repository's root."""
-
 
 def loaded_sources() -> list[str]:
     """Return the training script and what this process has loaded of the package, from the repository's root."""
     files = {Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))}
     own = {str(file.relative_to(REPOSITORY)) for file in files if file.is_relative_to(_PACKAGE)}
     return sorted(own | {SCRIPT})
+
+
+def server_sources() -> list[str]:
+    """Return the files that decide the values which a sync server returns, from the repository's root."""
+    rooms = [f"megatron_ext/{room}/" for room in ("outer", "spes", "sync_service")]
+    return [source for source in code_at_start() if source.startswith(tuple(rooms))]
 
 
 def digest_of_code(sources: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from benchmarks.convergence.code import SERVER_SOURCES, digest_of_code
+from benchmarks.convergence.code import digest_of_code, server_sources
 from benchmarks.convergence.runs import VALIDATION, Measured, digest_of, keep, parameters_and_sources
 from benchmarks.convergence.settings import Run
 from benchmarks.server_process import server_of
@@ -32,7 +32,7 @@ def make(study: SpesStudy, run: Run) -> Measured:
     if any(losses != found[0] for losses in found):
         raise RuntimeError(f"{run.name}: the peers' validation losses differ: {found}")
     parameters, loaded = jobs[0][0].record.probe
-    sources = loaded if study.server(run.method) is None else sorted({*loaded, *SERVER_SOURCES})
+    sources = loaded if study.server(run.method) is None else sorted({*loaded, *server_sources()})
     measured = Measured(
         arguments=study.arguments(run),
         corpus=digest_of(study.corpus),
