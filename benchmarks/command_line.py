@@ -130,13 +130,14 @@ def at_least(minimum: int, most: int = MOST) -> Callable[[str], int]:
     return parse
 
 
-def number_above(least: float, most: float) -> Callable[[str], float]:
-    """Return an argparse type: a number above `least`, and `most` or less."""
+def number_above(least: float, most: float, *, or_equal: bool = False) -> Callable[[str], float]:
+    """Return an argparse type: a number above `least`, or equal to it where that may be, and `most` or less."""
+    allowed = f"{least:g} to {most:g}" if or_equal else f"a number above {least:g}, {most:g} or less"
 
     def parse(text: str) -> float:
         value = float(text)
-        if not least < value <= most:  # nor NaN
-            raise argparse.ArgumentTypeError(f"{text} cannot be; use a number above {least:g}, {most:g} or less")
+        if not least <= value <= most or (value == least and not or_equal):  # nor NaN
+            raise argparse.ArgumentTypeError(f"{text} cannot be; use {allowed}")
         return value
 
     parse.__name__ = "number"

@@ -235,7 +235,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--spreads",
         nargs="+",
-        type=number_above(0, 10),
+        type=number_above(0, 2, or_equal=True),
         action=EachOnce,
         default=[1.2, 1.6],
         metavar="S",
