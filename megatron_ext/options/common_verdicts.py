@@ -13,6 +13,7 @@ __all__ = [
     "BACKENDS",
     "BARE",
     "BOOKKEEPING",
+    "BUNDLE",
     "CONTINUES",
     "CONVERTED",
     "EXPERTS",
@@ -77,6 +78,10 @@ WORKERS_OTHER_WAYS = tested(
     f"{WORKERS}test_checkpoint.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
 )
 ROUNDS = tested(f"{WORKERS}test_option_bundles.py::test_rounds_and_a_resume_with_the_option")
+BUNDLE = tested(
+    f"{WORKERS}test_option_bundles.py"
+    "::test_a_worker_is_a_stock_job_until_a_round_and_a_resume_keeps_the_bits"
+)
 
 HOT_STATIC = tested(f"{STRATEGIES}test_training.py::test_hot_equals_static")
 HOT_SAME = tested(f"{STRATEGIES}test_training.py::test_options_that_change_no_result")

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options.common_verdicts import AS_A_PEER, AS_ANY_JOB, HOT_BUNDLE, OPEN
+from megatron_ext.options.common_verdicts import AS_A_PEER, AS_ANY_JOB, BUNDLE, HOT_BUNDLE, OPEN
 from megatron_ext.options.row import Asked, row, says
 from megatron_ext.options.verdict import clash, needs_gpu, refused
 
@@ -106,7 +106,7 @@ MEMORY_SAVINGS = (
     row(
         "--distribute-saved-activations",
         cpu=HOT_BUNDLE,
-        local_sgd=OPEN,
+        local_sgd=BUNDLE,
         hot_switch=HOT_BUNDLE,
         sync_service=AS_ANY_JOB,
         in_config=("transformer.distribute_saved_activations",),

@@ -11,6 +11,7 @@ from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     BACKENDS,
     BARE,
+    BUNDLE,
     HOT_SAME,
     HOT_STATIC,
     NEEDS_TE,
@@ -185,8 +186,8 @@ RANK_GROUPS = (
     row(
         "--microbatch-group-size-per-virtual-pipeline-stage",
         given("microbatch_group_size_per_vp_stage"),
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=BUNDLE,
+        local_sgd=BUNDLE,
         hot_switch=_STAGES,
         sync_service=AS_ANY_JOB,
     ),
@@ -200,8 +201,8 @@ RANK_GROUPS = (
     row(
         "virtual pipeline stages",
         lambda args: bool(args.num_layers_per_virtual_pipeline_stage or args.num_virtual_stages_per_pipeline_rank),
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=BUNDLE,
+        local_sgd=BUNDLE,
         hot_switch=_STAGES,
         sync_service=AS_ANY_JOB,
         flags=("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
@@ -215,8 +216,8 @@ RANK_GROUPS = (
             or args.account_for_loss_in_pipeline_split
             or args.pipeline_model_parallel_layout
         ),
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=BUNDLE,
+        local_sgd=BUNDLE,
         hot_switch=_STAGES,
         sync_service=AS_ANY_JOB,
         flags=(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, HOT_SAME, NO_TE_ON_CPU, OPEN, SAME
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, BUNDLE, HOT_SAME, NO_TE_ON_CPU, OPEN, SAME
 from megatron_ext.options.row import given, row
 from megatron_ext.options.verdict import needs_gpu, refused
 
@@ -57,8 +57,8 @@ RECORDING = (
     ),
     row(
         "--moe-routing-trace-path",
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=BUNDLE,
+        local_sgd=BUNDLE,
         hot_switch=refused("it would trace the tokens of home's rows only"),
         sync_service=AS_ANY_JOB,
     ),
@@ -71,8 +71,8 @@ RECORDING = (
     ),
     row(
         "--check-for-spiky-loss",
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=BUNDLE,
+        local_sgd=BUNDLE,
         hot_switch=refused("it would judge all losses by those of home's rows only"),
         sync_service=AS_ANY_JOB,
     ),

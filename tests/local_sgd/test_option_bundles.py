@@ -5,13 +5,18 @@ import re
 
 import pytest
 
-from tests.local_sgd.runs import arguments, model_digests, same_state
+from tests.local_sgd.runs import arguments, model_digests, same_state, worker_slices
+from tests.support.every_run import one_of_each
+from tests.support.option_bundles import LAID_OUT, MODELS, WITH_FILES, options_with_files
+from tests.support.presets import LAYOUTS
 from tests.support.pretrain import as_worker, run_pretrain
 
 PRECISION = "bf16-distopt-overlap"
 # Rounds after iterations 2 and 4; what is resumed was saved between them.
 SCHEDULE = {"train_iters": 4, "local_sgd_sync_interval": 2}
 RESUMED = 3
+# What one worker's job must ask for to get the samples that both workers read.
+AS_MANY_SAMPLES = {"train_iters": 8}
 
 MAPPING = {"use_tp_pp_dp_mapping": True}
 # Thresholds are in tokens, 32 to a sample: steps of 8, 8, 16 and 16 samples.
@@ -79,6 +84,36 @@ def test_workers_that_never_meet_equal_separate_jobs_in_another_order_of_ranks(b
         alone = run_pretrain(run, size // 2, patch="backend-only", before=as_worker(worker, 2))
         assert model_digests(ranks) == model_digests(alone)
         assert [rank.losses for rank in ranks] == [rank.losses for rank in alone]
+
+
+@pytest.mark.parametrize("bundle", one_of_each([*MODELS, *LAID_OUT, *WITH_FILES], {0, 4, 8, 12}))
+def test_a_worker_is_a_stock_job_until_a_round_and_a_resume_keeps_the_bits(tmp_path, bundle):
+    layout, options = LAID_OUT.get(bundle, ("single", MODELS.get(bundle, {})))
+    if bundle in WITH_FILES:
+        options = options_with_files(bundle, tmp_path)
+
+    def run(**where):
+        words = arguments(layout, PRECISION, workers=2, batch=4, **SCHEDULE, **options, **where)
+        return run_pretrain(words, LAYOUTS[layout].world_size(2))
+
+    whole = run(save=str(tmp_path / "saved"), save_interval=1)
+    workers = worker_slices(whole, layout, 2)
+    if "moe_routing_trace_path" in options:
+        records = sorted(path.name for path in (tmp_path / "routed").iterdir())
+        assert records == [f"router_trace_rank{rank}.jsonl" for rank in range(2)]
+    assert [rank.parameters for rank in workers[0]] == [rank.parameters for rank in workers[1]]
+    for worker, ranks in enumerate(workers):
+        alone = run_pretrain(
+            arguments(layout, PRECISION, workers=None, batch=4, **AS_MANY_SAMPLES, exit_interval=2, **options),
+            LAYOUTS[layout].world_size(1),
+            patch="backend-only",
+            before=as_worker(worker, 2),
+        )
+        assert [rank.losses[:2] for rank in ranks] == [rank.losses for rank in alone]
+    assert workers[0][-1].losses != workers[1][-1].losses
+    resumed = run(load=str(tmp_path / "saved"), ckpt_step=RESUMED)
+    assert same_state(resumed, whole)
+    assert [rank.losses for rank in resumed] == [rank.losses[RESUMED:] for rank in whole]
 
 
 STREAMING = {

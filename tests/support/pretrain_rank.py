@@ -174,20 +174,24 @@ def digest(tensor: Any) -> str:
 
 
 def shift_sampler(worker: int, workers: int) -> None:
-    """Make Megatron's sampler in this process take one worker's samples, also after a resume."""
+    """Make Megatron's samplers in this process take one worker's samples, also after a resume."""
     from megatron.training.datasets import data_samplers
 
-    sampler = data_samplers.MegatronPretrainingSampler
+    for name in ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler"):
+        setattr(data_samplers, name, _shifted(getattr(data_samplers, name), worker, workers))
 
+
+def _shifted(sampler: Callable[..., Any], worker: int, workers: int) -> Callable[..., Any]:
     @functools.wraps(sampler)
     def shifted(
-        *, data_parallel_rank: int, data_parallel_size: int, consumed_samples: int, **others: Any
+        *dataset: Any, data_parallel_rank: int, data_parallel_size: int, consumed_samples: int, **others: Any
     ) -> Any:
         return sampler(
+            *dataset,
             data_parallel_rank=data_parallel_rank + worker * data_parallel_size,
             data_parallel_size=data_parallel_size * workers,
             consumed_samples=consumed_samples * workers,
             **others,
         )
 
-    data_samplers.MegatronPretrainingSampler = shifted
+    return shifted

@@ -15,8 +15,9 @@ from megatron_ext.hot_switch.data.blends import BlendedOrder
 from megatron_ext.hot_switch.data.corpora import training_corpora
 from megatron_ext.hot_switch.data.sequences import SequenceOrder
 from tests.hot_switch.runs import hot_run, losses
-from tests.support.corpus import make, unhurried, write_json_lines
+from tests.support.corpus import unhurried
 from tests.support.every_run import one_of_each
+from tests.support.option_bundles import two_corpora
 
 CORPORA = [np.array(lengths) for lengths in ([5] * 30, [40, 2, 1, 90], [17, 3, 200, 9, 9])]
 
@@ -105,12 +106,7 @@ def test_data_that_are_not_named_rightly_are_an_error(given_names, said):
 @pytest.fixture
 def corpora(tmp_path):
     """The prefixes of two byte-level corpora."""
-    prefixes = []
-    for name, word in (("one", "a"), ("other", "the other ")):
-        texts = [f"{word}{number} " * (1 + number % 7) for number in range(40)]
-        make(write_json_lines(tmp_path / f"{name}.jsonl", texts), tmp_path / name)
-        prefixes.append(str(tmp_path / name))
-    return prefixes
+    return two_corpora(tmp_path)
 
 
 @pytest.mark.parametrize(
