@@ -19,6 +19,14 @@ from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["LAYER_FUNCTION"]
 
+_HYBRID_WORKERS = tested(
+    f"{WORKERS}test_hybrid_models.py::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
+)
+_HYBRID_PEERS = tested(
+    f"{PEERS}test_hybrid_peers.py::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
+)
+_HYBRID_EXPERTS = tested(f"{EXPERTS}test_hybrid_models.py::test_a_peer_trains_its_own_experts_and_all_other_layers")
+
 LAYER_FUNCTION = (
     row(
         "--num-attention-heads",
@@ -249,19 +257,12 @@ LAYER_FUNCTION = (
     row(
         "--hybrid-layer-pattern",
         cpu=needs_gpu("its layers are Transformer Engine's and mamba_ssm's, which are CUDA kernels", "drop it"),
-        local_sgd=tested(
-            f"{WORKERS}test_hybrid_models.py::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
-        ),
+        local_sgd=_HYBRID_WORKERS,
         hot_switch=refused(
             "state-space layers carry what they have seen from one document of a row into the next", "drop it"
         ),
-        sync_service=tested(
-            f"{PEERS}test_hybrid_peers.py"
-            "::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
-        ),
-        spes=tested(
-            f"{EXPERTS}test_hybrid_models.py::test_a_peer_trains_its_own_experts_and_all_other_layers"
-        ),
+        sync_service=_HYBRID_PEERS,
+        spes=_HYBRID_EXPERTS,
         # Bars are where a peer has cut its own pipeline.
         peers_share=lambda args: (args.hybrid_layer_pattern or "").replace("|", ""),
     ),
@@ -269,10 +270,11 @@ LAYER_FUNCTION = (
         row(
             f"--mamba-{size}",
             given(field),
-            cpu=OPEN,
-            local_sgd=OF_THE_MODEL,
+            cpu=OF_THE_MODEL,
+            local_sgd=_HYBRID_WORKERS,
             hot_switch=OF_THE_MODEL,
-            sync_service=AS_ANY_JOB,
+            sync_service=_HYBRID_PEERS,
+            spes=_HYBRID_EXPERTS,
             peers_share=field,
         )
         for size, field in (

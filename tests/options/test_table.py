@@ -123,6 +123,7 @@ DOUBTFUL = [
     "--lazy-mpu-init",
     "--fake-process-group",
     "--freeze-all-layers",
+    "--hybrid-layer-pattern M*",
     "--mtp-num-layers 1 --pipeline-model-parallel-size 2",
     "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
     "--mtp-num-layers 1 --pipeline-model-parallel-size 2 --position-embedding-type rope",

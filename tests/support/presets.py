@@ -90,6 +90,7 @@ HYBRID: Options = MappingProxyType(
         "mamba_state_dim": 16,
         "mamba_head_dim": 8,
         "mamba_num_groups": 2,
+        "mamba_num_heads": 6,
     }
 )
 """State-space layers beside attention and an MLP, on Transformer Engine's layers: Megatron has no others for them."""
