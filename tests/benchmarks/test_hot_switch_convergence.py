@@ -17,6 +17,7 @@ from tests.support.corpus import make
 TOY = {"num_layers": 2, "hidden_size": 16, "lr_warmup_iters": 0, "eval_iters": 1, "eval_global_batch_size": 48}
 
 
+@pytest.mark.slow
 def test_the_report_compares_hot_switching_with_packed_and_padded_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

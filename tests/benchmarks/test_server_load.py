@@ -10,6 +10,7 @@ from benchmarks.server_load import Measured
 from tests.benchmarks.reports import read_cases
 
 
+@pytest.mark.slow
 def test_every_number_of_servers_is_reported(tmp_path, capsys):
     path = tmp_path / "report.json"
     tiny = ["--peers", "2", "--processes", "1", "--values", "64", "--rounds", "1", "--warmup", "1"]

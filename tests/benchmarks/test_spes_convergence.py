@@ -35,6 +35,7 @@ TOY = {
 }
 
 
+@pytest.mark.slow
 def test_the_report_compares_peers_with_one_job_and_a_finished_run_is_not_made_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from benchmarks import spes_peers, spes_round
 from benchmarks.byte_relay import ByteRelay
 from tests.benchmarks.reports import read_cases
@@ -44,6 +46,7 @@ def test_every_part_is_reported_against_its_goals(tmp_path, capsys):
     assert not list(tmp_path.glob("spes_round.*"))
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_is_ended_leaves_no_server_and_no_files(tmp_path):
     endless = ["--parts", "rounds", "--peers", "2", "--millions", "0.2", "--layers", "2", "--hidden", "32"]
     endless += ["--rounds", "1000000", "--dir", str(tmp_path)]

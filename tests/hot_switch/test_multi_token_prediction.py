@@ -100,6 +100,7 @@ def test_hot_equals_static():
         assert reported(hot, name) == pytest.approx(reported(static, name), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_stages_and_parts_of_rows_change_nothing(tmp_path):
     options = {**MTP, "num_layers": 4}
     hot = from_file(tmp_path, PARTS_AND_STAGES, options)
@@ -115,6 +116,7 @@ def test_experts_there_and_their_routers_change_nothing(tmp_path):
     assert "mtp.layers.1.mtp_model_layer.mlp.router.expert_bias" in hot[0].probe
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_repeated_takes_the_loss_of_its_router_over_documents_each_time(tmp_path):
     sequences = {"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 1.0}
     options = {**MTP, **BALANCED, **sequences, "mtp_use_repeated_layer": True}

@@ -45,7 +45,7 @@ FIRST_AND_LAST: Options = {
             (["1,2,2", "2,1,2", "1,1,4"], LISTED, "2,1,2 vpp2 layers1-2-2-0"),
             (["2,1,2", "4,1,1", "1,1,4"], FIRST_AND_LAST, "1,1,4 layers1-2-1-1"),
         ],
-        {1, 2},
+        {2},
     ),
     ids=["interleaved", "embedding and loss count", "listed", "first and last"],
 )

@@ -74,6 +74,7 @@ def nothing():
             forbid_attention_by_document,
             {**LLAMA, "use_distributed_optimizer": True},
             id="tensor parallel",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             STAGES,

@@ -67,7 +67,14 @@ def let_time_pass_on_rank_one():
     [
         pytest.param("single", "fp32", terminate_rank_one, {}, id="signal"),
         # The writers' checkpoint is whole before the processes end.
-        pytest.param("dp2", "bf16-distopt", terminate_rank_one, ASYNC, id="signal, saving beside the run"),
+        pytest.param(
+            "dp2",
+            "bf16-distopt",
+            terminate_rank_one,
+            ASYNC,
+            id="signal, saving beside the run",
+            marks=pytest.mark.slow,
+        ),
         pytest.param("single", "fp32", let_time_pass_on_rank_one, {"exit_duration_in_mins": LIMIT}, id="time limit"),
     ],
 )

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from tests.local_sgd.runs import arguments, same_state, worker_slices
+from tests.support.every_run import one_of_each
 from tests.support.presets import LAYOUTS
 from tests.support.pretrain import as_worker, run_pretrain
 
@@ -53,11 +54,14 @@ def test_in_warmup_the_tokens_of_all_workers_count():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"local_sgd_sync_in_forward": True},
-        {"local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1, "local_sgd_evaluation": "workers"},
-    ],
+    one_of_each(
+        [
+            {},
+            {"local_sgd_sync_in_forward": True},
+            {"local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1, "local_sgd_evaluation": "workers"},
+        ],
+        {1, 2},
+    ),
     ids=["at once", "in forward", "streaming"],
 )
 def test_a_resume_in_mid_interval_keeps_the_bits(tmp_path, options):

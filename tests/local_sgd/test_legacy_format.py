@@ -21,7 +21,7 @@ CODEC = {"local_sgd_codec": "int4"}
     [
         # Iteration 1 lies in warm-up, 4 in mid-interval, 5 at a sync point with momentum.
         pytest.param("dp2", "bf16-distopt-overlap", (1, 4, 5), {}, id="replicas"),
-        pytest.param("pp2", "bf16", (4, 6), STREAMING, id="stages"),
+        pytest.param("pp2", "bf16", (4, 6), STREAMING, id="stages", marks=pytest.mark.slow),
         *(
             pytest.param(*values[:-1], id=values[-1], marks=pytest.mark.slow)
             for values in (
