@@ -124,10 +124,11 @@ def assign_fragments(units: Sequence[str], count: int, pattern: str) -> list[tup
     for index, layer in enumerate(layers):
         place[layer] = index % count if pattern == "strided" else index * count // len(layers)
     fragments: list[list[str]] = [[] for _ in range(count)]
-    for index, unit in enumerate(units):
-        following = next((layer for layer in units[index:] if layer in place), layers[-1])
+    following = layers[-1] if layers else ""
+    for unit in reversed(units):
+        following = unit if unit in place else following
         fragments[place[following]].append(unit)
-    return [tuple(members) for members in fragments]
+    return [tuple(reversed(members)) for members in fragments]
 
 
 def due_steps(count: int, interval: int) -> list[int]:

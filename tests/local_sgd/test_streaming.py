@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Streaming DiLoCo: fragments, staggered rounds, delay and mixing."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +34,13 @@ def test_every_unit_is_in_one_fragment_and_every_fragment_has_a_layer(units, pat
     assert max(sizes) - min(sizes) <= 1
     for fragment in fragments:
         assert list(fragment) == [unit for unit in units if unit in fragment]
+
+
+def test_units_are_assigned_in_a_time_that_grows_with_their_number():
+    units = [f"decoder.layers.{index}" for index in range(100_000)]
+    began = time.process_time()
+    assert sum(map(len, assign_fragments(units, 10, "strided"))) == len(units)
+    assert time.process_time() - began < 5  # half a second; with all later units looked at for each, half a minute
 
 
 def test_patterns_take_every_nth_layer_or_neighbours():
