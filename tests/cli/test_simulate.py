@@ -75,6 +75,9 @@ def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
     assert found["seconds"] == pytest.approx(10 * 196 - 32, abs=1)
     assert main([*SERVICE, "--sweep", "sync-service-interval=50,100", "--sweep", "quorum=3,4"]) == 0
     assert capsys.readouterr().out.count("sync service") == 4
+    assert main([*SERVICE, "--sweep", "rounds=synchronous,asynchronous", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["rounds"], row["rounds_of_run"]) for row in rows] == [("synchronous", 10), ("asynchronous", 40)]
     assert main([*SERVICE, "--peers", "1", "--sync-service-interval", "1", "--steps", "1"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("1 peer with 1 GPU each, 1.00 billion parameters, 1 step of 1 s\n")
@@ -155,7 +158,8 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
         (["--sweep", "bandwidth=1:0:3"], "must be above 0"),
         (["--sweep", "json=1"], "there is no option --json with a value"),
         (["--sweep", "local-sgd-codec=int4,int3"], "--sweep local-sgd-codec=int3: invalid choice"),
-        (["--sweep", "bandwidth=1,-1"], "--bandwidth is -1"),
+        (["--sweep", "bandwidth=1,-1"], "--bandwidth is -1; give a number from 1e-06 to 1e+09 (--sweep bandwidth=-1)"),
+        (["--sweep", "seed=1,2,1"], "--sweep seed: 1 is given more than once; give each value once"),
         (["--csv", "a.csv"], "--csv has no effect without --sweep"),
         (["--sweep", "bandwidth=1,2", "--sweep", "bandwidth=3"], "--sweep bandwidth is given 2 times; give all its"),
         (["--sweep", "bandwidth=1,2", "--csv", "nowhere/a.csv"], "--csv nowhere/a.csv: there is no folder nowhere"),

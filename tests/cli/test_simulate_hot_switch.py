@@ -144,6 +144,7 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
         (["--mean-length", "1e18"], "--mean-length is 1e+18; give a number from 2 to 100000"),
         (["--length-spread", "2.5"], "--length-spread is 2.5; give a number from 0 to 2"),
         (["--memory-gib", "1e300"], "--memory-gib is 1e+300; give a number from 0.001 to 1e+06"),
+        (["--hot-switch-bucket-sizes", "8" + "0" * 21, "1024", "0"], "bucket size is a number of more than 20 digits"),
         (["--steps", "100000"], "--steps 100000 of --global-batch-size 68 have more than 1000000 sequences in all"),
         (["--hot-switch-algorithm", "greedy"], "--hot-switch-algorithm is balanced in a simulation; drop it"),
         (["--hot-switch-profile"], "--hot-switch-profile decides over no time and no byte that are simulated"),

@@ -86,17 +86,24 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
     for name, times in Counter(sweep.flag.removeprefix("--") for sweep in sweeps).items():
         if times > 1:
             raise UserError(f"--sweep {name} is given {times} times; give all its values in one: {name}=V1,V2,...")
+    parsed = [_read_values(parser, sweep) for sweep in sweeps]
     _check_files(options.csv, options.png)
     rows: list[dict[str, Any]] = []
     for values in combinations_of(sweeps):
         chosen = copy.copy(options)
-        for sweep, value in zip(sweeps, values, strict=True):
-            _set(parser, chosen, sweep, value)
-        _, runs = simulate(chosen)
+        for (place, read), value in zip(parsed, values, strict=True):
+            setattr(chosen, place, read[value])
+        swept = {sweep.flag.removeprefix("--"): value for sweep, value in zip(sweeps, values, strict=True)}
+        try:
+            _, runs = simulate(chosen)
+        except UserError as error:
+            which = ", ".join(f"{name}={value}" for name, value in swept.items())
+            raise UserError(f"{error} (--sweep {which})") from None
         for method, run in runs.items():
             found = run.as_json()
             causes = {f"seconds_{cause}": seconds for cause, seconds in found.pop("seconds_by_cause").items()}
-            swept = {sweep.flag.removeprefix("--"): value for sweep, value in zip(sweeps, values, strict=True)}
+            # The option of a server is called as the result is: 'rounds'.
+            found = {f"{name}_of_run" if name in swept else name: value for name, value in found.items()}
             rows.append({**swept, "method": method, **found, **causes})
     if options.csv is not None:
         write_csv(rows, options.csv)
@@ -130,22 +137,27 @@ def _check_files(table: Path | None, picture: Path | None) -> None:
         raise combine(problems, "simulate")
 
 
-def _set(parser: argparse.ArgumentParser, options: argparse.Namespace, sweep: Sweep, value: str) -> None:
-    """Set an option to a value of a sweep, as if it stood on the command line.
+def _read_values(parser: argparse.ArgumentParser, sweep: Sweep) -> tuple[str, dict[str, Any]]:
+    """Return where the values of a sweep go, and what they are, as if they stood on the command line.
 
     Raises:
-        UserError: there is no such option with a value, or it cannot have this one.
+        UserError: there is no such option with a value, it cannot have one of these, or has one twice.
     """
+    name = sweep.flag.removeprefix("--")
     action = parser._option_string_actions.get(sweep.flag)
     without_value = action is None or action.nargs is not None or action.help == argparse.SUPPRESS
     if action is None or without_value or action.dest in ("sweep", "csv", "png"):
-        raise UserError(f"--sweep {sweep.flag.removeprefix('--')}: there is no option {sweep.flag} with a value")
-    try:
-        found = parser._get_value(action, value)
-        parser._check_value(action, found)
-    except argparse.ArgumentError as error:
-        raise UserError(f"--sweep {sweep.flag.removeprefix('--')}={value}: {error.message}") from None
-    setattr(options, action.dest, found)
+        raise UserError(f"--sweep {name}: there is no option {sweep.flag} with a value")
+    found = {}
+    for value in sweep.values:
+        if value in found:
+            raise UserError(f"--sweep {name}: {value} is given more than once; give each value once")
+        try:
+            found[value] = parser._get_value(action, value)
+            parser._check_value(action, found[value])
+        except argparse.ArgumentError as error:
+            raise UserError(f"--sweep {name}={value}: {error.message}") from None
+    return action.dest, found
 
 
 def _number(value: Any) -> str:

@@ -23,6 +23,7 @@ from megatron_ext.hot_switch.planning.plan import check_nodes
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
 from megatron_ext.params import GptShape
+from megatron_ext.phrases import short_number
 from megatron_ext.simulate.hot_switching.choices import Kernels, Recomputing
 from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments, log_normal_lengths
 from megatron_ext.simulate.hot_switching.gpu_cluster import GIB, SimulatedCluster
@@ -33,6 +34,9 @@ __all__ = ["BEST", "BEST_RECOMPUTING", "HOME", "HOT", "DoesNotFit", "SwitchingSe
 HOT, HOME = "hot switching", "home"
 BEST, BEST_RECOMPUTING = "best static", "best static, recomputing"
 """Names of the ways to train."""
+
+_LONGEST = 100_000_000
+"""Tokens of a sequence."""
 
 _UNMODELLED = {
     "cp": 1,
@@ -94,6 +98,9 @@ class SwitchingSetup:
             problems.append("--lengths has no document of two or more tokens, and nothing to predict; give others")
         if not self.strategies.buckets:
             problems.append("bucket sizes are missing; give the bounds of lengths, one more than strategies")
+        elif self.strategies.buckets[0].up_to > _LONGEST:
+            longest = short_number(self.strategies.buckets[0].up_to)
+            problems.append(f"the first bucket size is {longest} tokens; give at most {_LONGEST}")
         problems += [
             f"strategy {strategy.label}: {name} has no time in the cost model; drop it"
             for strategy in self.strategies.strategies
