@@ -3,6 +3,7 @@
 
 import math
 import os
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,9 @@ from tests.hot_switch.runs import (
     same_weights,
     stock_run,
 )
-from tests.support.presets import Options, toy_gpt
+from tests.support.every_run import one_of_each
+from tests.support.option_bundles import MODELS
+from tests.support.presets import Options, Value, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 PARTS = """
@@ -75,14 +78,50 @@ def nearly(hot, stock):
     assert hot[0].grad_norms == pytest.approx(stock[0].grad_norms, rel=0.02)
 
 
+STAGES = """
+bucket_sizes: [32, 12, 0]
+strategies: [{dp: 2, tp: 1, pp: 1}, {dp: 1, tp: 1, pp: 2}]
+"""
+
+
+def model(name: str, *without: str, strategies: str = REPLICAS, **changed: Value) -> tuple[Any, ...]:
+    """A model of the bundles that all features share, without what hot switching refuses."""
+    options = {key: value for key, value in MODELS[name].items() if key not in without}
+    return strategies, "2,1,1", {**options, **changed}, {}, assert_equal_except_for_rounding
+
+
 BUNDLES = {
     "yarn, windows, saved activations": (PARTS, "1,2,1", POSITIONS, RECOMPUTATION, assert_equal_except_for_rounding),
     "gathering in the optimizer's step": (INTERLEAVED, "2,1,2", GATHERING, CHUNKS, assert_equal_except_for_rounding),
     "fp32 local accumulation": (REPLICAS, "2,1,1", SUMS, {}, nearly),
+    "gates, windows, scaled positions": model("gates, windows, scaled positions"),
+    "widths that transfer, masks by document": model("widths that transfer, masks by document", "softmax_type"),
+    "clamped units, YaRN": model("clamped units, YaRN, learned softmax", "softmax_type"),
+    "latent attention": model("latent attention", strategies=STAGES),
+    "experts in groups": model(
+        "experts in groups with a capacity",
+        "moe_expert_capacity_factor",
+        "moe_token_drop_policy",
+        strategies=STAGES,
+        moe_aux_loss_coeff=0.0,
+    ),
+    "one expert": model(
+        "one expert, balanced globally",
+        "moe_router_load_balancing_type",
+        strategies=STAGES,
+        moe_aux_loss_coeff=0.0,
+    ),
+    "another softmax over whole rows": (
+        REPLICAS,
+        "2,1,1",
+        {"softmax_type": "learnable", "hot_switch_attention": "rows"},
+        {"hot_switch_attention": None},
+        assert_equal_except_for_rounding,
+    ),
 }
 
 
-@pytest.mark.parametrize("bundle", BUNDLES)
+@pytest.mark.parametrize("bundle", one_of_each(list(BUNDLES), {0, 1, 2}))
 def test_hot_equals_static_and_a_resume_keeps_the_bits(tmp_path, bundle):
     strategies, home, options, of_stock, compare = BUNDLES[bundle]
     file = tmp_path / "strategies.yaml"
@@ -95,7 +134,7 @@ def test_hot_equals_static_and_a_resume_keeps_the_bits(tmp_path, bundle):
         return run_pretrain(toy_gpt(COMMON, hot, **where), ranks, probe=full_parameters, before=same_weights)
 
     through = run(save=folder, save_interval=3)
-    compare(through, stock_run(home, same_weights, **options, **of_stock))
+    compare(through, stock_run(home, same_weights, **{**options, **of_stock}))
     (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("3")
     assert_resumed(run(load=folder), through, after=3)
     assert len(set(losses(through))) == 6  # a run that does not move would resume exactly, too
