@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["asks_to_switch"]
+__all__ = ["asks_to_switch", "builds_from_config"]
 
 
 def asks_to_switch(args: Any) -> bool:
@@ -16,3 +16,13 @@ def asks_to_switch(args: Any) -> bool:
     """
     given = (getattr(args, name, None) for name in ("hot_switch_strategies", "hot_switch_strategy_file"))
     return any(value is not None for value in given)
+
+
+def builds_from_config() -> bool:
+    """Return whether the release makes models from a `GPTModelConfig` that it fills itself, as 0.19 does.
+
+    It leaves some options out. Up to 0.18 a function beside the script made the model from the command line.
+    """
+    from megatron.training import argument_utils
+
+    return hasattr(argument_utils, "gpt_config_from_args")

@@ -19,6 +19,7 @@ from megatron_ext.options.common_verdicts import (
     OTHER_WAYS,
     PEERS,
     PEERS_ASYNC_SAVE,
+    PEERS_BUNDLE,
     RESUME,
     STRATEGIES,
     WORKERS,
@@ -31,6 +32,7 @@ from megatron_ext.options.verdict import accepted, refused, tested
 __all__ = ["CHECKPOINT_FORMATS"]
 
 _RAISE_UNEXPECTED = "use raise_unexpected, which checks that nothing is missing"
+_ASKS_FOR_LESS = refused("Megatron's own checkpoints have keys that it does not ask for", _RAISE_UNEXPECTED)
 _RETURNS = refused("Megatron's own load takes what it returns besides for the state", "use log_all")
 _BY_FORMAT = accepted("each format has a row of its own")
 _PEERS_FORMAT = accepted("the row on formats other than torch_dist and torch has the say")
@@ -49,7 +51,7 @@ CHECKPOINT_FORMATS = (
         cpu=RESUME,
         local_sgd=CONTINUES,
         hot_switch=HOT_RESUME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ckpt-format torch",
@@ -107,21 +109,21 @@ CHECKPOINT_FORMATS = (
         cpu=RESUME,
         local_sgd=tested(f"{WORKERS}test_checkpoint.py::test_another_layout_loads_what_was_saved_reshardable"),
         hot_switch=tested(f"{STRATEGIES}test_checkpoints.py::test_another_home_resumes_from_a_reshardable_checkpoint"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--distrib-optim-fully-reshardable-mem-efficient",
         cpu=OTHER_WAYS,
         local_sgd=WORKERS_OTHER_WAYS,
         hot_switch=HOT_OTHER_WAYS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ckpt-fully-parallel-load",
         cpu=RESUME,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ckpt-fully-parallel-load-exchange-algo gather_rounds or gather_object",
@@ -129,7 +131,7 @@ CHECKPOINT_FORMATS = (
         cpu=OTHER_WAYS,
         local_sgd=WORKERS_OTHER_WAYS,
         hot_switch=HOT_OTHER_WAYS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     *(
         row(
@@ -138,7 +140,7 @@ CHECKPOINT_FORMATS = (
             cpu=OTHER_WAYS,
             local_sgd=WORKERS_OTHER_WAYS,
             hot_switch=HOT_OTHER_WAYS,
-            sync_service=AS_ANY_JOB,
+            sync_service=PEERS_BUNDLE,
         )
         for way in ("save", "load")
     ),
@@ -148,21 +150,21 @@ CHECKPOINT_FORMATS = (
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ckpt-assume-constant-structure",
         cpu=RESUME,
         local_sgd=tested(f"{WORKERS}test_checkpoint.py::test_a_structure_that_is_to_be_constant_may_change"),
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--dist-ckpt-save-pre-mcore-014",
         cpu=OTHER_WAYS,
         local_sgd=WORKERS_OTHER_WAYS,
         hot_switch=HOT_OTHER_WAYS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--dist-ckpt-strictness raise_unexpected",
@@ -170,15 +172,15 @@ CHECKPOINT_FORMATS = (
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--dist-ckpt-strictness raise_all",
         says("dist_ckpt_strictness", "raise_all"),
-        cpu=refused("Megatron's own checkpoints have keys that it does not ask for", _RAISE_UNEXPECTED),
+        cpu=_ASKS_FOR_LESS,
         local_sgd=refused("a worker asks for its own part of a checkpoint alone", _RAISE_UNEXPECTED),
-        hot_switch=refused("Megatron's own checkpoints have keys that it does not ask for", _RAISE_UNEXPECTED),
-        sync_service=AS_ANY_JOB,
+        hot_switch=_ASKS_FOR_LESS,
+        sync_service=_ASKS_FOR_LESS,
     ),
     row(
         "--dist-ckpt-strictness log_unexpected, log_all or ignore_all",
@@ -203,7 +205,7 @@ CHECKPOINT_FORMATS = (
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--dist-ckpt-workers",
@@ -211,13 +213,13 @@ CHECKPOINT_FORMATS = (
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--verify-integrity",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
 )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
-    AS_ANY_JOB,
     ASYNC_SAVE,
     BACKENDS,
     BOOKKEEPING,
@@ -15,7 +14,10 @@ from megatron_ext.options.common_verdicts import (
     HOT_SKIPPED,
     ON_GPU_ALONE_HOT,
     OTHER_WAYS,
+    PEER_ON_A_GPU,
+    PEERS,
     PEERS_ASYNC_SAVE,
+    PEERS_BUNDLE,
     RESILIENCY,
     STRATEGIES,
     WORKERS,
@@ -44,6 +46,9 @@ _HOT_FINETUNE = tested(f"{STRATEGIES}test_checkpoints.py::test_finetuning_begins
 _HOT_BEGINS = tested(
     f"{STRATEGIES}test_checkpoints.py::test_weights_saved_without_an_optimizer_begin_another_run_with_any_home"
 )
+_PEERS_BEGIN = tested(
+    f"{PEERS}test_option_bundles.py::test_a_peer_begins_with_a_checkpoint_as_a_stock_job_does"
+)
 _MOVES = tested(f"{BACKENDS}test_cpu_resume.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data")
 _ROUNDS_GO_BY_ITERATIONS = refused(
     "rounds go by iterations, and where their schedule is lies in the checkpoint",
@@ -70,21 +75,21 @@ CHECKPOINTS = (
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--no-save-rng",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--no-load-rng",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--no-save-optim",
@@ -94,35 +99,35 @@ CHECKPOINTS = (
             "drop it, and load with --no-load-optim where the weights alone are wanted",
         ),
         hot_switch=_HOT_BEGINS,
-        sync_service=AS_ANY_JOB,
+        sync_service=_PEERS_BEGIN,
     ),
     row(
         "--no-load-optim",
         cpu=_WEIGHTS,
         local_sgd=_FRESH,
         hot_switch=_HOT_WEIGHTS,
-        sync_service=AS_ANY_JOB,
+        sync_service=_PEERS_BEGIN,
     ),
     row(
         "--finetune",
         cpu=_WEIGHTS,
         local_sgd=_FRESH,
         hot_switch=_HOT_FINETUNE,
-        sync_service=AS_ANY_JOB,
+        sync_service=_PEERS_BEGIN,
     ),
     row(
         "--pretrained-checkpoint",
         cpu=_WEIGHTS,
         local_sgd=_FRESH,
         hot_switch=_HOT_BEGINS,
-        sync_service=AS_ANY_JOB,
+        sync_service=_PEERS_BEGIN,
     ),
     row(
         "--load-main-params-from-ckpt",
         cpu=tested(f"{BACKENDS}test_cpu_resume.py::{_MAIN_VALUES}"),
         local_sgd=tested(f"{WORKERS}test_legacy_format.py::{_MAIN_VALUES}"),
         hot_switch=tested(f"{STRATEGIES}test_checkpoints.py::{_MAIN_VALUES}"),
-        sync_service=AS_ANY_JOB,
+        sync_service=_PEERS_BEGIN,
     ),
     row(
         "--load-main-params-from-ckpt without --ckpt-format torch",
@@ -145,35 +150,35 @@ CHECKPOINTS = (
         cpu=_MOVES,
         local_sgd=_ROUNDS_GO_BY_ITERATIONS,
         hot_switch=_HOT_MOVES,
-        sync_service=AS_ANY_JOB,
+        sync_service=_PEERS_BEGIN,
     ),
     row(
         "--use-checkpoint-args",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_OTHER_WAYS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--use-mp-args-from-checkpoint-args",
         cpu=OTHER_WAYS,
         local_sgd=WORKERS_OTHER_WAYS,
         hot_switch=HOT_OTHER_WAYS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--auto-detect-ckpt-format",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--exit-on-missing-checkpoint",
         cpu=BOOKKEEPING,
         local_sgd=WORKERS_BOOKKEEPING,
         hot_switch=HOT_BOOKKEEPING,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     *(
         row(
@@ -181,7 +186,7 @@ CHECKPOINTS = (
             cpu=_DUMPS,
             local_sgd=_EACH_WOULD_DUMP,
             hot_switch=_HOT_DUMPS,
-            sync_service=AS_ANY_JOB,
+            sync_service=PEERS_BUNDLE,
         )
         for what in ("params", "wgrads")
     ),
@@ -191,7 +196,7 @@ CHECKPOINTS = (
             cpu=needs_gpu("Megatron looks for the layers of Transformer Engine, and fails where there is none"),
             local_sgd=_EACH_WOULD_DUMP,
             hot_switch=ON_GPU_ALONE_HOT,
-            sync_service=AS_ANY_JOB,
+            sync_service=PEER_ON_A_GPU,
         )
         for what in ("activations", "dgrads", "tokens-per-expert")
     ),
@@ -209,7 +214,7 @@ CHECKPOINTS = (
         cpu=_REPLACE,
         local_sgd=_SKIPPED,
         hot_switch=HOT_SKIPPED,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--non-persistent-ckpt-type local",

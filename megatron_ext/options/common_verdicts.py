@@ -27,17 +27,20 @@ __all__ = [
     "HOT_SAME",
     "HOT_SKIPPED",
     "HOT_STATIC",
+    "IGNORED",
     "NEEDS_TE",
     "NO_PEER_FSDP",
     "NO_TE_ON_CPU",
-    "OF_THE_MODEL",
+    "ON_A_GPU",
     "ON_GPU_ALONE",
     "ON_GPU_ALONE_HOT",
     "ON_GPU_ALONE_PEERS",
-    "OPEN",
     "OTHER_WAYS",
+    "OWN_SCRIPT",
     "PEERS",
     "PEERS_ASYNC_SAVE",
+    "PEERS_BUNDLE",
+    "PEER_ON_A_GPU",
     "RESILIENCY",
     "RESUME",
     "ROUNDS",
@@ -46,6 +49,7 @@ __all__ = [
     "UNKNOWN_TENSORS",
     "WORKERS",
     "WORKERS_BOOKKEEPING",
+    "WORKERS_ON_TE",
     "WORKERS_OTHER_WAYS",
 ]
 
@@ -55,8 +59,8 @@ WORKERS = "tests/local_sgd/"
 PEERS = "tests/sync_service/megatron/"
 EXPERTS = "tests/spes/"
 
-OPEN = accepted("nothing is known against it, and no test is named for it")
-"""A gap of the table: nobody has looked, or has said so."""
+OWN_SCRIPT = accepted("it needs a script of one's own, and no test has such a script")
+ON_A_GPU = accepted("only a GPU can run it, where no test has")
 
 BARE = tested(f"{BACKENDS}test_cpu_options.py::test_a_command_without_any_word_about_the_backend_runs")
 SAME = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_change_no_result")
@@ -76,6 +80,9 @@ CONTINUES = tested(
 WORKERS_BOOKKEEPING = tested(f"{WORKERS}test_checkpoint.py::test_options_for_keeping_and_reading_checkpoints")
 WORKERS_OTHER_WAYS = tested(
     f"{WORKERS}test_checkpoint.py::test_options_for_writing_and_taking_checkpoints_in_other_ways"
+)
+WORKERS_ON_TE = tested(
+    f"{WORKERS}test_transformer_engine.py::test_a_run_resumes_with_the_same_bits_in_the_middle_of_an_interval"
 )
 ROUNDS = tested(f"{WORKERS}test_option_bundles.py::test_rounds_and_a_resume_with_the_option")
 BUNDLE = tested(
@@ -97,7 +104,12 @@ HOT_ASYNC_SAVE = tested(f"{STRATEGIES}test_async_save.py::test_a_resumed_run_end
 
 PEERS_ASYNC_SAVE = tested(f"{PEERS}test_async_save.py::test_a_peer_resumes_with_the_same_bits")
 EXPERTS_ASYNC_SAVE = tested(f"{EXPERTS}test_async_save.py::test_a_peer_resumes_with_the_same_bits")
+PEERS_BUNDLE = tested(
+    f"{PEERS}test_option_bundles.py"
+    "::test_peers_end_equal_and_one_alone_is_a_stock_job_also_when_it_is_killed_and_resumes"
+)
 AS_ANY_JOB = accepted("between two rounds a peer is an ordinary job")
+PEER_ON_A_GPU = accepted("only a GPU can run it, and between two rounds a peer is an ordinary job")
 AS_A_PEER = like("sync-service")
 NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use --use-distributed-optimizer")
 
@@ -105,7 +117,7 @@ ON_GPU_ALONE = refused("only a GPU can show it, where it has not run with worker
 ON_GPU_ALONE_HOT = refused("only a GPU can show it, where it has not run with several strategies")
 ON_GPU_ALONE_PEERS = refused("only a GPU can show it, where it has not run with peers")
 UNKNOWN_TENSORS = refused("the parameter view, by which guests take weights, does not know its tensors")
+IGNORED = refused("Megatron 0.19 reads it and ignores it")
 NEEDS_TE = refused("it needs Transformer Engine")
 NO_TE_ON_CPU = needs_gpu("it needs Transformer Engine, which needs a GPU")
 RESILIENCY = refused("it needs nvidia-resiliency-ext 0.6 or later, with which it has not run")
-OF_THE_MODEL = accepted("it is inside the model, which is taken as it is")

@@ -11,18 +11,26 @@ from megatron_ext.options.common_verdicts import (
     BARE,
     BUNDLE,
     HOT_STATIC,
-    OPEN,
+    IGNORED,
+    OWN_SCRIPT,
+    PEER_ON_A_GPU,
     PEERS,
+    PEERS_BUNDLE,
     ROUNDS,
     STRATEGIES,
+    WORKERS,
 )
 from megatron_ext.options.row import differs, is_set, row, says
-from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
+from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["DATA_ORDER"]
 
+_ADDED_UP = refused("the lengths of its packed samples are added up over all ranks in every step")
 _OWN_ORDER = refused("hot switching reads documents in an order of its own", named="--dataloader-type")
 _NO_MIDDLE = refused("hot switching reads documents from beginning to end")
+_PHASES = tested(
+    f"{WORKERS}test_option_bundles.py::test_each_phase_begins_with_the_first_samples_and_a_resume_keeps_the_bits"
+)
 _GROWS = tested(f"{BACKENDS}test_cpu_table.py::test_the_batch_grows")
 _BLENDS = tested(f"{STRATEGIES}data/test_blends.py::test_a_run_on_a_blend_does_not_depend_on_the_strategies")
 _HOT_SIZES = tested(f"{STRATEGIES}test_training.py::test_steps_have_as_many_sequences_as_megatron_says")
@@ -30,14 +38,13 @@ _CONVERSATIONS = tested(f"{STRATEGIES}data/test_conversations.py::test_hot_equal
 _WORKERS_SWITCH = tested(
     f"{STRATEGIES}data/test_conversations.py::test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval"
 )
-_IGNORED = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
     row(
         "--dataloader-type external",
         says("dataloader_type", "external"),
-        cpu=OPEN,
-        local_sgd=OPEN.but(
+        cpu=OWN_SCRIPT,
+        local_sgd=OWN_SCRIPT.but(
             "--local-sgd-use-async",
             clash(
                 "--local-sgd-use-async is not combined with --dataloader-type external, where nobody gives workers at "
@@ -50,8 +57,8 @@ DATA_ORDER = (
     ),
     row(
         "--phase-transition-iterations",
-        cpu=OPEN,
-        local_sgd=OPEN.but(
+        cpu=_PHASES,
+        local_sgd=_PHASES.but(
             "--local-sgd-use-async",
             clash(
                 "--local-sgd-use-async is not combined with --phase-transition-iterations: its iterations are "
@@ -64,10 +71,10 @@ DATA_ORDER = (
     ),
     row(
         "--rampup-batch-size",
-        cpu=_IGNORED,
-        local_sgd=refused("Megatron 0.19 reads it and ignores it"),
-        hot_switch=refused("Megatron 0.19 reads it and ignores it"),
-        sync_service=AS_ANY_JOB,
+        cpu=IGNORED,
+        local_sgd=IGNORED,
+        hot_switch=IGNORED,
+        sync_service=IGNORED,
     ),
     row(
         "--step-batch-size-schedule",
@@ -85,7 +92,7 @@ DATA_ORDER = (
     ),
     row(
         "--decrease-batch-size-if-needed",
-        cpu=OPEN,
+        cpu=ROUNDS,
         local_sgd=ROUNDS,
         hot_switch=_HOT_SIZES,
         sync_service=tested(f"{PEERS}test_resuming.py::test_steps_smaller_than_asked_are_counted_as_they_are"),
@@ -97,9 +104,9 @@ DATA_ORDER = (
             "Megatron's unfused attention takes no packed samples, which it makes",
             "drop it, or use hot switching, which takes conversations one by one",
         ),
-        local_sgd=refused("the lengths of its packed samples are added up over all ranks in every step"),
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=_ADDED_UP,
+        hot_switch=accepted("the row on --sft has the say"),
+        sync_service=PEER_ON_A_GPU,
     ),
     row("--sft", cpu=_CONVERSATIONS, local_sgd=_WORKERS_SWITCH, hot_switch=_CONVERSATIONS, sync_service=AS_ANY_JOB),
     row(
@@ -108,7 +115,7 @@ DATA_ORDER = (
         cpu=BARE,
         local_sgd=APART,
         hot_switch=HOT_STATIC,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         cpu_default={"num_workers": 0},
     ),
     row(
@@ -117,7 +124,7 @@ DATA_ORDER = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=_OWN_ORDER,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         peers_share="dataloader_type",
     ),
     row(
@@ -126,7 +133,7 @@ DATA_ORDER = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=_BLENDS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         flags=("--data-path",),
     ),
     row(
@@ -135,42 +142,42 @@ DATA_ORDER = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=_BLENDS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         flags=("--data-args-path", "--per-split-data-args-path", "--train-data-path"),
     ),
-    row("--fim-data", cpu=OPEN, local_sgd=OPEN, hot_switch=_NO_MIDDLE, sync_service=AS_ANY_JOB),
+    row("--fim-data", cpu=OWN_SCRIPT, local_sgd=OWN_SCRIPT, hot_switch=_NO_MIDDLE, sync_service=OWN_SCRIPT),
     row(
         "--dataloader-inter-document-masking",
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=needs_gpu("Megatron's unfused attention takes no packed samples, which it makes"),
+        local_sgd=_ADDED_UP,
         hot_switch=refused("hot switching keeps documents apart itself"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
         peers_share="dataloader_inter_document_masking",
     ),
     row(
         "--seed",
         cpu=BUNDLE,
         local_sgd=BUNDLE,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        hot_switch=HOT_STATIC,
+        sync_service=PEERS_BUNDLE,
         peers_share="seed",
     ),
     row(
         "--seq-length",
         cpu=BUNDLE,
         local_sgd=BUNDLE,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        hot_switch=HOT_STATIC,
+        sync_service=PEERS_BUNDLE,
         peers_share="seq_length",
     ),
-    row("--split", cpu=BUNDLE, local_sgd=BUNDLE, hot_switch=OPEN, sync_service=AS_ANY_JOB, peers_share="split"),
+    row("--split", cpu=BUNDLE, local_sgd=BUNDLE, hot_switch=_BLENDS, sync_service=PEERS_BUNDLE, peers_share="split"),
     row(
         "--train-samples, or --train-iters times --global-batch-size",
         is_set("train_samples"),
         cpu=_GROWS,
         local_sgd=ROUNDS,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        hot_switch=_HOT_SIZES,
+        sync_service=PEERS_BUNDLE,
         flags=("--train-samples", "--train-iters", "--global-batch-size"),
         peers_share=lambda args: args.train_samples or args.train_iters * args.global_batch_size,
     ),
@@ -179,8 +186,8 @@ DATA_ORDER = (
         is_set("make_vocab_size_divisible_by"),
         cpu=BUNDLE,
         local_sgd=BUNDLE,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        hot_switch=HOT_STATIC,
+        sync_service=PEERS_BUNDLE,
         flags=("--make-vocab-size-divisible-by", "--padded-vocab-size"),
         peers_share="padded_vocab_size",
     ),

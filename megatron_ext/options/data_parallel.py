@@ -15,6 +15,7 @@ from megatron_ext.options.common_verdicts import (
     HOT_STATIC,
     NO_PEER_FSDP,
     PEERS,
+    PEERS_BUNDLE,
     ROUNDS,
     SAME,
     STRATEGIES,
@@ -30,7 +31,11 @@ _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _IN_BF16 = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
 _INSTANCES = tested(f"{WORKERS}test_instances.py::test_workers_with_optimizer_instances_compute_what_one_has")
-_NEEDS_FSDP = refused("it needs --use-megatron-fsdp, which needs a GPU")
+_LOADED_WRONGLY = refused(
+    "Megatron 0.19 loads the optimizer's values wrongly from that format where several buckets are padded",
+    "drop one of them",
+)
+_NEEDS_FSDP = refused("it needs --use-megatron-fsdp, which is refused")
 _NO_EINOPS = refused("Megatron makes the groups of instances with it", pip_install("einops"))
 
 
@@ -55,35 +60,35 @@ DATA_PARALLEL = (
         cpu=_LAYOUTS,
         local_sgd=APART,
         hot_switch=HOT_STATIC,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--overlap-grad-reduce",
         cpu=_LAYOUTS,
         local_sgd=APART,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--overlap-param-gather",
         cpu=_LAYOUTS,
         local_sgd=APART,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ddp-bucket-size",
         cpu=_LAYOUTS,
         local_sgd=APART,
         hot_switch=_IN_BF16,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ddp-num-buckets",
         cpu=SAME,
         local_sgd=APART,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ddp-pad-buckets-for-high-nccl-busbw",
@@ -93,12 +98,24 @@ DATA_PARALLEL = (
         sync_service=AS_ANY_JOB,
     ),
     row(
+        "--ddp-pad-buckets-for-high-nccl-busbw with --dist-ckpt-optim-fully-reshardable",
+        lambda args: bool(
+            args.ddp_pad_buckets_for_high_nccl_busbw
+            and args.dist_ckpt_optim_fully_reshardable
+            and args.overlap_grad_reduce
+        ),
+        cpu=_LOADED_WRONGLY,
+        local_sgd=_LOADED_WRONGLY,
+        hot_switch=_LOADED_WRONGLY,
+        sync_service=_LOADED_WRONGLY,
+    ),
+    row(
         "--no-align-grad-reduce",
         says("align_grad_reduce", False),
         cpu=SAME,
         local_sgd=APART,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--no-align-param-gather",
@@ -106,56 +123,56 @@ DATA_PARALLEL = (
         cpu=SAME,
         local_sgd=APART,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ddp-param-name-patterns-for-fp32-local-accumulation",
         cpu=ROUNDS,
         local_sgd=ROUNDS,
         hot_switch=HOT_BUNDLE,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ddp-average-in-collective",
         cpu=SAME,
         local_sgd=APART,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--grad-reduce-in-bf16",
         cpu=_BF16_SUMS,
         local_sgd=APART,
         hot_switch=_IN_BF16,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--ddp-reduce-scatter-with-fp32-accumulation",
         cpu=_BF16_SUMS,
         local_sgd=APART,
         hot_switch=_IN_BF16,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--calculate-per-token-loss",
         cpu=SAME,
         local_sgd=APART,
         hot_switch=HOT_STATIC,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--data-parallel-random-init",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_random_weights_per_replica_are_made_equal"),
         local_sgd=ROUNDS,
         hot_switch=_IN_BF16,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--check-weight-hash-across-dp-replicas-interval",
         cpu=SAME,
         local_sgd=ROUNDS,
         hot_switch=_IN_BF16,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--num-distributed-optimizer-instances above 1",
@@ -207,7 +224,7 @@ DATA_PARALLEL = (
         cpu=refused("without --use-megatron-fsdp, which needs a GPU, Megatron leaves the weights without values"),
         local_sgd=_NEEDS_FSDP,
         hot_switch=_NEEDS_FSDP,
-        sync_service=AS_ANY_JOB,
+        sync_service=_NEEDS_FSDP,
     ),
     row(
         "--use-torch-fsdp2",

@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options.common_verdicts import AS_A_PEER, AS_ANY_JOB, BUNDLE, HOT_BUNDLE, OPEN
+from megatron_ext.options.common_verdicts import (
+    AS_A_PEER,
+    BUNDLE,
+    HOT_BUNDLE,
+    ON_A_GPU,
+    PEER_ON_A_GPU,
+    PEERS_BUNDLE,
+)
 from megatron_ext.options.row import Asked, row, says
 from megatron_ext.options.verdict import clash, needs_gpu, refused
 
@@ -32,7 +39,7 @@ MEMORY_SAVINGS = (
         "--cuda-graph-impl, --enable-cuda-graph or --external-cuda-graph",
         _captures,
         cpu=needs_gpu("there are no CUDA graphs"),
-        local_sgd=OPEN.but(
+        local_sgd=ON_A_GPU.but(
             "--local-sgd-sync-in-forward",
             clash(
                 "--local-sgd-sync-in-forward is not combined with CUDA graphs, whose replay does not wait for a "
@@ -43,7 +50,7 @@ MEMORY_SAVINGS = (
         hot_switch=refused(
             "guests' parameters lie elsewhere in every step, and a graph would use them where they were"
         ),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
         spes=AS_A_PEER.but(
             "--spes-using-decayed-aux-loss",
             clash(
@@ -58,47 +65,47 @@ MEMORY_SAVINGS = (
         "--cpu-offloading-num-layers",
         lambda args: bool(args.cpu_offloading_num_layers > 0),
         cpu=_HAS_THE_MEMORY,
-        local_sgd=OPEN,
+        local_sgd=ON_A_GPU,
         hot_switch=_PER_STRATEGY,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
         in_config=("transformer.cpu_offloading_num_layers",),
     ),
     row(
         "--fine-grained-activation-offloading",
         cpu=_HAS_THE_MEMORY,
-        local_sgd=OPEN,
+        local_sgd=ON_A_GPU,
         hot_switch=_PER_STRATEGY,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
         in_config=("transformer.fine_grained_activation_offloading",),
     ),
     row(
         "--recompute-modules layernorm",
         _recomputes("layernorm"),
         cpu=needs_gpu("it needs Transformer Engine, which needs a GPU", "use core_attn"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--recompute-modules mlp without --disable-bias-linear",
         lambda args: _recomputes("mlp")(args) and args.add_bias_linear,
         cpu=needs_gpu("the recompute function of Megatron 0.19 hangs on a layer that returns its bias", _NO_BIAS),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--recompute-modules moe without --disable-bias-linear",
         lambda args: _recomputes("moe")(args) and args.add_bias_linear,
         cpu=needs_gpu("the recompute function of Megatron 0.19 fails on experts with a bias", _NO_BIAS),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--cuda-graph-impl full_iteration",
         says("cuda_graph_impl", "full_iteration"),
-        cpu=OPEN,
+        cpu=needs_gpu("there are no CUDA graphs"),
         local_sgd=refused("a captured iteration cannot have an outer step in some iterations alone"),
         hot_switch=refused("a captured iteration cannot switch strategies"),
         sync_service=refused("a captured iteration would not see what a round writes"),
@@ -108,7 +115,7 @@ MEMORY_SAVINGS = (
         cpu=HOT_BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=HOT_BUNDLE,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         in_config=("transformer.distribute_saved_activations",),
     ),
 )

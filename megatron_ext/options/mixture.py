@@ -7,21 +7,26 @@ from typing import Any
 
 from megatron_ext.options.common_verdicts import (
     AS_A_PEER,
-    AS_ANY_JOB,
+    BACKENDS,
     BUNDLE,
     EXPERTS,
+    HOT_BUNDLE,
     NO_TE_ON_CPU,
-    OF_THE_MODEL,
-    OPEN,
+    ON_A_GPU,
+    PEER_ON_A_GPU,
     PEERS,
+    PEERS_BUNDLE,
     STRATEGIES,
     UNKNOWN_TENSORS,
     WORKERS,
+    WORKERS_ON_TE,
 )
 from megatron_ext.options.row import Asked, Row, given, is_set, row, says
 from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
+
+_WITH_CAPACITIES = accepted("it is read with --moe-expert-capacity-factor alone, which is refused")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -68,7 +73,7 @@ MIXTURE = (
     row(
         "--moe-router-load-balancing-type quantile_balancing",
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
-        cpu=OPEN,
+        cpu=tested(f"{BACKENDS}test_cpu_table.py::test_routers_that_balance_by_quantiles"),
         local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
         hot_switch=refused("home's quantiles would follow home's tokens alone", "use another type"),
         sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
@@ -76,17 +81,17 @@ MIXTURE = (
     ),
     row(
         "--moe-expert-rank-capacity-factor",
-        cpu=OPEN,
+        cpu=needs_gpu("it needs HybridEP or NCCL EP, which are CUDA libraries"),
         local_sgd=refused("all ranks are asked in every step whether one has overflowed"),
         hot_switch=refused("which tokens are dropped would depend on the strategies"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--moe-grouped-gemm",
         cpu=needs_gpu("grouped matrix products are CUDA kernels", "without it the experts run one after the other"),
-        local_sgd=OPEN,
+        local_sgd=WORKERS_ON_TE,
         hot_switch=tested(f"{STRATEGIES}test_transformer_engine.py::test_hot_equals_static"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
         spes=AS_A_PEER.but(
             "frozen experts",
             tested(f"{EXPERTS}test_grouped_experts.py::test_grouped_experts_learn_what_sequential_ones_learn"),
@@ -114,17 +119,17 @@ MIXTURE = (
         "--moe-latent-size",
         given("moe_latent_size"),
         cpu=NO_TE_ON_CPU,
-        local_sgd=OPEN,
+        local_sgd=ON_A_GPU,
         hot_switch=UNKNOWN_TENSORS,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
     ),
-    row("--moe-permute-fusion", cpu=NO_TE_ON_CPU, local_sgd=OPEN, hot_switch=OPEN, sync_service=AS_ANY_JOB),
+    row("--moe-permute-fusion", cpu=NO_TE_ON_CPU, local_sgd=ON_A_GPU, hot_switch=ON_A_GPU, sync_service=PEER_ON_A_GPU),
     row(
         "--moe-router-fusion",
         cpu=NO_TE_ON_CPU,
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
         spes=AS_A_PEER.but(
             "--spes-using-decayed-aux-loss",
             clash(
@@ -138,26 +143,33 @@ MIXTURE = (
         "--moe-token-dispatcher-type flex",
         says("moe_token_dispatcher_type", "flex"),
         cpu=needs_gpu("DeepEP and HybridEP are CUDA libraries", "use alltoall or allgather"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--moe-enable-deepep",
         cpu=needs_gpu("DeepEP is a CUDA library", "use --moe-token-dispatcher-type alltoall"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--overlap-moe-expert-parallel-comm",
         cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=refused(
-            "Megatron then runs layers by a plan of its own, past the model's forward pass, which alone is told where "
-            "documents begin"
+        local_sgd=BUNDLE.but(
+            "--local-sgd-sync-in-forward",
+            clash(
+                "--local-sgd-sync-in-forward is not combined with --overlap-moe-expert-parallel-comm, with which "
+                "Megatron runs pieces of layers past the model's forward pass, at whose end the last parameters arrive",
+                "drop one of them",
+            ),
         ),
-        sync_service=AS_ANY_JOB,
+        hot_switch=refused(
+            "Megatron then runs pieces of layers by a plan of its own, past the forward pass of the model, in which "
+            "guests take their weights and are told where documents begin"
+        ),
+        sync_service=PEERS_BUNDLE,
         in_config=("transformer.overlap_moe_expert_parallel_comm",),
     ),
     row(
@@ -166,7 +178,7 @@ MIXTURE = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=tested(f"{STRATEGIES}test_routers.py::test_losses_by_sequence_are_those_of_documents"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--moe-router-load-balancing-type global_aux_loss",
@@ -178,7 +190,7 @@ MIXTURE = (
             "strategies decide",
             "use seq_aux_loss, which no strategy changes, or aux_loss",
         ),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         in_config=("transformer.moe_router_load_balancing_type", "transformer.moe_aux_loss_coeff"),
     ),
     row(
@@ -191,7 +203,7 @@ MIXTURE = (
             "strategies",
             "use another type",
         ),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         in_config=("transformer.moe_router_load_balancing_type",),
     ),
     row(
@@ -200,96 +212,52 @@ MIXTURE = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=refused("which tokens are dropped would depend on the strategies"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
         peers_share="moe_expert_capacity_factor",
         in_config=("transformer.moe_expert_capacity_factor",),
     ),
     row(
         "--moe-mlp-glu-interleave-size",
-        cpu=OF_THE_MODEL,
-        local_sgd=OF_THE_MODEL,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
+        cpu=NO_TE_ON_CPU,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
         peers_share="moe_mlp_glu_interleave_size",
     ),
     row(
         "--moe-shared-expert-glu-interleave-size",
-        cpu=OF_THE_MODEL,
-        local_sgd=OF_THE_MODEL,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
+        cpu=NO_TE_ON_CPU,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
         peers_share="moe_shared_expert_glu_interleave_size",
     ),
-    row(
-        "--moe-layer-freq",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_layer_freq",
-    ),
-    row(
-        "--moe-router-topk",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_router_topk",
-    ),
-    row(
-        "--moe-router-num-groups",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_router_num_groups",
-    ),
-    row(
-        "--moe-router-group-topk",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_router_group_topk",
-    ),
-    row(
-        "--moe-router-pre-softmax",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_router_pre_softmax",
-    ),
-    row(
-        "--moe-router-score-function",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_router_score_function",
-    ),
-    row(
-        "--moe-router-topk-scaling-factor",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_router_topk_scaling_factor",
-    ),
-    row(
-        "--moe-apply-probs-on-input",
-        cpu=BUNDLE,
-        local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
-        peers_share="moe_apply_probs_on_input",
+    *(
+        row(
+            f"--moe-{name}",
+            cpu=BUNDLE,
+            local_sgd=BUNDLE,
+            hot_switch=HOT_BUNDLE,
+            sync_service=PEERS_BUNDLE,
+            peers_share=f"moe_{name.replace('-', '_')}",
+        )
+        for name in (
+            "layer-freq",
+            "router-topk",
+            "router-num-groups",
+            "router-group-topk",
+            "router-pre-softmax",
+            "router-score-function",
+            "router-topk-scaling-factor",
+            "apply-probs-on-input",
+        )
     ),
     row(
         "--moe-token-drop-policy",
         cpu=BUNDLE,
         local_sgd=BUNDLE,
-        hot_switch=OF_THE_MODEL,
-        sync_service=AS_ANY_JOB,
+        hot_switch=_WITH_CAPACITIES,
+        sync_service=PEERS_BUNDLE,
         peers_share="moe_token_drop_policy",
     ),
 )

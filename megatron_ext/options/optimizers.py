@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_ext.options.common_verdicts import (
-    AS_ANY_JOB,
     BACKENDS,
     EXPERTS,
     HOT_BUNDLE,
@@ -15,8 +14,9 @@ from megatron_ext.options.common_verdicts import (
     ON_GPU_ALONE,
     ON_GPU_ALONE_HOT,
     ON_GPU_ALONE_PEERS,
-    OPEN,
+    PEER_ON_A_GPU,
     PEERS,
+    PEERS_BUNDLE,
     STRATEGIES,
     WORKERS,
 )
@@ -46,6 +46,7 @@ _SKIPPED = tested(
     f"{WORKERS}test_option_bundles.py::test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits"
 )
 _family = says("optimizer", *FAMILY)
+_PREDICTS = tested(f"{BACKENDS}test_cpu_table.py::test_multi_token_prediction")
 _STRATEGIES_HAVE_STAGES = accepted("strategies have stages of their own, and are checked one by one")
 
 
@@ -68,7 +69,7 @@ OPTIMIZERS = (
             f"{WORKERS}test_rounds.py::test_sgd_with_interval_one_and_no_momentum_is_synchronous_training"
         ),
         hot_switch=tested(f"{STRATEGIES}test_training.py::test_strategies_without_data_in_a_step_change_nothing"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--optimizer muon, dist_muon, lion or soap (package emerging-optimizers)",
@@ -175,11 +176,11 @@ OPTIMIZERS = (
         hot_switch=refused(
             "Megatron clips by the logits that home's attention has seen, and guests have attention of their own"
         ),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--mtp-num-layers",
-        cpu=tested(f"{BACKENDS}test_cpu_table.py::test_multi_token_prediction"),
+        cpu=_PREDICTS,
         local_sgd=tested(
             f"{WORKERS}test_multi_token_prediction.py"
             "::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
@@ -200,15 +201,16 @@ OPTIMIZERS = (
             f"--mtp-num-layers over several stages with {what}",
             _predicts_over_stages(asked),
             flags=("--mtp-num-layers",),
-            cpu=OPEN,
+            cpu=on_cpu,
             local_sgd=verdict,
             hot_switch=_STRATEGIES_HAVE_STAGES,
             sync_service=verdict,
         )
-        for what, asked, verdict in (
+        for what, asked, on_cpu, verdict in (
             (
                 "tied embeddings",
                 lambda args: not args.untie_embeddings_and_output_weights,
+                _PREDICTS,
                 refused(
                     "Megatron gives the last stage an output layer that nothing uses",
                     "add --untie-embeddings-and-output-weights",
@@ -217,6 +219,7 @@ OPTIMIZERS = (
             (
                 "learned positions",
                 says("position_embedding_type", "learned_absolute"),
+                refused("Megatron's layers for it take no such positions", "use --position-embedding-type rope"),
                 refused(
                     "Megatron gives the last stage positions that stay as they are",
                     "use --position-embedding-type rope",
@@ -253,7 +256,7 @@ OPTIMIZERS = (
     row(
         "--result-rejected-tracker-filename",
         is_set("result_rejected_tracker_filename"),
-        cpu=OPEN,
+        cpu=_SKIPPED,
         local_sgd=_SKIPPED.but(
             "--local-sgd-use-async",
             refused("Megatron adds what is in that file to --iterations-to-skip, which is refused with rounds by time"),

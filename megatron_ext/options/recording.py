@@ -3,7 +3,16 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.common_verdicts import AS_ANY_JOB, BUNDLE, HOT_SAME, NO_TE_ON_CPU, OPEN, SAME
+from megatron_ext.options.common_verdicts import (
+    BUNDLE,
+    HOT_SAME,
+    NO_TE_ON_CPU,
+    ON_A_GPU,
+    OWN_SCRIPT,
+    PEER_ON_A_GPU,
+    PEERS_BUNDLE,
+    SAME,
+)
 from megatron_ext.options.row import given, row
 from megatron_ext.options.verdict import needs_gpu, refused
 
@@ -15,7 +24,7 @@ RECORDING = (
         cpu=NO_TE_ON_CPU,
         local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
         hot_switch=refused("it would see the logits of home's rows only"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEER_ON_A_GPU,
         in_config=("transformer.log_max_attention_logit",),
     ),
     row(
@@ -23,57 +32,57 @@ RECORDING = (
         cpu=SAME,
         local_sgd=refused("its report gathers from all ranks, which makes the workers wait for each other"),
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--profile without --use-pytorch-profiler",
         lambda args: bool(args.profile and not args.use_pytorch_profiler),
         cpu=needs_gpu("Nsight records CUDA", "add --use-pytorch-profiler"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--record-memory-history",
         cpu=needs_gpu("the history is that of CUDA's allocator"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--log-energy",
         cpu=needs_gpu("the meters are those of NVIDIA's GPUs"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--gpu-sniff-test-interval",
         given("gpu_sniff_test_interval"),
         cpu=needs_gpu("the test times GPUs"),
-        local_sgd=OPEN,
-        hot_switch=OPEN,
-        sync_service=AS_ANY_JOB,
+        local_sgd=ON_A_GPU,
+        hot_switch=ON_A_GPU,
+        sync_service=PEER_ON_A_GPU,
     ),
     row(
         "--moe-routing-trace-path",
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=refused("it would trace the tokens of home's rows only"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--logits-load-dir",
-        cpu=OPEN,
-        local_sgd=OPEN,
+        cpu=OWN_SCRIPT,
+        local_sgd=OWN_SCRIPT,
         hot_switch=refused("it would compare the logits of home's rows only"),
-        sync_service=AS_ANY_JOB,
+        sync_service=OWN_SCRIPT,
     ),
     row(
         "--check-for-spiky-loss",
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=refused("it would judge all losses by those of home's rows only"),
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
 )

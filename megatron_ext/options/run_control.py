@@ -6,7 +6,7 @@ from __future__ import annotations
 from megatron_ext.options.common_verdicts import (
     AS_ANY_JOB,
     HOT_SAME,
-    OPEN,
+    PEERS_BUNDLE,
     RESILIENCY,
     SAME,
     WORKERS,
@@ -36,14 +36,14 @@ RUN_CONTROL = (
         cpu=SAME,
         local_sgd=_ENDS,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--exit-duration-in-mins",
         cpu=SAME,
         local_sgd=_ENDS,
         hot_switch=HOT_SAME,
-        sync_service=AS_ANY_JOB,
+        sync_service=PEERS_BUNDLE,
     ),
     row(
         "--inprocess-restart",
@@ -68,9 +68,9 @@ RUN_CONTROL = (
     ),
     row(
         "--adlr-autoresume",
-        cpu=OPEN,
+        cpu=_FAILS,
         local_sgd=_FAILS,
         hot_switch=_FAILS,
-        sync_service=AS_ANY_JOB,
+        sync_service=_FAILS,
     ),
 )

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from tests.backends.runs import losses, stock
+from tests.options.test_parser import newest
 from tests.support.distributed import REPOSITORY, SINGLE_THREADED
 from tests.support.megatron_checkout import python_path
-from tests.support.presets import LAYOUTS, PRECISIONS, Options, command_line, toy_gpt
+from tests.support.presets import LAYOUTS, MOE, PRECISIONS, Options, command_line, toy_gpt
 from tests.support.pretrain import run_pretrain
 
 WATCHING: Options = {
@@ -50,6 +51,16 @@ def plain():
 def test_options_that_change_no_result(options, plain):
     ranks = stock(toy_gpt(PRECISIONS["fp32-distopt"], options), 2)
     assert losses(ranks) == pytest.approx(plain, rel=1e-6)
+
+
+@newest
+def test_options_that_are_refused_because_megatron_ignores_them_change_no_bit():
+    read = {"position_embedding_type": "rope", "no_rope_fusion": True, "use_rope_scaling": True}
+    read |= {"rotary_base": 1000000, "use_mup": True, "mup_base_hidden_size": 16}
+    ignored = {"rope_scaling_factor": 2.0, "mup_width_mult": 3.0, "qk_l2_norm": True}
+    ignored |= {"openai_gelu": True, "apply_residual_connection_post_layernorm": True}
+    with_them, without = (stock(toy_gpt(read, options), 1) for options in (ignored, {}))
+    assert with_them[0].parameters == without[0].parameters
 
 
 def test_gradients_reduced_in_bf16_and_summed_in_fp32(plain):
@@ -91,6 +102,13 @@ def test_multi_token_prediction():
     assert losses(ranks) == sorted(losses(ranks), reverse=True)
     assert any("mtp." in name for name in ranks[1].parameters[0])
     assert not any("mtp." in name for name in ranks[0].parameters[0])
+
+
+def test_routers_that_balance_by_quantiles():
+    options = {**MOE, "moe_router_load_balancing_type": "quantile_balancing", "disable_bias_linear": True}
+    ranks = stock(toy_gpt(options, lr=1e-2), 2)
+    assert losses(ranks) == sorted(losses(ranks), reverse=True)
+    assert losses(ranks) != losses(stock(toy_gpt({**options, "moe_router_load_balancing_type": "none"}, lr=1e-2), 2))
 
 
 @pytest.mark.slow

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bundles of options: the rows that name a test of them are those whose options the bundles ask for."""
 
-from pathlib import Path
 
 import pytest
 
-from megatron_ext.options import ROWS
-from megatron_ext.options.common_verdicts import BUNDLE
+from megatron_ext.options import ROWS, OptionVerdict
+from megatron_ext.options.common_verdicts import BUNDLE, PEERS_BUNDLE
 from tests.support.distributed import run_ranks
-from tests.support.option_bundles import LAID_OUT, MODELS, WITH_FILES, options_with_files
-from tests.support.presets import LAYOUTS, Options, toy_gpt
+from tests.support.option_bundles import LAID_OUT, MODELS, SAVED, SPREAD, WITH_FILES, options_with_files
+from tests.support.presets import LAYOUTS, PRECISIONS, Options, toy_gpt
 
 
 def rows_asked_for(lines: list[list[str]]) -> list[set[str]]:
@@ -29,20 +28,22 @@ def rows_asked_for(lines: list[list[str]]) -> list[set[str]]:
 
 
 @pytest.fixture(scope="module")
-def asked(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """Every row that a bundle asks for."""
-    bundles: list[Options] = [*MODELS.values()]
-    bundles += [{**LAYOUTS[layout].options, **options} for layout, options in LAID_OUT.values()]
-    bundles += [options_with_files(name, folder_of(tmp_path_factory)) for name in WITH_FILES]
-    (found,) = run_ranks(rows_asked_for, 1, [toy_gpt(bundle) for bundle in bundles])
-    return set.union(*found)
+def asked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """Every row that a bundle asks for, of bundles that a worker of local SGD trains with, and that a peer does."""
+    shared: list[Options] = [*MODELS.values()]
+    shared += [{**LAYOUTS[layout].options, **options} for layout, options in LAID_OUT.values()]
+    shared += [options_with_files(name, tmp_path_factory.mktemp("files")) for name in WITH_FILES]
+    of_peers = [{**LAYOUTS[layout].options, **options} for layout, _, options in SPREAD.values()]
+    of_peers += [{**saving, "save": "folder"} for saving, _ in SAVED.values()]
+    of_peers += [{**reading, "load": "folder"} for _, reading in SAVED.values()]
+    (found,) = run_ranks(rows_asked_for, 1, [toy_gpt(PRECISIONS["bf16-distopt"], each) for each in shared + of_peers])
+    return {BUNDLE.tested_by: set.union(*found[: len(shared)]), PEERS_BUNDLE.tested_by: set.union(*found)}
 
 
-def folder_of(factory: pytest.TempPathFactory) -> Path:
-    return factory.mktemp("files")
-
-
-def test_every_row_that_names_the_test_of_the_bundles_is_asked_for_by_one(asked: set[str]):
-    named = {row.option for row in ROWS if row.verdicts["local-sgd"].tested_by == BUNDLE.tested_by}
+@pytest.mark.parametrize(("feature", "test"), [("local-sgd", BUNDLE), ("sync-service", PEERS_BUNDLE)])
+def test_every_row_that_names_a_test_of_bundles_is_asked_for_by_one(
+    asked: dict[str, set[str]], feature: str, test: OptionVerdict
+):
+    named = {row.option for row in ROWS if row.verdicts[feature].tested_by == test.tested_by}
     assert len(named) > 60
-    assert named - asked == set()
+    assert named - asked[test.tested_by] == set()

@@ -9,10 +9,28 @@ from pathlib import Path
 import pytest
 
 from megatron_ext.options import FEATURES, ROWS, Row, refusals
+from megatron_ext.options.common_verdicts import AS_ANY_JOB, ON_A_GPU, OWN_SCRIPT, PEER_ON_A_GPU
 from megatron_ext.options.verdict import CIRCUMSTANCES, OptionVerdict, accepted, refused
 from megatron_ext.support import markdown
 from tests.backends.test_cpu_options import REFUSED as NEEDS_A_GPU
 from tests.support.distributed import REPOSITORY, run_ranks
+
+WITHOUT_A_TEST = {
+    ON_A_GPU.reason,
+    PEER_ON_A_GPU.reason,
+    OWN_SCRIPT.reason,
+    "the groups of workers are made without it",
+    AS_ANY_JOB.reason,  # of the few below
+    # Another row says it.
+    "the row on --use-distributed-optimizer has the say",
+    "the row on formats other than torch_dist and torch has the say",
+    "the row on --sft has the say",
+    "each format has a row of its own",
+    "it is read with --moe-expert-capacity-factor alone, which is refused",
+    "what is said of each of them holds",
+    "strategies have stages of their own, and are checked one by one",
+}
+"""Why an option is accepted and names no test: there is no other reason."""
 
 
 def all_verdicts():
@@ -38,6 +56,31 @@ def test_every_supported_option_names_a_test_that_exists():
                 missing.append((option, verdict.tested_by))
             found += 1
     assert missing == [] and found > 90
+
+
+def test_what_is_accepted_without_a_test_says_why_none_is_named():
+    unsaid = {
+        (option, feature, verdict.reason)
+        for option, feature, verdict in all_verdicts()
+        if verdict.status == "accepted" and verdict.reason not in WITHOUT_A_TEST
+    }
+    assert unsaid == set()
+
+
+def test_the_options_with_which_no_test_has_peers_are_few():
+    untried = {row.option for row in ROWS if row.verdicts["sync-service"] == AS_ANY_JOB}
+    assert untried <= {
+        "--ddp-pad-buckets-for-high-nccl-busbw",  # a toy's padded buckets cannot be saved
+        "--sft",
+        "--ckpt-convert-format",
+        "--full-validation",
+    }
+
+
+def test_what_only_a_gpu_can_run_is_refused_on_cpu():
+    for row in ROWS:
+        untried = {feature for feature, verdict in row.verdicts.items() if verdict in (ON_A_GPU, PEER_ON_A_GPU)}
+        assert not untried or row.verdicts["cpu"].refuses, (row.option, untried)
 
 
 def test_no_option_has_two_rows():
@@ -233,6 +276,15 @@ DOUBTFUL = [
     "--position-embedding-type relative",
     "--mla-down-proj-fusion",
     "--spec module layers",
+    "--ddp-pad-buckets-for-high-nccl-busbw --dist-ckpt-optim-fully-reshardable --overlap-grad-reduce",
+    "--dsa-indexer-topk 4",
+    "--moe-mlp-glu-interleave-size 8",
+    "--moe-shared-expert-glu-interleave-size 8",
+    "--openai-gelu",
+    "--apply-residual-connection-post-layernorm",
+    "--mup-width-mult 2",
+    "--qk-l2-norm --transformer-impl local",
+    "--rope-scaling-factor 4",
     *NEEDS_A_GPU,
 ]
 PLAIN = [

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from tests.support.corpus import make, write_json_lines
 from tests.support.presets import LATENT, MOE, Options
 
-__all__ = ["LAID_OUT", "MODELS", "WITH_FILES", "options_with_files", "two_corpora"]
+__all__ = ["LAID_OUT", "MODELS", "SAVED", "SPREAD", "WITH_FILES", "options_with_files", "two_corpora"]
 
 _GATED: Options = {
     "hidden_size": 64,
@@ -145,6 +145,111 @@ LAID_OUT: Mapping[str, tuple[str, Options]] = MappingProxyType(
     }
 )
 """How a model is cut, by the name of a layout and what else is asked for."""
+
+SPREAD: Mapping[str, tuple[str, int, Options]] = MappingProxyType(
+    {
+        "buckets of gradients": (
+            "dp2",
+            2,
+            {
+                "overlap_grad_reduce": True,
+                "overlap_param_gather": True,
+                "ddp_num_buckets": 3,
+                "no_align_grad_reduce": True,
+                "no_align_param_gather": True,
+                "ddp_average_in_collective": True,
+                "disable_gloo_process_groups": True,
+                "create_all_gather_group": True,
+                "data_parallel_random_init": True,
+                "check_weight_hash_across_dp_replicas_interval": 1,
+            },
+        ),
+        "sums in bf16 and fp32": (
+            "dp2",
+            2,
+            {
+                "overlap_grad_reduce": True,
+                "ddp_bucket_size": 20000,
+                "grad_reduce_in_bf16": True,
+                "ddp_reduce_scatter_with_fp32_accumulation": True,
+                "train_iters": None,
+                "train_samples": 32,
+                "lr_decay_samples": 32,
+            },
+        ),
+        "stages before replicas": (
+            "pp2",
+            4,
+            {
+                "use_tp_pp_dp_mapping": True,
+                "use_distributed_optimizer": None,
+                "optimizer": "sgd",
+                "grad_reduce_in_bf16": True,
+                "ddp_param_name_patterns_for_fp32_local_accumulation": ["all"],
+                "calculate_per_token_loss": True,
+                "exit_signal_handler": True,
+                "exit_duration_in_mins": 60,
+                "log_straggler": True,
+            },
+        ),
+    }
+)
+"""How the replicas of one job share gradients: layout, ranks, options."""
+
+SAVED: Mapping[str, tuple[Options, Options]] = MappingProxyType(
+    {
+        "checkpoints kept and read": (
+            {
+                "ckpt_format": "torch_dist",
+                "save_interval": 1,
+                "save_retain_interval": 4,
+                "no_save_rng": True,
+                "no_ckpt_fully_parallel_save": True,
+                "dist_ckpt_workers": 2,
+                "verify_integrity": True,
+                "save_params_interval": 3,
+                "save_wgrads_interval": 3,
+            },
+            {
+                "no_load_rng": True,
+                "dist_ckpt_strictness": "raise_unexpected",
+                "ckpt_fully_parallel_load": True,
+                "no_ckpt_load_validate_sharding_integrity": True,
+                "auto_detect_ckpt_format": True,
+                "use_checkpoint_args": True,
+                "exit_on_missing_checkpoint": True,
+                "verify_integrity": True,
+            },
+        ),
+        "checkpoints written and taken in other ways": (
+            {
+                "save_interval": 5,
+                "dist_ckpt_optim_fully_reshardable": True,
+                "distrib_optim_fully_reshardable_mem_efficient": True,
+                "ckpt_fully_parallel_save_process_group": "ep_dp",
+                "dist_ckpt_save_pre_mcore_014": True,
+            },
+            {
+                "dist_ckpt_optim_fully_reshardable": True,
+                "ckpt_fully_parallel_load": True,
+                "ckpt_fully_parallel_load_process_group": "ep_dp",
+                "ckpt_fully_parallel_load_exchange_algo": "gather_object",
+                "use_checkpoint_args": True,
+                "use_mp_args_from_checkpoint_args": True,
+            },
+        ),
+        "checkpoints that replace each other": (
+            {
+                "save_interval": 100,
+                "non_persistent_ckpt_type": "global",
+                "non_persistent_save_interval": 1,
+                "ckpt_assume_constant_structure": True,
+            },
+            {"non_persistent_ckpt_type": "global", "ckpt_assume_constant_structure": True},
+        ),
+    }
+)
+"""What is said where a job saves, and where it loads."""
 
 WITH_FILES = (
     "a blend in random order",
